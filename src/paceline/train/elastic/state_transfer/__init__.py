@@ -1,10 +1,10 @@
-"""State transfer to a joining worker while the others train: a snapshot, the results since, and their replay.
+"""State transfer to a joining worker while the others train: a snapshot, the later results, and their replay.
 
-At the beginning of a batch, *senders* among the members fork (`sender.py`). The child holds the state of that moment
-and serves it in chunks, followed by the results of later rounds, which the sender logs (`snapshot_server.py`). The
-*receiver* takes chunks from all senders at once (`receiver.py`). Then it runs the script's loop on the logged results
-until it has caught up and is admitted by a planned view (`catch_up.py`). A DDP loop cannot be run on results; there the
-log has the optimizer steps (`optimizer_steps.py`), which the receiver repeats before its loop begins.
+At the beginning of a batch, *senders* among the members fork (`sender.py`). The child holds the state at that time and
+serves it in chunks, followed by the results of later rounds, which the sender logs (`snapshot_server.py`). The
+*receiver* requests chunks from all senders concurrently (`receiver.py`). Then it runs the script's loop on the logged
+results until it has caught up and is admitted by a planned view (`catch_up.py`). A DDP loop cannot be run on results;
+there the log has the optimizer steps (`optimizer_steps.py`), which the receiver repeats before its loop begins.
 `transfer_protocol.py` has the messages.
 
 May use: security, one_port, store and group, and from elastic the state, the agreement, the messages and the

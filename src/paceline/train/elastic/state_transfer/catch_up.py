@@ -55,10 +55,8 @@ _TRIES, _MORE_TRIES = 4, 16
 
 @dataclass
 class AdmissionTest:
-    """Decides when a receiver is to be admitted.
-
-    That is when it has caught up, or when it never will because its loop is no faster than theirs; the others then wait
-    while it replays the rounds by which it is behind.
+    """Decides when a receiver can be admitted: when it has caught up, or when it never will because its loop is no
+    faster than theirs. In the latter case, the others wait while it replays the missing rounds.
 
     >>> AdmissionTest().is_near(0), AdmissionTest().is_near(2)
     (True, False)
@@ -68,7 +66,7 @@ class AdmissionTest:
     _taken: int = 0
 
     def is_near(self, behind: int) -> bool:
-        """Notes the number of remaining results after each one received; returns whether the receiver is to be
+        """Records the number of remaining results after each received result; returns whether the receiver can be
         admitted.
         """
         if self._first is None:
@@ -78,20 +76,20 @@ class AdmissionTest:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether it has tried for so long that it is to be admitted in any case."""
+        """Whether the receiver has tried for so long that it is admitted in any case."""
         return self._first is not None and self._taken > _TRIES * self._first + _MORE_TRIES
 
 
 class SendersLostError(Exception):
-    """No sender serves the results any more."""
+    """No sender serves the results any longer."""
 
 
 class RemoteLog:
-    """The results of the rounds since a snapshot, as served by the senders.
+    """The results of the rounds since a snapshot, which the senders serve.
 
     Args:
         senders: The connections to the senders' children, which serve equal results.
-        on_near: A function that is called with the round whenever the receiver is to be admitted.
+        on_near: A function that is called with the round whenever the receiver can be admitted.
         check: A function that is called while waiting, and may raise an error.
         may_come: A function that returns whether a receiver that has caught up may be admitted. It is called until it
             returns True.
@@ -106,15 +104,15 @@ class RemoteLog:
     ) -> None:
         self._senders = senders
         self._on_near, self._check, self._may_come = on_near, check, may_come
-        self._generation = 0  # the last view that the receiver knows the others to have entered
+        self._generation = 0  # the last view that, according to the log, the others have entered
         self._pursuit = AdmissionTest()
         self._is_near = False
         self._next: tuple[RoundResult | ViewEntered, Values] | None = None
-        self._steps = 0  # of optimizers, since the round before
+        self._steps = 0  # the optimizer steps since the previous round
 
     @property
     def is_near(self) -> bool:
-        """Whether the receiver is to be admitted to the next view of the others."""
+        """Whether the receiver can be admitted to the next view of the others."""
         return self._is_near
 
     def follow(self, round_number: int) -> tuple[LogItem, Values]:
@@ -163,7 +161,7 @@ class RemoteLog:
         return item, values
 
     def was_left_out(self) -> None:
-        """Notes that the admitting view broke, so that the receiver has to report again that it is near."""
+        """Records that the admitting view broke; the receiver must report again that it is near."""
         self._is_near = False
 
     def close(self) -> None:
@@ -231,11 +229,12 @@ def _receive(sender: Connection, head: RoundResult | OptimizerStep) -> Values:
     return values
 
 
-_ENDING_S = 1.0  # time for which a receiver without senders waits for the notice that the job has ended
+_ENDING_S = 1.0  # time for which a receiver without senders waits for a message that the job has ended
 
 
 class CatchUp:
-    """The common part of both kinds of catch-up: the report of being near, and entry into the admitting view.
+    """The common part of both kinds of catch-up: the report that the receiver is near, and entry into the admitting
+    view.
 
     Args:
         connection: The worker's connection to its launcher.
@@ -269,7 +268,7 @@ class CatchUp:
             self._end(order.reason, order.code)
 
     def _comes_in(self, generation: int, holds: Callable[[], int]) -> bool:
-        """Enters the others' view, or a forced view that replaced it; returns False if that does not contain this
+        """Enters the others' view, or a forced view that replaced it; returns False if the view does not contain this
         worker.
 
         Args:
@@ -331,7 +330,7 @@ class LoopCatchUp(CatchUp):
             self._replay.was_left_out()
 
     def give_up(self, reason: str) -> NoReturn:
-        """Ends this worker, which cannot catch up any more; with the launcher's reason, if the job has ended."""
+        """Ends this worker, which can no longer catch up; with the launcher's reason, if the job has ended."""
         until_s = time.monotonic() + _ENDING_S
 
         def found() -> list[Dismissed]:
@@ -361,7 +360,7 @@ class OptimizerCatchUp(CatchUp):
 
     Attributes:
         holds: The round before which this worker has the entire state, or FRESH while it lacks a part.
-        has_strayed: Whether its state differs from the others', or cannot become equal.
+        has_strayed: Whether the worker's state differs from the others', or cannot become equal.
     """
 
     def __init__(
@@ -396,8 +395,8 @@ class OptimizerCatchUp(CatchUp):
         """Returns when this worker is in a view with the others.
 
         Raises:
-            StateDivergedError: Its state is not that of the others.
-            SendersLostError: No sender serves the steps any more.
+            StateDivergedError: This worker's state is not that of the others.
+            SendersLostError: No sender serves the steps any longer.
         """
         try:
             while True:
@@ -418,7 +417,7 @@ class OptimizerCatchUp(CatchUp):
             self._replay.close()
 
     def strays(self, reason: str) -> None:
-        """Reports once why this worker needs the entire state, for which the others have to wait."""
+        """Reports, once, why this worker needs the entire state, for which the others have to wait."""
         if not self.has_strayed:
             self.has_strayed = True
             sys.stderr.write(f"paceline: {self._connection} needs the whole state, and the others wait: {reason}\n")
@@ -433,8 +432,8 @@ class OptimizerCatchUp(CatchUp):
     def _until_next_view(self, *, or_near: bool = False) -> ViewEntered | None:
         """Repeats the steps before the next view of the others; with `or_near`, only until this worker is near.
 
-        Once it is near, the others wait in their next view until it has made the last step before that, so it runs at
-        normal priority.
+        Once it is near, the others wait in their next view until it has made the last step before that view, so it runs
+        at normal priority.
         """
         while not (or_near and self._replay.is_near):
             self._check()

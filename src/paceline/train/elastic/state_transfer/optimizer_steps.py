@@ -27,11 +27,10 @@ class StateDivergedError(Exception):
 
 
 class StateDivergence:
-    """Compares a receiver's history, a snapshot and the members' steps since, with that of the members.
-
-    A member that has committed a round may be lost before any other knows of it, and the others then commit another
-    result. So each step carries the result it followed, and each round the previous result: a receiver that has made a
-    step which the others did not detects that.
+    """Compares a receiver's history, a snapshot and the members' later steps, with that of the members. A member that
+    has committed a round may be lost before any other is informed, and the others then commit another result. Each step
+    therefore contains the result that it followed, and each round contains the previous result. A receiver that has
+    made a step that the others did not make detects that.
 
     Args:
         round_number: The round that follows the snapshot.
@@ -43,17 +42,17 @@ class StateDivergence:
     def __init__(self, round_number: int, committed: int, windows: int, *, is_large: bool = False) -> None:
         self.round = round_number
         self.committed = committed
-        self.unchecked = frozenset(range(windows))  # parts that were not compared since the first step
+        self.unchecked = frozenset(range(windows))  # parts that have not been compared since the first step
         self._windows = windows
         self._is_large = is_large
         self._has_stepped = False
         self._steps_of_round = 0
 
     def steps(self, item: OptimizerStep) -> None:
-        """Notes a step that is about to be repeated.
+        """Records a step that is about to be repeated.
 
         Raises:
-            StateDivergedError: It cannot be repeated, or the others did not make an earlier one.
+            StateDivergedError: The step cannot be repeated, or the others did not make an earlier one.
         """
         if item.obstacle:
             raise StateDivergedError(item.obstacle)
@@ -64,11 +63,11 @@ class StateDivergence:
         self._has_stepped = True
 
     def compares(self, round_number: int) -> bool:
-        """Returns whether a part of the receiver's state before a round is to be compared with the members'."""
+        """Returns whether a part of the receiver's state before a round is compared with the members'."""
         return not self._is_large or (self._has_stepped and round_number % self._windows in self.unchecked)
 
     def passes(self, item: RoundResult, state: int | None) -> None:
-        """Notes a committed round, and the digest of a part of the receiver's state before it (None if not compared).
+        """Records a committed round, and the digest of a part of the receiver's state before it (None if not compared).
 
         Raises:
             StateDivergedError: The members' state was different.
@@ -98,7 +97,7 @@ OnStep = Callable[[OptimizerStep, list[memoryview]], None]
 
 @dataclass(frozen=True)
 class _GradientNote:
-    """A gradient at a certain round. Its memory and version alone do not identify it, since they may be reused."""
+    """A gradient in a certain round. Its memory and version alone do not identify it, since they may be reused."""
 
     round: int
     gradient: weakref.ref[torch.Tensor] | None
@@ -157,16 +156,16 @@ class OptimizerStepHooks:
             self._again = None
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
-        """Notes the gradients of these parameters, since receivers have them too."""
+        """Records the gradients of these parameters, since receivers have them too."""
         for param in params:
             self._notes[id(param)] = _GradientNote.of(self.at[0], param.grad)
 
     def forget(self) -> None:
-        """Discards the noted gradients."""
+        """Discards the recorded gradients."""
         self._notes.clear()
 
     def are_noted(self, param: torch.Tensor) -> bool:
-        """Returns whether a parameter's gradient was noted in this round and has not changed since."""
+        """Returns whether a parameter's gradient was recorded in this round and has not changed since."""
         note = self._notes.get(id(param))
         return note is not None and note.round == self.at[0] and note.is_of(param.grad)
 
@@ -220,7 +219,7 @@ def _take_over(optimizer: torch.optim.Optimizer, item: OptimizerStep, values: Va
     """Sets the gradients and options of a member's step.
 
     Raises:
-        StateDivergedError: They do not fit the optimizer.
+        StateDivergedError: The gradients or options do not fit the optimizer.
     """
     params, count = [*_params(optimizer)], sum(item.has_gradient)
     if len(params) != len(item.has_gradient):

@@ -1,6 +1,5 @@
-"""The receiver of a state transfer: it takes chunks from all senders at once, and verifies each of them.
-
-`ViewAdmission` requests that a worker without state may join, by a view at once or after a transfer.
+"""The receiver of a state transfer: it requests chunks from all senders concurrently, and verifies each of them.
+`ViewAdmission` requests that a worker without state may join, either directly by a view or after a transfer.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _LOOK_S = 0.02
 
 
 class ReceivedState:
-    """The result of a transfer: the state, its description, and connections for the results since."""
+    """The result of a transfer: the state, its description, and connections for the later results."""
 
     def __init__(self, contents: SnapshotContents, state: Any, senders: list[Connection]) -> None:
         self.contents = contents
@@ -85,7 +84,7 @@ class StateReceiver:
 
     Args:
         offers: A function that returns the senders' offers received so far.
-        is_needless: A function that is called regularly and returns True once the state is not needed any more.
+        is_needless: A function that is called regularly and returns True once the state is no longer needed.
     """
 
     def __init__(self, offers: Callable[[], Sequence[TransferOffer]], is_needless: Callable[[], bool]) -> None:
@@ -96,7 +95,7 @@ class StateReceiver:
         self._connected: dict[str, Connection] = {}
 
     def learn(self) -> ReceivedState | None:
-        """Returns the received state, or None if all senders have failed or it is not needed any more."""
+        """Returns the received state, or None if all senders have failed or the state is no longer needed."""
         while True:
             for offer in self._offers():
                 if offer.sender not in self._tried:
@@ -202,7 +201,7 @@ class StateReceiver:
         self._connected.clear()
 
 
-_MOST_TRANSFERS = 3  # failed transfers after which the others have to wait while the worker gets the state
+_MOST_TRANSFERS = 3  # failed transfers after which the others have to wait while the worker receives the state
 
 
 class ViewAdmission:
@@ -212,7 +211,7 @@ class ViewAdmission:
         self._connection = connection
         self._ready = Ready("")
         self._failed = 0
-        self._latest = 0  # the number of its last transfer
+        self._latest = 0  # the number of the last transfer
 
     def ask(self, fingerprint: str, *, learns: bool) -> None:
         """Requests to join; see `Ready`."""
@@ -227,14 +226,14 @@ class ViewAdmission:
         self._connection.send(self._ready)
 
     def has_failed(self, *, may_learn: bool) -> None:
-        """Repeats the request after a failed transfer. Without `may_learn`, the others wait while the worker gets the
-        state.
+        """Repeats the request after a failed transfer. Without `may_learn`, the others wait while the worker receives
+        the state.
         """
         self._failed = self._failed + 1 if may_learn else _MOST_TRANSFERS
         self.ask_again()
 
     def await_admission(self, after: int) -> View | Dismissed | ReceivedState:
-        """Waits for the next view after the generation `after`, the order to end, or a transfer that succeeds.
+        """Waits for a view with a generation greater than `after`, the order to end, or a transfer that succeeds.
 
         Raises:
             LauncherLostError: The launcher has ended.
@@ -264,7 +263,7 @@ class ViewAdmission:
         return dismissed if dismissed is not None else self._connection.latest_view(after)
 
     def _has_a_place(self, after: int) -> bool:
-        """Returns whether a transfer is needless, since a view contains this worker or it was ordered to end."""
+        """Returns whether a transfer is unnecessary, because a view contains this worker or it was ordered to end."""
         answer = self._answer(after)
         return isinstance(answer, Dismissed) or (answer is not None and self._connection.name in answer.members)
 

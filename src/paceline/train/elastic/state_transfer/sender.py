@@ -1,4 +1,4 @@
-"""The sender's side of state transfers: a member takes snapshots by forking, and logs the results committed since."""
+"""The sender's side of state transfers: a member takes snapshots by forking, and logs later results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ReceiverDelays:
     _reported_s: float = -1.0  # the total at the last report
 
     def waited(self, for_s: float) -> str | None:
-        """Adds a wait; returns a sentence for the user, at first and then whenever the total has grown enough."""
+        """Adds a wait; returns a sentence for the user after the first wait and whenever the total has grown enough."""
         self.count += 1
         self.total_s += for_s
         if self._reported_s >= 0 and self.total_s < max(_GROWS * self._reported_s, self._reported_s + _LEAST_S):
@@ -67,7 +67,7 @@ class ReceiverDelays:
         return self._report()
 
     def over(self) -> str | None:
-        """Returns a final sentence for the user, unless the total has been reported."""
+        """Returns a final sentence for the user, unless the total was already reported."""
         return self._report() if self.total_s > max(self._reported_s, 0.0) else None
 
     def _report(self) -> str:
@@ -78,7 +78,7 @@ class ReceiverDelays:
 
 
 _LEAST_LOG_BYTES = 64 << 20
-_STUCK_S = 10.0  # time after which a receiver that reads nothing is given up
+_STUCK_S = 10.0  # time after which a receiver that reads nothing is dropped
 _LOOK_S = 0.005
 
 
@@ -86,9 +86,9 @@ class Snapshot:
     """A copy-on-write snapshot of the training state, taken by forking. Closing it kills the child and frees its
     memory.
 
-    The child shares the state's memory until this process changes it, so the snapshot takes as much memory as is
-    changed during its lifetime, at most the size of the state, and the log may take as much again. When the log is
-    full, training waits for the receiver.
+    The child shares the state's memory until this process changes it, so the snapshot takes as much memory as the
+    training changes during its lifetime, at most the size of the state. The log may take the same amount. When the log
+    is full, training waits for the receiver.
 
     Args:
         number: The number of the transfer.
@@ -165,9 +165,8 @@ class Snapshot:
             self.close()
 
     def make_room(self) -> bool:
-        """Waits until the receiver has the whole log, if that has grown too long; returns whether it waited.
-
-        A receiver that does not connect, or reads nothing, is given up.
+        """If the log has grown too long, waits until the receiver has all of it; returns whether it waited. A receiver
+        that does not connect, or reads nothing, is dropped.
         """
         if self._log < 0 or self._size - self._progress.done <= self._most:
             return False
@@ -203,7 +202,8 @@ class StateSender:
     Args:
         connection: The worker's connection to its launcher.
         registry: The state.
-        steps: The optimizer steps of a DDP loop, which receivers get instead of the results of rounds; None otherwise.
+        steps: The optimizer steps of a DDP loop, which are sent to receivers instead of the results of rounds; None
+            otherwise.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class StateSender:
         return bool(self._given)
 
     def begin_batch(self, agreed: int, round_number: int, committed: int, dealt: BatchAssignment) -> None:
-        """Begins the transfers that all members have received, whose numbers are at most `agreed`."""
+        """Begins the transfers that all members have been informed of, whose numbers are at most `agreed`."""
         for number, snapshot in list(self._given.items()):
             began_s = time.monotonic()
             if snapshot.make_room():
@@ -287,7 +287,7 @@ class StateSender:
         try:
             key = derive_key(job_secret(), KEY)
             if chosen_level() == "encrypt":
-                identity_of(key)  # before the fork, so that the child of a threaded process need not load OpenSSL
+                identity_of(key)  # before the fork, so that the child of a threaded process does not load OpenSSL
             listener = listen(_own_host(), 0, job_secret())
             host, port = listener.getsockname()[:2]
             self._given[transfer.number] = Snapshot(

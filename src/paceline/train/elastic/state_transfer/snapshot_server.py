@@ -1,10 +1,11 @@
 """The sender's forked child: it serves its snapshot, and the sender's log, to one receiver.
 
 It is a fork of a process with threads, so it uses nothing that another thread may have left in an inconsistent state:
-no torch, no group, and no inherited descriptors but its own.
+neither torch nor the group, and only those inherited descriptors that belong to it.
 
-The log, with the results of the rounds since the snapshot, is an anonymous memory file. The sender appends and never
-waits; the file's size tells the child how much is there. The child frees the memory of results that the receiver has.
+The log, which contains the results of the rounds since the snapshot, is an anonymous memory file. The sender appends
+without waiting, and the child reads the amount of data from the file's size. The child frees the memory of results that
+the receiver has.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
     send_head,
 )
 
-_LENGTH = struct.Struct("<Q")  # of the head that follows
-_PIECES = 512  # maximum per system call
+_LENGTH = struct.Struct("<Q")  # of the head, which follows
+_PIECES = 512  # the largest number of pieces per system call
 _PUNCH_HOLE = 0x03  # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE
 _libc = ctypes.CDLL(None)
 
@@ -114,8 +115,8 @@ class LogReader:
 
         Args:
             round_: The round.
-            generation: The latest view that the receiver knows the members to have entered.
-            steps: The number of optimizer steps of this round that it has.
+            generation: The latest view whose entry by the members was sent to the receiver.
+            steps: The number of optimizer steps of this round that the receiver has.
         """
         self._read()
         for entry in self._entries:
@@ -131,7 +132,7 @@ class LogReader:
         return None
 
     def forget(self, round_: int, steps: int = 0) -> int:
-        """Frees the memory of everything before a round.
+        """Frees the memory of all entries before a round.
 
         Returns:
             The offset up to which a receiver with `steps` optimizer steps of that round has the log.
@@ -185,7 +186,7 @@ class ServedSnapshot:
         memories: The snapshot's buffers.
         listener: The listener to which the receiver connects.
         log: The descriptor of the sender's log.
-        line: A socket to the sender: a byte means that the log has grown, and its end that the sender has ended.
+        line: A socket to the sender: a byte means that the log has grown, and end of file that the sender has ended.
         progress: The memory through which the child reports to the sender.
     """
 
@@ -208,16 +209,16 @@ class TransferProgress:
 
     @property
     def done(self) -> int:
-        """The size of the log that is not needed any more."""
+        """The size of the beginning of the log that is no longer needed."""
         return self._numbers[0]
 
     @property
     def sent(self) -> int:
-        """The number of messages sent, 0 before the receiver connected."""
+        """The number of messages sent; 0 before the receiver has connected."""
         return self._numbers[1]
 
     def more(self, done: int) -> None:
-        """Notes that a message was sent, and that the log is not needed up to `done`."""
+        """Records that a message was sent, and that the log is no longer needed up to `done`."""
         self._numbers[0] = done
         self._numbers[1] += 1
 
@@ -228,7 +229,7 @@ class TransferProgress:
 
 
 def serve_in_child(served: ServedSnapshot, sender_pid: int) -> NoReturn:
-    """Serves one receiver in a newly forked process, and ends the process. It never outlives the sender."""
+    """Serves one receiver in a newly forked process, and ends the process, which never outlives the sender."""
     try:
         die_with_parent(sender_pid)
         gc.disable()  # the sender closes its own garbage
@@ -239,12 +240,12 @@ def serve_in_child(served: ServedSnapshot, sender_pid: int) -> NoReturn:
     except (OSError, BrokenTransferError):
         pass  # the receiver or the sender has disconnected
     finally:
-        lower_thread_priority()  # freeing the memory takes a while, too
+        lower_thread_priority()  # freeing the memory takes time, too
         os._exit(0)
 
 
 def _keep_only(descriptors: Sequence[int]) -> None:
-    """Closes all descriptors but these; the standard streams are redirected to /dev/null."""
+    """Closes all other descriptors, and redirects the standard streams to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         if standard not in descriptors:
@@ -291,10 +292,8 @@ class SnapshotServer:
         self._passed = 0, 0  # the receiver's round, and the number of that round's steps it has
 
     def run(self) -> None:
-        """Answers until the receiver or the sender disconnects; at low priority until the receiver is near.
-
-        From then on the others may be in the next view already, and wait until the receiver has the last result before
-        it.
+        """Answers until the receiver or the sender disconnects, at low priority until the receiver is near. From then
+        on the others may already be in the next view, and wait until the receiver has the last result before that view.
 
         Raises:
             BrokenTransferError, OSError: The receiver or the sender has disconnected.

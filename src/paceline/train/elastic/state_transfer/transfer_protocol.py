@@ -1,7 +1,8 @@
 """The messages between a receiver and a sender's child, and the division of a snapshot into chunks.
 
-Both ends first prove that they hold the job's secret. A request is a fixed struct. An answer is a frame: the length of
-its head, the number of further results that the sender has, the head (msgpack), and a body whose length the head gives.
+Both ends first prove that they hold the job's secret. A request is a struct of fixed size. An answer is a frame: the
+length of its head, the number of further results that the sender has, the head (msgpack), and a body whose length is in
+the head.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from paceline.train.elastic.worker.agreement import BatchAssignment
 class MissingChunks:
     """The chunks that a receiver still needs, and the senders that were asked for them.
 
-    When all remaining chunks have been requested, an idle sender is asked for them again, so that no slow sender delays
-    the transfer.
+    When all remaining chunks have been requested, they are requested again from idle senders, so that a slow sender
+    does not delay the transfer.
 
     >>> chunks = MissingChunks(2)
     >>> chunks.next_for("a"), chunks.next_for("b"), chunks.lost("b"), chunks.next_for("a")
@@ -42,7 +43,7 @@ class MissingChunks:
         return not self._missing
 
     def next_for(self, sender: str) -> int | None:
-        """Returns the next chunk to request from this sender, or None if it was asked for all remaining ones."""
+        """Returns the next chunk to request from this sender, or None if all remaining ones were requested from it."""
         while self._waiting:
             chunk = self._waiting.pop()
             if chunk in self._missing:
@@ -56,7 +57,7 @@ class MissingChunks:
         return chunk
 
     def arrived(self, chunk: int) -> bool:
-        """Notes that a chunk has arrived; returns whether it is the first copy."""
+        """Records that a chunk has arrived; returns whether it is the first copy."""
         is_new = chunk in self._missing
         self._missing.discard(chunk)
         self._asked.pop(chunk, None)
@@ -72,7 +73,7 @@ class MissingChunks:
 
 
 class ChunkLayout:
-    """The location of chunks: the buffers form one run of bytes, which is cut every `chunk_bytes`.
+    """The location of chunks: the buffers form one sequence of bytes, which is cut every `chunk_bytes` bytes.
 
     >>> ChunkLayout([3, 0, 4], 5).spans(0)
     [(0, 0, 3), (2, 0, 2)]
@@ -102,7 +103,7 @@ class ChunkLayout:
 
 CHANNEL = "transfer"  # the name of the channel in the handshake
 CHUNK_BYTES = 4 << 20
-NEAR = 1  # a receiver that lacks at most so many results has caught up
+NEAR = 1  # a receiver that lacks at most this number of results has caught up
 REQUEST = struct.Struct("<QQQQ")  # a RequestKind and three numbers
 FRAME = struct.Struct("<QQ")
 _LARGEST_HEAD = 1 << 30
@@ -112,8 +113,8 @@ class RequestKind(IntEnum):
     """The kinds of requests, each with up to three numbers."""
 
     CHUNK = 1  # (number): this chunk
-    ITEM = 2  # (round, generation, steps): the next log item of the round, after that view and so many steps
-    FORGET = 3  # (round, -, steps): nothing; the receiver has all earlier rounds and so many steps of this one
+    ITEM = 2  # (round, generation, steps): the next log item of the round, after that view and that number of steps
+    FORGET = 3  # (round, -, steps): no answer; the receiver has all earlier rounds and that number of steps of this one
 
 
 class _FrameHead(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -179,7 +180,7 @@ class OptimizerStep(_FrameHead, frozen=True):
         tensors: The dtypes and shapes of these tensors.
         has_gradient: For each parameter in the order of the groups, whether it has a gradient.
         options: The encoded options of the groups, such as the learning rate.
-        obstacle: The reason for which the step cannot be repeated, or "".
+        obstacle: The reason why the step cannot be repeated, or "".
         digest: The digest of the body, added by the sender's child.
     """
 

@@ -2,14 +2,15 @@
 
 A *round* is one sum over all shards: the gradient of a step, or an evaluation. A member keeps the partial sums that it
 has computed for its round n, so only those of a dead worker are computed again. A member that has committed round n has
-seen the vote of every member, so every member has the result; the rest merely lack the confirmation that all agreed.
-They are one round behind, and commit the result they voted for.
+received the vote of every member, so every member has the result. The others merely lack the confirmation that all
+agreed: they are one round behind, and commit the result for which they voted.
 
 Members may be in different views when a batch begins: one begins it, and another loses its connections before it does.
-The latter begins the batch in a later view, and must not assign it anew. So members exchange the latest batch that they
-know to have begun, and adopt its assignment (`BatchAssignments`).
+The latter begins the batch in a later view, and must not assign it again. Members therefore exchange the latest batch
+that, as far as they have been informed, has begun, and adopt its assignment (`BatchAssignments`).
 
-Each member's number of shards is proportional to its speed, and changes only if that pays (`fair_counts`).
+Each member's number of shards is proportional to its speed, and changes only if the gain is large enough
+(`fair_counts`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline.train.logical_shards.tree_sum import Node, is_tree_over_ranks, nod
 
 
 class BatchAssignment(msgspec.Struct, frozen=True, array_like=True):
-    """A batch that was assigned to members: the round it begins with, and the members that share it, by rank."""
+    """A batch that was assigned to members: its first round, and the members that share it, by rank."""
 
     round: int
     members: tuple[str, ...]
@@ -50,14 +51,14 @@ class ViewChange:
 
 
 class BatchAssignments:
-    """The batch assignments known to one member."""
+    """The batch assignments that one member has received or made."""
 
     def __init__(self) -> None:
         self.latest = NO_BATCH_ASSIGNMENT
         self._reported: tuple[str, ...] = ()  # the members of the latest batch that this member has begun
 
     def learn(self, others: Iterable[BatchAssignment], *, is_new: bool) -> None:
-        """Merges the latest assignments of the view's members. A new member is deemed to have shared all earlier
+        """Merges the latest assignments of the view's members. A new member is treated as if it had shared all earlier
         batches.
         """
         self.latest = max([self.latest, *others], key=lambda dealt: dealt.round)
@@ -65,7 +66,8 @@ class BatchAssignments:
             self._reported = self.latest.members
 
     def begin(self, round_number: int, members: tuple[str, ...]) -> ViewChange | None:
-        """Begins a batch, assigning it to `members` unless it was assigned; returns the change since the last one.
+        """Begins a batch, assigning it to `members` unless it was already assigned; returns the change since the last
+        one.
 
         >>> early, late = BatchAssignments(), BatchAssignments()
         >>> early.begin(0, ("a", "b", "c"))
@@ -85,8 +87,8 @@ class BatchAssignments:
 
 
 REBALANCE_EVERY = 25  # rounds between two comparisons of the members' speeds
-_WORTH = 0.9  # a new deal must shorten the longest share to less than this fraction
-_WORTH_SLICES = 0.75  # ... if the core adds up the sums now and no longer could
+_WORTH = 0.9  # a new division must shorten the longest share to less than this fraction
+_WORTH_SLICES = 0.75  # ... if the core adds up the sums now and could no longer do so
 _NEW = 0.2  # the weight of the latest measurement in a member's speed
 
 
@@ -94,7 +96,7 @@ def even_counts(shards: int, ranks: int) -> list[int]:
     """Returns the number of shards of each rank if all are equally fast.
 
     The remainder goes to the first ranks, or to the last ones if only that lets the core add up the ranks' sums (see
-    `sum_over_ranks`). That is the case when there were as many ranks as shards and few of them were lost.
+    `sum_over_ranks`). That is the case if there were as many ranks as shards and a few ranks were lost.
 
     >>> even_counts(8, 3), even_counts(4, 3)
     ([3, 3, 2], [1, 1, 2])
@@ -107,7 +109,7 @@ def even_counts(shards: int, ranks: int) -> list[int]:
 def fair_counts(shards: int, shard_ns: Sequence[int], now: Sequence[int]) -> list[int]:
     """Returns the number of shards of each rank, or `now` if no change is worthwhile.
 
-    The longest share is as short as possible, and every rank has a shard if there are enough.
+    The longest share is as short as possible, and every rank has a shard if there are enough shards.
 
     Args:
         shards: The number of shards.
@@ -150,9 +152,9 @@ def smoothed(before_ns: int, measured_ns: int) -> int:
 
 
 FRESH = -1  # the round of a worker that has no state yet
-WINDOWS = 16  # parts of the state, one of which the members compare in each round
+WINDOWS = 16  # parts of the state; the members compare one of them in each round
 
-Deal = list[list[Node]]  # for each rank the nodes of the tree whose sums it computes
+Deal = list[list[Node]]  # for each rank, the tree nodes whose sums it computes
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -160,17 +162,17 @@ class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         round: The member's round.
-        held: The tree nodes of that round whose sums it holds.
-        shard_ns: Its time per shard in nanoseconds, or 0 before it has computed any.
-        dealt: The latest batch assignment that it knows.
-        has_begun: Whether it is in the batch that begins with that round, or in a later round of the batch.
-        voted: The digest of the result for which it voted in this round, or 0.
+        held: The tree nodes of that round whose sums the member holds.
+        shard_ns: The member's time per shard in nanoseconds, or 0 before it has computed any shard.
+        dealt: The latest batch assignment that the member has.
+        has_begun: Whether the member is in the batch that begins with that round, or in a later round of the batch.
+        voted: The digest of the result for which the member voted in this round, or 0.
         committed: The digest of the previous round's result, or 0.
-        has_followed: Whether it has repeated the others' optimizer steps (DDP loop) and lacks only the rest of the
-            state.
-        parts: The parts of the state that were not compared meanwhile, each with its digest.
-        is_sender: Whether it is the sender of a transfer.
-        guest_until: The round before which its votes have not yet proved that its entire state equals the others'.
+        has_followed: Whether the member has repeated the others' optimizer steps (DDP loop) and lacks only the rest of
+            the state.
+        parts: The parts of the state that were not compared in the meantime, each with its digest.
+        is_sender: Whether the member is the sender of a transfer.
+        guest_until: The round before which the member's votes do not prove that its entire state equals the others'.
     """
 
     round: int
@@ -194,7 +196,7 @@ class Agreement:
         round: The round that is computed next.
         deal: The tree nodes of each rank in that round.
         source: For each rank that lacks the state or a part of it, the rank that sends it; otherwise None.
-        late: The ranks that have the latest result but do not know that it was committed.
+        late: The ranks that have the latest result, but no confirmation that it was committed.
         outvoted: The late ranks that voted for another result.
         committed: The digest of the latest result.
         followers: The ranks that lack only a part of the state.
@@ -222,7 +224,7 @@ def agree(statuses: Sequence[MemberStatus], shards: int) -> Agreement:
     """Returns the members' next actions, given their statuses by rank.
 
     Raises:
-        ValueError: A member is more than one round behind, which the protocol rules out.
+        ValueError: A member is more than one round behind, which the protocol excludes.
     """
     rounds = [FRESH if status.has_followed else status.round for status in statuses]
     latest = max(rounds)
@@ -252,7 +254,7 @@ def _is_up_to_date(status: MemberStatus, latest: int, committed: int) -> bool:
 def _sources(
     statuses: Sequence[MemberStatus], senders: Sequence[int], lacking: Sequence[int], followers: frozenset[int]
 ) -> tuple[int | None, ...]:
-    """Returns each lacking rank's source. Senders of transfers serve the followers, whose state they know."""
+    """Returns the source of each rank that lacks state. Senders of transfers serve their followers."""
     transfer_senders = [rank for rank in senders if statuses[rank].is_sender] or senders
     chosen: dict[int, int] = {}
     for index, rank in enumerate(lacking):
@@ -262,7 +264,7 @@ def _sources(
 
 
 def deal_runs(counts: Sequence[int]) -> Deal:
-    """Returns a deal in which rank r has `counts[r]` consecutive shards.
+    """Returns a division in which rank r has `counts[r]` consecutive shards.
 
     >>> deal_runs([2, 1, 1])[1:]
     [[Node(first=2, stop=3)], [Node(first=3, stop=4)]]
@@ -273,12 +275,12 @@ def deal_runs(counts: Sequence[int]) -> Deal:
 
 
 def deal_evenly(shards: int, ranks: int) -> Deal:
-    """Returns a deal in which each rank has consecutive shards; their numbers differ by at most one."""
+    """Returns a division in which each rank has consecutive shards; their numbers differ by at most one."""
     return deal_runs(even_counts(shards, ranks))
 
 
 def complete(held: Sequence[Sequence[Node]], shards: int) -> Deal:
-    """Returns a deal in which each rank keeps the sums that it holds, and the missing shards are divided evenly.
+    """Returns a division in which each rank keeps the sums that it holds, and the missing shards are divided evenly.
 
     >>> complete([[Node(0, 2)], [Node(2, 4)]], 8)[1]
     [Node(first=2, stop=4), Node(first=6, stop=8)]

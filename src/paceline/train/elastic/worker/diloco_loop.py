@@ -2,8 +2,8 @@
 
 An exchange runs in the background on the process group of the view; its round waits for it. If the view breaks in
 between, the members of the next view repeat the exchange with the gradients that each has kept, and average over the
-members present. A joining worker receives the outer parameters and the outer optimizer's state at the beginning of a
-round in which it does not take part yet, along with the inner optimizer's state of its sender.
+present members. A joining worker receives the outer parameters and the outer optimizer's state at the beginning of a
+round in which it does not participate yet, together with its sender's inner optimizer state.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _FINAL = -1  # the number of the mean over all members at the end
 
 
 class DilocoTrainingState(TrainingState):
-    """The outer parameters, the state of the outer optimizer, and that of `others`.
-
-    Parameters, inner optimizer and buffers are each worker's own; a newcomer starts with those of a member.
+    """The outer parameters, the state of the outer optimizer, and the state of `others`. Each worker has its own
+    parameters, inner optimizer and buffers; a new worker starts with those of a member.
     """
 
     def __init__(self, diloco: DiLoCo, others: Mapping[str, Stateful]) -> None:
@@ -61,7 +60,7 @@ class _RunningSums:
 class DilocoRounds:
     """Runs the exchanges of `diloco` as rounds.
 
-    `on_round` is called before each round at which newcomers may begin; it may enter another view.
+    `on_round` is called before each round at which new workers may begin; it may enter another view.
     """
 
     def __init__(self, rounds: Rounds, diloco: DiLoCo, on_round: Callable[[], None]) -> None:
@@ -81,7 +80,7 @@ class DilocoRounds:
         return 0
 
     def begin(self, number: int, offer: Tensors) -> None:
-        """Keeps the offer and begins to sum it over the members."""
+        """Keeps the offer, and starts summing it over the members."""
         self._offers[number] = offer
         group = self._rounds.group
         if group is None:
@@ -90,7 +89,7 @@ class DilocoRounds:
         try:
             works = self._averaging.begin(group, self._diloco.rhythm.fragment(number), tensors)
         except LOST_MEMBER_ERRORS:
-            return  # its round detects that the view has broken
+            return  # the round of the exchange detects that the view has broken
         self._running[number] = _RunningSums(group, tensors, works)
 
     def outcome(self, number: int) -> ExchangeResult:
@@ -99,7 +98,7 @@ class DilocoRounds:
         return self._outcome(number)
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the results of the exchanges in progress. Workers that join later than this take no part."""
+        """Yields the results of the exchanges in progress. Workers that join later do not participate."""
         self._on_round()
         for number in begun:
             yield self._outcome(number)
@@ -167,7 +166,7 @@ class DilocoRounds:
 
 
 class DilocoLoop:
-    """The training loop with DiLoCo. A joining worker receives the entire state at once.
+    """The training loop with DiLoCo. A joining worker receives the entire state in a single step.
 
     Raises:
         ValueError: `others` contains the inner or outer optimizer, or `diloco` has a `grace_s`.

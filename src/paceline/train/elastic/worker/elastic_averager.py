@@ -2,8 +2,8 @@
 
 Each backward is a round (`rounds.py`) to which each member contributes one value, its weighted gradients, which no
 other member can compute. If a member is lost, the mean is over the samples of the others, and the lost member's samples
-come again at the end of the epoch. The committed result is the same on all members: the gradients, the buffers and the
-list of participants, which determines the loader's position.
+are repeated at the end of the epoch. The committed result is the same on all members: the gradients, the buffers and
+the list of participants, which determines the loader's position.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MeanContribution:
     """One member's contribution to a mean. The mean is computed out of place, so that it can be repeated.
 
     Attributes:
-        weight: The weight of its gradients; with zero they are ignored.
+        weight: The weight of the member's gradients; they are ignored if it is zero.
         seat: The member's slot in the batch.
         batch: Numbers that identify the batch, equal on every member.
         params: The parameters whose gradients are averaged.
@@ -57,7 +57,7 @@ class WeightedMean(NamedTuple):
 
     Attributes:
         counts: Whether any member had a positive weight.
-        took_part: For each slot of the batch, whether its member took part, whatever its weight.
+        took_part: For each slot of the batch, whether its member participated, with any weight.
         has_gradient: For each parameter, whether any member with a positive weight had a gradient.
         gradients: The mean gradient of each parameter.
         buffers: The buffers of the first member with a positive weight.
@@ -198,7 +198,7 @@ class ElasticAverager:
         return self._seat
 
     def batch_delivered(self, *, counts: bool) -> None:
-        """Notes whether this rank's samples of the batch count."""
+        """Records whether this rank's samples of the batch count."""
         self._counts = counts
         failpoint("batch.dealt")
 
@@ -206,7 +206,7 @@ class ElasticAverager:
         """Verifies that the batch had a backward.
 
         Raises:
-            RuntimeError: It had none, or one that left parameters without a gradient.
+            RuntimeError: The batch had no backward, or the backward left parameters without a gradient.
         """
         if self._rounds_of_batch == 0:
             self._model.require_averaged()
@@ -229,7 +229,7 @@ class ElasticAverager:
         self._weight = float(weight)
 
     def before_forward(self) -> None:
-        """Saves the gradients and buffers, for the case that no member's backward counts."""
+        """Saves the gradients and buffers, in case no member's backward counts."""
         if self._before is None:
             gradients = [None if param.grad is None else param.grad.clone() for param in self._params]
             self._before = gradients, [buffer.clone() for buffer in self._buffers_of()]

@@ -30,7 +30,7 @@ from paceline.train.shared_model.shared_parameters import is_shared
 
 
 class TrainingLoop(Protocol):
-    """The differences between the training loops.
+    """The operations that differ between the training loops.
 
     Attributes:
         can_catch_up: Whether a joining worker can catch up while the others train.
@@ -52,7 +52,7 @@ class TrainingLoop(Protocol):
 
 
 class LogicalShardsLoop:
-    """The loop with logical shards: the bits of its results do not depend on the workers."""
+    """The loop with logical shards, whose results are bitwise equal for any set of workers."""
 
     can_catch_up = True
 
@@ -75,7 +75,7 @@ class LogicalShardsLoop:
         return rounds
 
     def fingerprint(self) -> str:
-        """Returns a text that is equal on two workers if their results have the same bits."""
+        """Returns a text that is equal on two workers if their results are bitwise equal."""
         return same_bits_as(
             torch.__version__,
             torch.backends.cpu.get_cpu_capability(),
@@ -142,23 +142,23 @@ _PENDING = "pending gradients"  # not an identifier, so no keyword argument of `
 
 
 class ElasticState:
-    """Keeps a training run alive while workers die, leave and join.
+    """Continues a training run while workers fail, leave and join.
 
     The loop uses either `LogicalShards` with `ShardLoader`, or `DistributedDataParallel` with `StatefulLoader` (see
     below). When a worker dies in the middle of a step, the others compute its shards of that step and continue; none of
-    them is restarted. A worker that joins late runs the script from the top, receives the state in `epochs`, and takes
-    part from the next step on. Since a step depends on the number of shards and not on the number of workers, the
-    results have the same bits as those of one undisturbed process.
+    them is restarted. A worker that joins late runs the script from the start, receives the state in `epochs`, and
+    participates from the next step on. Since a step depends on the number of shards and not on the number of workers,
+    the results are bitwise equal to those of one uninterrupted process.
 
     Start the script with `paceline run --elastic`. Without it, the job consists of this one process.
 
     Before `epochs` each worker runs the script by itself, so the default process group has one rank until then. Between
     taking a batch from the loader and calling `shards.backward` nothing may change the state; schedulers step after the
-    optimizer. When a loop resumes in the middle of an epoch, the lines before the loader's `for` run again.
+    optimizer. When a loop resumes in the middle of an epoch, the lines before the loader's `for` statement run again.
 
-    In the DDP loop the others finish the step with the mean over their own samples, and the dead worker's samples come
-    again at the end of the epoch: no step is lost, and each sample is used once. The bits depend on the time of the
-    death. Every worker must call backward, or `skip_batch`, in each batch.
+    In the DDP loop the others finish the step with the mean over their own samples, and the dead worker's samples are
+    repeated at the end of the epoch: no step is lost, and each sample is used once. The exact results depend on when
+    the worker dies. Every worker must call backward, or `skip_batch`, in each batch.
 
     Args:
         model: The logical shards that hold the model, the model in a DistributedDataParallel, or a DiLoCo.
@@ -167,7 +167,7 @@ class ElasticState:
         replays: Whether a joining worker catches up while the others train, by running the loop of `LogicalShards` on
             their results, or by repeating their optimizer steps before a DDP loop. With False they wait while it
             receives the state. A loop of `LogicalShards` that calls collectives or inspects `batches` requires False.
-        others: All other objects that have a state, by name: the optimizer, the scheduler, the loader, ....
+        others: All other objects that have a state, by name, such as the optimizer, the scheduler and the loader.
 
     Raises:
         TypeError: One of the others has no state_dict and load_state_dict.
@@ -225,15 +225,14 @@ class ElasticState:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the loop runs on results that others computed earlier, since this worker joined late.
-
-        Side effects of a step outside of the state, such as a line in a log, have been produced by the others already.
+        """Whether the loop runs on results that others computed earlier, because this worker joined late. The others
+        have already produced the side effects of a step, such as a line in a log.
         """
         return self._rounds is not None and self._rounds.is_replaying
 
     @property
     def rounds(self) -> Rounds | None:
-        """The rounds on which the workers agree; None outside of `epochs` and in a job of this one process."""
+        """The rounds on which the workers agree; None outside `epochs` and in a job with only this process."""
         return self._rounds
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -256,12 +255,12 @@ class ElasticState:
             self._rounds.finish()
 
     def skip_batch(self) -> None:
-        """Takes part in the other workers' step without this worker's samples. In the DDP loop, call it instead of
+        """Participates in the other workers' step without this worker's samples. In the DDP loop, call it instead of
         backward.
 
         Afterwards the gradients are the mean over the samples of the others, and `optimizer.step()` must follow as
         usual. If all workers skip the batch, the gradients are as they were before the forward, which is None after
-        `optimizer.zero_grad()`, so that the optimizer does nothing. The samples do not come again in this epoch.
+        `optimizer.zero_grad()`, so the optimizer does nothing. The samples are not repeated in this epoch.
 
         Raises:
             TypeError: The loop is one of `LogicalShards`, in which every shard counts, or of `DiLoCo`.
@@ -276,18 +275,18 @@ class ElasticState:
         """Returns the SHA-256 of the state, as 64 hexadecimal digits; it is the same on every worker.
 
         The state consists of the module's parameters and persistent buffers by name, and the `state_dict` of all other
-        objects including the epoch; gradients and random generators are left out. Only values count: a tensor's type,
-        shape and elements, and the values of everything else, but neither the order of keys nor the kind of container.
-        The digest is preserved by saving and loading a checkpoint, on any number of workers, and by the transfer to a
-        joining worker.
+        objects including the epoch; gradients and random generators are excluded. The digest covers only values: a
+        tensor's type, shape and elements, and the values of everything else, but neither the order of keys nor the kind
+        of container. The digest is preserved by saving and loading a checkpoint, on any number of workers, and by the
+        transfer to a joining worker.
         """
         return self._registry.digest()
 
     def parts(self) -> dict[str, Any]:
         """Returns the model as "model", all other objects by name, and the pending gradients.
 
-        With DiLoCo there are no pending gradients: a checkpoint has the outer parameters, from which each worker's own
-        begin.
+        With DiLoCo there are no pending gradients: a checkpoint contains the outer parameters, from which each worker's
+        own parameters start.
         """
         others = {name: other for name, other in self._registry.stateful.items() if other is not self}
         if not isinstance(self._model, DiLoCo):
@@ -339,7 +338,7 @@ def _require_own_parameters(module: nn.Module, others: Mapping[str, Stateful]) -
 
 
 def _leave_on_sigterm(connection: LauncherConnection, rounds: Rounds) -> None:
-    """Turns the first SIGTERM into a request to leave at the end of the batch; the second one is final."""
+    """Handles the first SIGTERM as a request to leave at the end of the batch; a second one ends the process."""
 
     def leave(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)

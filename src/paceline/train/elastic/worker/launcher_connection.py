@@ -30,13 +30,13 @@ class LauncherLostError(PacelineError):
 
 
 class LauncherConnection:
-    """The datagram socket of the worker `name`, with a thread that receives."""
+    """The datagram socket of the worker `name`, and the thread that receives from it."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         self.name = name
         self._socket = connection
         self._changed = threading.Condition()
-        self.heard = 0  # the largest number of a view or transfer; 0 at the beginning
+        self.heard = 0  # the largest number of a received view or transfer; 0 at the beginning
         self._views: dict[int, View] = {}
         self._transfers: dict[int, StateTransfer] = {}
         self._latest_transfer = 0
@@ -89,7 +89,7 @@ class LauncherConnection:
     def set_view_handler(self, on_view: Callable[[View], None] | None) -> None:
         """Calls `on_view` with each view received so far, and from the receiving thread with each later one.
 
-        After this returns, the previous function is not called any more.
+        After this returns, the previous function is no longer called.
         """
         with self._changed:
             self._on_view = on_view
@@ -103,9 +103,8 @@ class LauncherConnection:
             self._socket.send(protocol.encode_message(message))
 
     def await_view(self, after: int, accepts: Callable[[View], bool]) -> View | Dismissed:
-        """Waits for a view with a generation greater than `after` that `accepts` approves, or for the order to end.
-
-        A long wait prints the launcher's reason, once for each reason; the launcher enforces the deadlines.
+        """Waits for a view with a generation greater than `after` for which `accepts` returns True, or for the order to
+        end. During a long wait, the launcher's reasons are printed, once each; the launcher enforces the deadlines.
 
         Raises:
             LauncherLostError: The launcher has ended.
@@ -120,7 +119,7 @@ class LauncherConnection:
         return self.await_news(found)
 
     def await_news(self, found: Callable[[], Sequence[T]]) -> T:
-        """Waits until `found` returns anything, and returns the first item. It is called after each message.
+        """Waits until `found` returns any items, and returns the first one. `found` is called after each message.
 
         Raises:
             LauncherLostError: The launcher has ended.
@@ -160,7 +159,7 @@ class LauncherConnection:
                     del self._views[old]
                 if self._on_view is not None:
                     self._on_view(message)
-                self.heard = max(self.heard, message.generation)  # last: the group of a planned view forms by now
+                self.heard = max(self.heard, message.generation)  # last: the group of a planned view is already forming
             case StateTransfer() if message.number > self._latest_transfer:
                 self._latest_transfer = message.number
                 self.heard = max(self.heard, message.number)
@@ -179,5 +178,5 @@ def _number(view: View) -> int:
 
 
 def same_bits_as(*facts: object) -> str:
-    """Returns the fingerprint of a worker; workers with equal fingerprints compute results with equal bits."""
+    """Returns the fingerprint of a worker; workers with equal fingerprints compute bitwise equal results."""
     return msgspec.json.encode([str(fact) for fact in facts]).decode()

@@ -29,21 +29,21 @@ class PartialSums:
     """The partial sums that a member has computed and keeps until their round is committed.
 
     Attributes:
-        held: The sums by tree node, in host memory, from where the members send them.
-        shard_ns: This worker's time per shard in nanoseconds, or 0 before any was computed.
-        audited: The digest of the audited shard of this round, or 0 if it was not computed here.
+        held: The sums by tree node, in host memory, from which they are sent.
+        shard_ns: This worker's time per shard in nanoseconds, or 0 before any shard was computed.
+        audited: The digest of the audited shard of this round, or 0 if this worker did not compute it.
     """
 
     def __init__(self) -> None:
         self.held: dict[Node, Values] = {}
         self.shard_ns = 0
         self.audited = 0
-        self._attempts = 0  # to compute this round
+        self._attempts = 0  # attempts to compute this round
 
     def compute(
         self, deal: Deal, rank: int, value_of: Callable[[int], Values], audit: Audit | None, *, is_step: bool
     ) -> None:
-        """Computes the sums of this rank that it does not hold; in a step, measures the time per shard."""
+        """Computes the sums of this rank that are not held yet; in a step, measures the time per shard."""
         began_ns = time.perf_counter_ns()
         missing = [node for node in deal[rank] if node not in self.held]
         is_again = bool(missing) and self._attempts > 0
@@ -79,8 +79,8 @@ class PartialSums:
 class ShardAssignment:
     """The shards of each member, by rank; all members compute the same assignment.
 
-    A round that began in an earlier view is divided according to the sums that the members still hold. Every other
-    round is divided into runs of consecutive shards.
+    A round that began in an earlier view is divided according to the sums that the members still hold. All other rounds
+    are divided into runs of consecutive shards.
 
     Attributes:
         deal: The tree nodes of each rank in the current round.
@@ -127,14 +127,14 @@ class WorkerProgress:
         assignments: The assignments of batches to members.
         shard_assignment: The assignment of shards to members.
         mine: The sums that this worker has computed in this round.
-        voted: The result for which it voted in this round.
+        voted: The result for which this worker voted in this round.
         digest: The digest of that result.
         state: The digest of a part of the state at the beginning of this round.
         committed: The digest of the previous round's result.
-        is_late: Whether others have committed this round already, with that result.
+        is_late: Whether others have already committed this round with the result `voted`.
         has_begun: Whether this worker is in a batch.
         others_have: Whether another member in the same round has begun its batch.
-        guest_until: The round before which this worker is a guest, see `MemberStatus`.
+        guest_until: The round before which this worker is a guest; see `MemberStatus`.
     """
 
     def __init__(self, shards: int) -> None:

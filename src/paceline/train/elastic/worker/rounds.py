@@ -2,8 +2,8 @@
 
 A member computes the sums of its tree nodes and *keeps* them. The members add them up into a result in their own
 memory, and compare digests of the result and of a part of their state; if all are equal, the round is *committed*. If
-the view breaks at any point, each survivor enters the next view with the sums it holds, and `agreement.py` determines
-how to continue. Repeated work is a pure function of the shard, so it gives the same bits.
+the view breaks at any point, each survivor enters the next view with the sums that it holds, and `agreement.py`
+determines how to continue. Repeated work is a pure function of the shard, so its result is bitwise equal.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Rounds:
         """Requests to join; returns when this worker has the state and is in a view or about to catch up.
 
         Args:
-            fingerprint: The worker's fingerprint, see `Ready`.
+            fingerprint: The worker's fingerprint; see `Ready`.
             replays: Whether the loop may run on the others' results until this worker has caught up.
 
         Raises:
@@ -92,7 +92,7 @@ class Rounds:
         self._tell_deal()
 
     def leave(self) -> None:
-        """Notes that this worker was asked to end, so that a view without it is no failure."""
+        """Records that this worker was asked to end, so that a view without it is not a failure."""
         self._membership.is_leaving = True
 
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
@@ -120,7 +120,8 @@ class Rounds:
         return self._round(lambda group: self._agreed_on(group, compute(group), None))
 
     def begin_batch(self) -> ViewChange | None:
-        """Enters the next view if all members are ready for it. Between batches, no batch is in the state.
+        """Enters the next view if all members are ready for it. It is called between batches, when the state contains
+        no batch.
 
         Returns:
             The change of workers since the last batch, the same on every member, or None.
@@ -147,7 +148,7 @@ class Rounds:
                 membership.watch(dealt)
                 return progress.assignments.begin(progress.number, dealt.members)
             membership.catching_up = None
-        if (order := self._connection.dismissed) is not None:  # all leave, so that no view follows; or the job is over
+        if (order := self._connection.dismissed) is not None:  # all leave, so no view follows; or the job has ended
             if self.on_dismissed is not None:
                 self.on_dismissed()
             membership.end(order.reason, order.code)
@@ -158,7 +159,7 @@ class Rounds:
         return progress.assignments.begin(progress.number, membership.view.members)
 
     def finish(self) -> None:
-        """Returns when every member has finished all rounds, so that none needs another member any more."""
+        """Returns when every member has finished all rounds, so no member needs another one any longer."""
         self.total(lambda _: [torch.zeros(1, dtype=torch.uint8, device="cpu")])
         if self._membership.catching_up is not None:
             self._membership.catching_up.give_up("the others have finished")

@@ -2,13 +2,13 @@
 
 It includes the gradients that no optimizer has used yet, which a checkpoint of an elastic job must contain.
 
-`digest_of_state` returns equal digests exactly for equal states, whatever their containers and the order in them. It is
-the SHA-256 of the value's kind and its parts, each preceded by its length, where the parts of a container are the
-digests of its elements, so that no two states have the same bytes:
+`digest_of_state` returns equal digests exactly for equal states, regardless of the kinds of containers and the order of
+entries. It is the SHA-256 of the value's kind and its parts, each preceded by its length, so no two states have the
+same bytes. The parts of a container are the digests of its elements:
 
-- a tensor: its type, its shape, and its elements in row-major order, whatever its device and strides;
+- a tensor: its type, its shape, and its elements in row-major order, regardless of device and strides;
 - a dict or another mapping: its entries in the order of the bytes of their keys; a set: its elements in that order;
-- a list, a tuple or a subclass of one: its elements in their order;
+- a list, a tuple or a subclass of one: its elements in order;
 - None, a bool, an int, a float, a complex number, a text, bytes: its value, also for subclasses such as NumPy scalars
   and enumerations; a NumPy array counts as a tensor;
 - anything else: the text that `repr` returns.
@@ -138,8 +138,8 @@ class TrainingState:
     Args:
         module: The model; its accumulated gradients are part of the state.
         others: The optimizer and all other objects that have a state, by name.
-        is_replicated: Whether all workers compute the same, so that they share random number generators and have equal
-            buffers whenever a round is committed. Otherwise each worker computes on its own part of a batch.
+        is_replicated: Whether all workers compute the same, in which case they share random number generators and have
+            equal buffers whenever a round is committed. Otherwise each worker computes on its own part of a batch.
 
     Raises:
         TypeError: One of the others has no state_dict and load_state_dict.
@@ -174,8 +174,8 @@ class TrainingState:
     def capture(self) -> dict[str, Any]:
         """Returns the state, on the CPU.
 
-        Its tensors are shared with the training, which continues to change them, or copies of a device's. So a forked
-        child, which must not use the device, can read them.
+        Its tensors are shared with the training, which continues to change them, or are copies of tensors on a device.
+        A forked child, which must not use the device, can therefore read them.
         """
         state = {
             "parameters": [param.detach() for param in self._module.parameters()],
@@ -294,7 +294,7 @@ def _load(stateful: Stateful, state: Any) -> None:
 
 
 def _without_tensors(stateful: Stateful) -> Any:
-    """Returns an object's state; an optimizer's without the tensors that it keeps for each parameter."""
+    """Returns an object's state; the state of an optimizer lacks the tensors that belong to a parameter."""
     state = stateful.state_dict()
     if not isinstance(stateful, torch.optim.Optimizer):
         return state
@@ -319,7 +319,7 @@ def _with_tensors(stateful: Stateful, state: Any) -> Any:
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a nested state whose tensors are on the CPU; those that are there already are not copied."""
+    """Returns a nested state whose tensors are on the CPU; tensors that are already there are not copied."""
     moved: dict[str, Any] = tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
     return moved
 

@@ -37,7 +37,7 @@ from paceline.train.elastic.worker.agreement import MemberStatus
 from paceline.train.elastic.worker.launcher_connection import LauncherConnection
 
 _FORMING_S = 60.0
-_HEAD_START_S = 5.0  # time for which members train on while the group of the next view forms
+_HEAD_START_S = 5.0  # time for which members continue training while the group of the next view forms
 
 
 class ViewGroup:
@@ -63,23 +63,22 @@ class ViewGroup:
         self._began_s = 0.0
 
     def begin(self) -> None:
-        """Starts to form the group in the background."""
+        """Starts forming the group in the background."""
         self._began_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="paceline-view-group", daemon=True)
         self._thread.start()
 
     @property
     def is_due(self) -> bool:
-        """Whether further waiting before entry is useless: all members have met, or this worker cannot reach them.
-
-        It becomes true after a fixed time in any case. A member that cannot reach the others detects that first, and
-        reports it when it enters the view, for which all members have to be ready.
+        """Whether there is no reason to wait any longer before entry: all members have connected, or this worker cannot
+        reach them. It becomes true after a fixed time in any case. A member that cannot reach the others reports that
+        when it enters the view, for which all members have to be ready.
         """
         is_over = self._thread is None or not self._thread.is_alive()
         return is_over or time.monotonic() - self._began_s > _HEAD_START_S
 
     def world(self) -> World:
-        """Waits until all members have met, and returns the group with its resources.
+        """Waits until all members have connected, and returns the group with its resources.
 
         Raises:
             PeerLostError, GroupAbortedError, RendezvousError, StoreError: A member was lost, or a later view arrived.
@@ -132,7 +131,7 @@ class ViewGroup:
     def _run(self) -> None:
         try:
             self._form()
-        except BaseException as error:  # raised by `world`, where the view is entered
+        except BaseException as error:  # `world`, which is called to enter the view, raises it
             self._error = error
 
     def _form(self) -> None:
@@ -173,12 +172,12 @@ _NO_COLLECTIVES = (
 )
 _CALL_S = 3600.0
 _LENGTH = struct.Struct("<Q")
-_ROOM, _ROOM_OF_NAME = 1024, 32  # bytes reserved for a status, and for each member's name in it
+_ROOM, _ROOM_OF_NAME = 1024, 32  # bytes reserved for a status, and for each member's name in the status
 _PARTING_S = 5.0  # time for a discarded group to end
 
 
 class ViewGroups:
-    """Holds the default process group of the current view, and forms that of a planned view as soon as the view
+    """Holds the default process group of the current view, and forms the group of a planned view as soon as that
     arrives.
     """
 
@@ -210,10 +209,9 @@ class ViewGroups:
         return world.group
 
     def acts_up_to(self, heard: int) -> int:
-        """Returns the largest number, of the views and transfers up to `heard`, that this worker can act on at once.
-
-        It cannot enter a planned view while the view's group forms, and everything received since it entered the
-        current view has to wait with that.
+        """Returns the largest number, of the views and transfers up to `heard`, on which this worker can act
+        immediately. It cannot enter a planned view while the view's group forms, and must also defer everything that it
+        has received since it entered the current view.
         """
         with self._lock:
             current, coming = self._current, self._next
@@ -224,7 +222,7 @@ class ViewGroups:
     def watch_only(self, workers: int) -> None:
         """Presents this process to the script as one more rank beyond `workers`, until it enters a view.
 
-        It runs on results of the others, and must not act as the first rank, which prints and saves.
+        The process runs on results of the others, and must not act as the first rank, which prints and saves.
         """
         become_observer(workers, _NO_COLLECTIVES)
 
@@ -248,7 +246,7 @@ class ViewGroups:
             current.close_store()
 
     def _take(self, view: View) -> ViewGroup:
-        """Returns the group of a view, which may be forming already; ends the current one."""
+        """Returns the group of a view, which may already be forming; ends the current group."""
         with self._lock:
             before, forming = self._current, self._next
             if forming is not None and forming.view == view:

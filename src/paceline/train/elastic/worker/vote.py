@@ -1,8 +1,8 @@
 """The vote by which the members of a view commit a round: all must have the same result and the same state.
 
 The digests of the vote reveal a member whose memory differs from the others'. They do not reveal a member that computes
-wrong sums from correct memory, since all members receive those sums. For this, other members occasionally recompute one
-shard: the *audit*. It identifies the faulty member if two others agree.
+wrong sums from correct memory, since all members receive those sums. To detect that, other members occasionally
+recompute one shard: the *audit*. It identifies the faulty member if two others agree.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def audit_of(round_number: int, deal: Deal, shards: int) -> Audit | None:
 
 
 def suspects(audit: Audit, digests: Sequence[int]) -> tuple[int, ...]:
-    """Returns the ranks whose digest of the audited shard differs from the majority's, or all of them without a
+    """Returns the ranks whose digest of the audited shard differs from the majority's, or all ranks if there is no
     majority.
 
     Args:
@@ -78,22 +78,23 @@ class DivergenceError(PacelineError):
 
 
 class OutvotedError(PacelineError):
-    """This worker's result or state differs from that of the majority, so it must not continue."""
+    """This worker's result or state differs from the majority's, so the worker must not continue."""
 
 
 class OthersOutvotedError(PacelineError):
-    """Another member was outvoted and ends. The round to which it contributed is not committed but repeated."""
+    """Another member was outvoted and ends. The round to which it contributed is repeated, not committed."""
 
 
 class Ballot(NamedTuple):
     """A member's vote.
 
     Attributes:
-        result: The digest of its result, which must be equal on all members.
-        state: The digest of a part of its state, which must be equal on all members.
-        ready: The largest number of a view or transfer that it can act on at once, see `ViewGroups.acts_up_to`.
-        shard_ns: Its time per shard in nanoseconds, or 0 if unknown.
-        audited: The digest of the audited shard, or 0 if it did not compute that.
+        result: The digest of the member's result, which must be equal on all members.
+        state: The digest of a part of the member's state, which must be equal on all members.
+        ready: The largest number of a view or transfer on which the member can act immediately; see
+            `ViewGroups.acts_up_to`.
+        shard_ns: The member's time per shard in nanoseconds, or 0 if unknown.
+        audited: The digest of the audited shard, or 0 if the member did not compute the shard.
     """
 
     result: int
@@ -115,7 +116,7 @@ def vote(
 
     Raises:
         OutvotedError: More than half of the members agree with each other, but not with this one.
-        OthersOutvotedError: They agree with this one, but not with all others.
+        OthersOutvotedError: More than half of the members agree with this one, but not with all others.
         DivergenceError: There is no such majority; raised on every member.
     """
     ballots = [torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(group.size())]

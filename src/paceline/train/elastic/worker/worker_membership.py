@@ -1,7 +1,7 @@
 """A worker's membership: it obtains the state, enters successive views, and ends when a view does not contain it.
 
-When the members of a view meet, they exchange statuses, and `agreement.py` derives their next actions. Members that
-have the state then send it, or a part of it, to those that lack it.
+When the members of a view have formed its group, they exchange statuses, and `agreement.py` derives their next actions.
+Members that have the state then send it, or a part of it, to those that lack it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class WorkerMembership:
 
     Attributes:
         sender: The transfers that this worker serves.
-        view: The latest view that it has entered, or that it received before it had the state.
+        view: The latest view that the worker has entered, or that it received before it had the state.
         group: The process group of the current view, or None.
         agreed: The agreement of the members of the current view.
         catching_up: The replay of later rounds that others have committed, or None.
@@ -88,7 +88,7 @@ class WorkerMembership:
 
         Args:
             fingerprint: The worker's fingerprint, see `Ready`.
-            learns: Whether it can catch up while others train, see `Ready`.
+            learns: Whether the worker can catch up while others train; see `Ready`.
 
         Raises:
             SystemExit: The launcher dismissed the worker.
@@ -127,7 +127,7 @@ class WorkerMembership:
             if self._progress.number != FRESH or self._connection.name in answer.members:
                 self.enter(answer)
                 return
-            # The newcomer's view broke before it had the state.
+            # The view broke before this new worker had the state.
             self.view = answer
             self._admission.ask_again()
 
@@ -152,11 +152,11 @@ class WorkerMembership:
         self._view_groups.watch_only(len(dealt.members))
 
     def ready_until(self) -> int:
-        """Returns the largest number, of the received views and transfers, that this worker can act on at once."""
+        """Returns the largest number, of the received views and transfers, on which this worker can act immediately."""
         return self._view_groups.acts_up_to(self._connection.heard)
 
     def finish(self) -> None:
-        """Ends all service to other workers, since the loop has completed; the current group remains."""
+        """Stops serving other workers, since the loop has completed; the current group remains."""
         self.sender.close()
         self._view_groups.prepare_no_more()
 
@@ -170,8 +170,8 @@ class WorkerMembership:
     def _may_enter(self, view: View) -> bool:
         """Returns whether this worker, which is new or has lost its view, may enter a received view.
 
-        A planned view is for members that are all at the beginning of a batch: those that wait there for more workers,
-        and newcomers. A worker that has lost its view does not know the progress of the others, and waits for a forced
+        A planned view is entered at the beginning of a batch, by members that wait there for more workers and by new
+        workers. A worker that has lost its view has no information on the others' progress, and waits for a forced
         view.
         """
         if self._progress.number == FRESH:
@@ -202,7 +202,7 @@ class WorkerMembership:
         return self._progress.status(is_sender=self.sender.is_sender)
 
     def _share(self, group: ProcessGroup, agreed: Agreement, statuses: Sequence[MemberStatus]) -> None:
-        """Sends or receives the state that ranks lack; notes whether others have committed this worker's vote."""
+        """Sends or receives the state that ranks lack; records whether others have committed this worker's vote."""
         rank = group.rank()
         for receiver, source in enumerate(agreed.source):
             if source == rank:
@@ -218,7 +218,7 @@ class WorkerMembership:
         self._progress.learn(agreed, rank)
 
     def _send_state(self, group: ProcessGroup, receiver: int, is_follower: bool, status: MemberStatus) -> None:
-        """Sends a rank the state, or only the rest of it to a follower whose other parts are equal."""
+        """Sends the state to a rank, or only the rest of it to a follower whose other parts are equal."""
         failpoint("state.before_sending")
         with RecordedSpan(EventKind.CHECKPOINT, "send"):
             digest_of = self._registry.rolling_digest
@@ -259,7 +259,7 @@ class WorkerMembership:
         return True
 
     def _follow(self, received: ReceivedState, steps: OptimizerStepHooks) -> bool:
-        """Repeats the others' steps until this worker is in a view. If that fails, it asks again and returns False."""
+        """Repeats the others' steps until this worker is in a view; on failure, repeats the request and returns False."""
         following = OptimizerCatchUp(self._connection, received, self._enter_after, self.end, self._registry, steps)
         self._following = following
         try:
@@ -273,7 +273,7 @@ class WorkerMembership:
         return True
 
     def _enter_after(self, view: View) -> None:
-        """Enters a view after following the others, and perhaps after the previous view left this worker out."""
+        """Enters a view after following the others, possibly after the previous view excluded this worker."""
         if self._following is not None and self._following.holds == FRESH:
             self._progress.number = FRESH
         self.enter(view)
@@ -282,8 +282,7 @@ class WorkerMembership:
 def warm_up() -> None:
     """Computes a product and its gradient, which takes several milliseconds the first time in a process.
 
-    Torch's libraries initialize themselves then, also after a fork. The sizes do not matter, and no random number is
-    drawn.
+    Torch's libraries are initialized then, also after a fork. The sizes do not matter, and no random number is drawn.
     """
     with torch.inference_mode(False), torch.enable_grad():
         weight = torch.zeros(8, 8, dtype=torch.float32, device="cpu", requires_grad=True)
