@@ -1,6 +1,7 @@
-"""Checkpoints: saved by all ranks of a training loop, whole at any time, and loaded by any number of ranks.
+"""Checkpoints, which all ranks of a training loop save together and any number of ranks can load; one is always
+complete.
 
-`training_state.py` captures the objects of a state, `optimizers.py` those of optimizers, and `shard_layout.py` maps the
+`training_state.py` captures the objects of a state, `optimizers.py` captures optimizers, and `shard_layout.py` maps the
 parts of a divided model to the undivided one. `format/` is the format on disk, without torch; `foreign/` reads
 checkpoints of other libraries; `peer_memory/` replicates checkpoints in the memory of launchers.
 

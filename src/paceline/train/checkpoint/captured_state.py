@@ -1,4 +1,4 @@
-"""A rank's contribution to a checkpoint, before anything is copied or written."""
+"""CapturedState: a rank's contribution to a checkpoint, before anything is copied or written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LocalRegion:
         shape: the shape of the whole tensor.
         region: the region.
         nbytes: the size of the region in bytes.
-        elements: a function that returns the elements, row-major and contiguous. Only it reads the memory, so that
+        elements: a function that returns the elements, row-major and contiguous. Nothing else reads the memory, so
             nothing is copied before it is needed.
     """
 
@@ -42,8 +42,8 @@ class CapturedObject:
     Attributes:
         state: the state.
         value: the state without its tensors.
-        tensors: its tensors, by name.
-        is_everywhere: whether every rank has the object, rather than only those of a pipeline's stage.
+        tensors: the tensors of the state, by name.
+        is_everywhere: whether every rank has the object, rather than only the ranks of a pipeline's stage.
     """
 
     state: object
@@ -53,7 +53,7 @@ class CapturedObject:
 
 
 class OfferedRegion(NamedTuple):
-    """A region of a tensor that this rank has, and other ranks may have too.
+    """A region of a tensor that this rank has and other ranks may have too.
 
     Attributes:
         held: the region.
@@ -71,11 +71,11 @@ class CapturedState:
     Attributes:
         is_first: whether this is rank 0, whose buffers and positions of loaders are saved.
         everywhere: the tensors that are the same on every rank.
-        held: the regions of tensors that this rank alone contributes.
-        offered: the regions of tensors that other ranks may have too, of a model that is divided among ranks.
-        values: the plain values that are the same on every rank, or that this rank alone has.
-        objects: the objects that are compared between ranks, and saved for each of them if they differ.
-        layers: for each pipeline, by name, the layers that this rank has, and the number of all.
+        held: the regions of tensors that only this rank contributes.
+        offered: the regions of tensors of a model divided among ranks, which other ranks may have too.
+        values: the plain values that are the same on every rank, or that only this rank has.
+        objects: the objects that are compared between ranks, and saved for each rank if they differ.
+        layers: for each pipeline, by name, the layers that this rank has and the number of all layers.
     """
 
     is_first: bool = True
@@ -92,7 +92,7 @@ class CapturedState:
         self.everywhere[name] = tensor.detach()
 
     def add_of_first(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds a tensor that may differ between ranks; that of rank 0 is saved."""
+        """Adds a tensor that may differ between ranks; rank 0's is saved."""
         require_dense(name, tensor)
         if self.is_first:
             self.held.append(whole_of(name, tensor.detach()))
@@ -103,7 +103,7 @@ class CapturedState:
             self.offered.append(OfferedRegion(held, of_first))
 
     def hold(self, held: Sequence[LocalRegion]) -> None:
-        """Adds regions of tensors that this rank alone contributes."""
+        """Adds regions of tensors that only this rank contributes."""
         self.held += filter(_is_needed, held)
 
     def add_tree(self, name: str, value: object) -> None:
@@ -117,7 +117,7 @@ class CapturedState:
             self.add_tensor(full, tensor)
 
     def hold_tree(self, name: str, value: object) -> None:
-        """Adds a tree that this rank alone contributes."""
+        """Adds a tree that only this rank contributes."""
         tensors: dict[str, torch.Tensor] = {}
         taken = take_apart(name, value, tensors)
         if not isinstance(value, torch.Tensor):
@@ -147,7 +147,7 @@ def whole_of(name: str, tensor: torch.Tensor) -> LocalRegion:
 
 
 def cut(held: LocalRegion, start: int, stop: int) -> list[LocalRegion]:
-    """Returns the regions that make up the bytes `start` to `stop` of a region, which are multiples of an element."""
+    """Returns the regions that make up the bytes `start` to `stop` (multiples of the element size) of a region."""
     if (start, stop) == (0, held.nbytes):
         return [held]
     size = held.nbytes // count(held.region)

@@ -1,4 +1,4 @@
-"""Checkpoints on disks that hosts do not share: each host has the files of its own ranks, and a manifest of all.
+"""Checkpoints on disks that hosts do not share: each host has the files of its own ranks, and a manifest of all files.
 
 `found_disks` finds the ranks that see the same directory, `begin` begins a checkpoint on every disk, and
 `newest_spread` finds the newest checkpoint whose files are all on the disk of some rank.
@@ -40,16 +40,16 @@ class Disks:
         return self.of[self.rank] == self.rank
 
     def sharers(self, rank: int) -> list[int]:
-        """Returns the ranks that see the same directory as `rank`, including it."""
+        """Returns the ranks that see the same directory as `rank`, including `rank`."""
         return [other for other, first in enumerate(self.of) if first == self.of[rank]]
 
 
 def found_disks(root: Root, channel: CollectiveChannel) -> Disks:
-    """Finds the ranks that see the same directory: each creates a file there and looks for those of the others.
+    """Finds the ranks that see the same directory: each creates a file there and looks for the others' files.
 
     Raises:
         CheckpointError: a rank cannot write to its directory; raised on every rank.
-        ValueError: the root is an address that all hosts reach.
+        ValueError: the root is an address that all hosts can reach.
     """
     storage = root.storage
     if not storage.renames:
@@ -91,7 +91,7 @@ def begin(
 
     Args:
         nbytes: the bytes that each rank will write.
-        least_sequence: the least sequence number that the checkpoint may get.
+        least_sequence: the smallest sequence number that the checkpoint may get.
 
     Raises:
         CheckpointError: a rank could not begin or join; raised on every rank.
@@ -137,10 +137,10 @@ class SpreadCheckpoint:
 
     Attributes:
         token: the checkpoint's token, which is the same on all disks.
-        sequence: its sequence number.
-        name: its name on this rank's disk; None if that disk has nothing of it.
-        holders: for each file the ranks that see it.
-        describer: the first rank whose disk has a manifest of it, if other disks have none; otherwise -1.
+        sequence: the checkpoint's sequence number.
+        name: the checkpoint's name on this rank's disk; None if no part of it is on that disk.
+        holders: for each file, the ranks that see it.
+        describer: the first rank whose disk has the checkpoint's manifest, if other disks lack it; otherwise -1.
     """
 
     token: str
@@ -151,7 +151,7 @@ class SpreadCheckpoint:
 
 
 class AbsentCheckpoint:
-    """Stands for a checkpoint of which this rank's disk has nothing."""
+    """Represents a checkpoint of which this rank's disk has no part."""
 
     nbytes_read = 0
 
@@ -166,13 +166,13 @@ class AbsentCheckpoint:
 def newest_spread(
     root: Root, disks: Disks, channel: CollectiveChannel, damaged: Mapping[str, str]
 ) -> tuple[SpreadCheckpoint | None, dict[str, str]]:
-    """Returns the newest checkpoint whose files some rank sees, and why newer ones were skipped, by token.
+    """Returns the newest checkpoint whose files ranks can see, and the reasons why newer ones were skipped, by token.
 
     Args:
         damaged: the faults of checkpoints that are known to be damaged, by token.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is whole; raised on every rank.
+        CheckpointError: there are checkpoints, but none is complete; raised on every rank.
     """
 
     def listed() -> bytes:
@@ -233,7 +233,7 @@ def _spread(
 def open_spread(
     root: Root, spread: SpreadCheckpoint, channel: CollectiveChannel
 ) -> Iterator[Checkpoint | AbsentCheckpoint]:
-    """Opens the checkpoint as this rank's disk has it, for the length of a `with` block; every rank calls this.
+    """Opens the checkpoint on this rank's disk for the duration of a `with` block; every rank calls this.
 
     Raises:
         CheckpointError: a rank could not open it; raised on every rank.

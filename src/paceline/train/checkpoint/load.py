@@ -1,8 +1,8 @@
 """Loads a checkpoint into the objects of a training loop, on any number of ranks.
 
-`load` loads a given checkpoint, one of another library, or the newest of a directory; `load_newest` skips checkpoints
-that turn out to be damaged, for `CheckpointManager`. Both read from a disk that all ranks share, or from those of the
-hosts.
+`load` loads a given checkpoint, a checkpoint of another library, or the newest one in a directory. `load_newest`, which
+`CheckpointManager` uses, skips checkpoints that turn out to be damaged. Both read from a disk that all ranks share, or
+from the disks of the hosts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.train.checkpoint.save_plan import agreed_numberings
 from paceline.train.checkpoint.state_restorer import StateRestorer, load_foreign
 from paceline.train.checkpoint.training_state import TrainingState
 
-_FOREIGN = "foreign:"  # before the path of a checkpoint of another library
+_FOREIGN = "foreign:"  # the prefix of the path of a checkpoint of another library
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Loaded:
     """The result of loading a checkpoint.
 
     Attributes:
-        step: the step that the checkpoint was saved with, if any.
+        step: the step with which the checkpoint was saved, or None.
         nbytes_read: the bytes that this rank has read.
     """
 
@@ -57,31 +57,31 @@ def load(
     group: ProcessGroup | None = None,
     shared: bool = True,
 ) -> int | None:
-    """Loads a checkpoint into `state`; every rank calls this. Another number of ranks may have saved it.
+    """Loads a checkpoint into `state`; every rank calls this. A different number of ranks may have saved it.
 
     Modules, optimizers, tensors and everything with `load_state_dict` are filled in place, and plain values are
-    replaced in the dict. Each byte that all ranks need is read by one of them and sent to the others; of state that is
-    divided among the ranks, such as ZeRO's, each rank reads its own part.
+    replaced in the dict. Each byte that all ranks need is read by one rank and sent to the others. Each rank reads its
+    own part of state that is divided among the ranks, such as ZeRO's.
 
     Args:
-        state: the objects, by the names with which they were saved; some names may be missing. None is replaced by the
-            saved value: for an object, by the result of its `state_dict`.
-        path: the directory that was given to `save`, whose newest whole checkpoint is taken, or one of its checkpoints;
-            or a checkpoint of another library: a file of `torch.save`, a directory of `torch.distributed.checkpoint`,
-            or a safetensors file.
+        state: the objects, by the names with which they were saved; some names may be missing. None is replaced with
+            the saved value, which for an object is the result of its `state_dict`.
+        path: the directory that was given to `save`, whose newest complete checkpoint is loaded, or one of its
+            checkpoints; or a checkpoint of another library: a file of `torch.save`, a directory of
+            `torch.distributed.checkpoint`, or a safetensors file.
         strict: whether everything in the state must be in the checkpoint, and modules must have the same parameters.
             A module without parameters, buffers and extra state may be missing.
         group: the ranks; the default group if None. A process without a group loads alone.
-        shared: whether all ranks share the disk. With False each rank reads the files of its own disk, and fetches the
-            rest from ranks that see them. A checkpoint counts if all its files are on the disks of these ranks.
+        shared: whether all ranks share the disk. With False each rank reads the files on its own disk, and fetches the
+            others from ranks that see them. A checkpoint counts if all its files are on the disks of these ranks.
 
     Returns:
-        The step that the checkpoint was saved with; None if it was saved without one.
+        The step with which the checkpoint was saved; None if it was saved without one.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or it is one of other objects; raised on every rank.
-        CheckpointDamagedError: a file does not hold the bytes that were written. State that was loaded before that
-            stays loaded.
+        CheckpointError: there is no complete checkpoint, or it contains other objects; raised on every rank.
+        CheckpointDamagedError: a file does not hold the bytes that were written. State that was already loaded stays
+            loaded.
 
     Example::
 
@@ -107,7 +107,7 @@ def load(
 
 
 def _found(where: str | os.PathLike[str]) -> str:
-    """Returns the path of a checkpoint, given it or that of its directory."""
+    """Returns the path of a checkpoint, given that path or the path of its directory."""
     if os.path.exists(where) and (foreign := open_foreign(where)) is not None:
         return _FOREIGN + foreign.path
     with open_checkpoint(where) as checkpoint:
@@ -178,7 +178,7 @@ def load_newest(
         checkpoint.
 
     Raises:
-        CheckpointError: there are checkpoints and none is whole, or the newest whole one is one of other objects.
+        CheckpointError: there are checkpoints but none is complete, or the newest complete one contains other objects.
     """
     damaged: dict[str, str] = {}
     if disks is None:
@@ -205,7 +205,7 @@ def _newest_undamaged(root: Root, channel: CollectiveChannel, damaged: dict[str,
         damaged: the faults of damaged checkpoints, by name; rank 0 adds those that it finds.
 
     Raises:
-        CheckpointError: there are checkpoints and none is whole; raised on every rank.
+        CheckpointError: there are checkpoints but none is complete; raised on every rank.
     """
 
     def choose() -> bytes:
@@ -224,7 +224,7 @@ def _newest_undamaged(root: Root, channel: CollectiveChannel, damaged: dict[str,
 
 
 def newest_sequence(root: Root, disks: Disks | None, channel: CollectiveChannel) -> int:
-    """Returns the sequence of the newest whole checkpoint on the disk; 0 if there is none or the disk cannot be read.
+    """Returns the sequence of the newest complete checkpoint on disk; 0 if there is none or the disk cannot be read.
 
     Args:
         disks: the disks of the hosts; None if all ranks share one.

@@ -1,6 +1,7 @@
-"""`CheckpointManager`: saves a training regularly, keeps the newest checkpoints, and restores the newest whole one.
+"""`CheckpointManager`: saves a training run at intervals, keeps the newest checkpoints, and restores the newest
+complete one.
 
-On SIGTERM it saves the current step first and then ends the process.
+On SIGTERM it saves the current step and then ends the process.
 """
 
 from __future__ import annotations
@@ -32,32 +33,32 @@ from paceline.train.checkpoint.training_state import TrainingState, elastic_of, 
 from paceline.train.elastic.worker.elastic_state import ElasticState
 from paceline.train.gradient_use import GRADIENT_USE
 
-# The errors of an unfinished checkpoint in an elastic job, whose workers may die. They were printed when raised.
+# The errors of an unfinished checkpoint in an elastic job, whose workers may die. They have already been printed.
 _OF_LOST_WORKERS = (CheckpointError, CollectiveError, StoreError)
 
 
 class CheckpointManager:
-    """Saves the state of a training regularly, and restores the newest whole checkpoint when the script starts again.
+    """Saves the state of a training run at intervals, and restores the newest complete checkpoint after a restart.
 
-    The same script continues after a crash, a time limit or pre-emption, also with another number of ranks, with
-    `paceline run --max-restarts`, and in an elastic job. When any rank receives SIGTERM, all ranks save the current
+    The same script continues after a crash, a time limit or preemption, even with a different number of ranks; this
+    includes `paceline run --max-restarts` and elastic jobs. When any rank receives SIGTERM, all ranks save the current
     step and end with exit code 143.
 
-    Gradients are not saved, except those of an `ElasticState` in the middle of an accumulation. A RuntimeWarning names
-    once the parameters whose gradients no optimizer has used yet.
+    Gradients are not saved, except those of an `ElasticState` in the middle of an accumulation. A RuntimeWarning lists,
+    once, the parameters whose gradients no optimizer has used yet.
 
     Args:
         path: the directory.
-        every: the interval between checkpoints, as a time or as a number of steps; the steps that the number divides
-            are saved. Every step is saved if None.
+        every: the interval between checkpoints, as a timedelta or as a number of steps; steps that are multiples of the
+            number are saved. If None, every step is saved.
         keep: the number of checkpoints to keep.
         asynchronous: whether the training continues while a checkpoint is written.
         group: the ranks; the default group if None.
         shared: whether all ranks share the disk. With False each host has the parts of its own ranks, and ranks whose
-            disk lacks parts fetch them from the others; not in elastic jobs.
+            disk lacks parts fetch them from the others; elastic jobs do not support this.
         peer_copies: the number of other hosts whose launchers keep a copy of each part in memory, in addition to the
-            own host's launcher; no copies are kept with 0. `restore` takes the newest whole checkpoint, whether it is
-            in memory or on the disk. All ranks must be started by `paceline run`.
+            launcher of the rank's own host; with 0, no copies are kept. `restore` loads the newest complete checkpoint,
+            whether in memory or on disk. All ranks must be started by `paceline run`.
 
     Example::
 
@@ -111,7 +112,7 @@ class CheckpointManager:
         else:
             with contextlib.suppress(
                 CheckpointError
-            ):  # it was printed; the error that ends the block is the one to raise
+            ):  # it was already printed; the error that ends the block is raised instead
                 self.close()
 
     def should_save(self, step: int) -> bool:
@@ -134,8 +135,8 @@ class CheckpointManager:
             Whether a checkpoint was written, or is being written.
 
         Raises:
-            CheckpointError: this checkpoint or the one before could not be written; raised on every rank.
-            SystemExit: a rank has received SIGTERM, and the checkpoint is on the disk.
+            CheckpointError: this checkpoint or the previous one could not be written; raised on every rank.
+            SystemExit: a rank has received SIGTERM, and the checkpoint is on disk.
         """
         elastic = elastic_of(state)
         if elastic is not None and elastic.rounds is not None:
@@ -156,16 +157,17 @@ class CheckpointManager:
         return is_saved
 
     def restore(self, state: TrainingState) -> int | None:
-        """Loads the newest whole checkpoint into `state`, as `paceline.load` does; every rank calls this.
+        """Loads the newest complete checkpoint into `state`, as `paceline.load` does; every rank calls this.
 
-        Prints on stderr the newer checkpoints that it skipped, and why; with `peer_copies` also whether it loaded one
-        from memory.
+        Prints to stderr the newer checkpoints that were skipped, and why; with `peer_copies`, also whether the
+        checkpoint was loaded from memory.
 
         Returns:
             The step of the checkpoint; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: there are checkpoints and none is whole, or the newest whole one is one of other objects.
+            CheckpointError: there are checkpoints but none is complete, or the newest complete one contains other
+                objects.
         """
         BACKGROUND.finish()
         channel = channel_of(self._group)
@@ -195,11 +197,11 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the checkpoint that is being written, and restores the signal handler; idempotent.
 
-        In an elastic job workers may die, join or leave while the last checkpoint is written. Then a remaining worker
-        writes it alone; if that fails too, the checkpoint before stays the newest.
+        In an elastic job, workers may die, join or leave while the last checkpoint is written. A remaining worker then
+        writes it alone; if that fails too, the previous checkpoint stays the newest.
 
         Raises:
-            CheckpointError: it could not be written, in a job that is not elastic.
+            CheckpointError: the checkpoint could not be written, in a job that is not elastic.
         """
         self._signals.close()
         if not self._is_elastic:
@@ -258,7 +260,7 @@ class CheckpointManager:
     def _write_and_copy(
         self, plan: SavePlan, channel: CollectiveChannel, asynchronous: bool, copies: PeerCopies
     ) -> None:
-        """Writes and replicates the current state; the replication always runs beside the training."""
+        """Writes and replicates the current state; the replication always runs concurrently with the training."""
         plan = staged(self._root, plan, channel)
         sender = copies.sender(plan, channel)
         if asynchronous:
@@ -269,7 +271,7 @@ class CheckpointManager:
         write(self._root, plan, self._keep, channel)
 
     def _save_elastic(self, elastic: ElasticState, step: int, state: TrainingState, force: bool) -> bool:
-        """Saves in a round of its own, which the remaining workers repeat if a worker dies in it."""
+        """Saves in a separate round, which the remaining workers repeat if a worker dies in it."""
         if isinstance(self._every, timedelta):
             raise ValueError(
                 "every is a timedelta, but the workers of an elastic job have no clock in common; give steps"
@@ -295,7 +297,7 @@ class CheckpointManager:
         return True
 
     def _save_alone(self) -> None:
-        """Saves the last step alone, when all workers of an elastic job end; each of them has the whole state."""
+        """Saves the last step on this worker alone when all workers of an elastic job end; each has the whole state."""
         with contextlib.suppress(*_OF_LOST_WORKERS):
             BACKGROUND.finish()
         step, state = self._latest
@@ -304,7 +306,7 @@ class CheckpointManager:
             sys.stderr.write(f"paceline: the job is to end; the checkpoint of step {step} is in {self._where()}\n")
 
     def _write_again(self) -> None:
-        """Writes the last saved step alone, if the state is still that of this step and no checkpoint of it exists."""
+        """Writes the last saved step on this worker alone, if the state is unchanged and no checkpoint of it exists."""
         step, state = self._latest
         if self._saved == step and not self._is_saved(step):
             self._write(step, state, SingleRank(), asynchronous=False, may_copy=False)
@@ -319,19 +321,19 @@ class CheckpointManager:
 
 
 class EndingSignals:
-    """Records a SIGTERM, so that the loop can end after the step; a second one ends the process at once."""
+    """Records a SIGTERM, so that the loop can end after the step; a second one ends the process immediately."""
 
     def __init__(self) -> None:
         self.has_arrived = False
         self._before: signal._HANDLER = None
-        # Python installs handlers only in the main thread; a loop in another thread does not see the signal.
+        # Python installs handlers only in the main thread; a loop in another thread does not receive the signal.
         self._is_installed = threading.current_thread() is threading.main_thread()
         if self._is_installed:
             self._before = signal.signal(signal.SIGTERM, self._note)
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that SIGTERM ended, as shells report it."""
+        """The exit code that shells report for a process that SIGTERM ended."""
         return 128 + signal.SIGTERM
 
     def close(self) -> None:

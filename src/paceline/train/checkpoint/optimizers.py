@@ -1,4 +1,4 @@
-"""Captures optimizers: their state in a checkpoint is that of one optimizer of the whole model.
+"""Captures optimizers, whose state in a checkpoint is that of one optimizer of the whole model.
 
 Optimizers key their state by the number of the parameter. On the ranks of a pipeline each optimizer numbers its own
 parameters, so the ranks agree on a `Numbering`: the numbers in the optimizer of the undivided model.
@@ -24,7 +24,7 @@ from paceline.train.zero.optimizer_state import to_state_dict
 from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 
 Outline = dict[str, list[list[int]]]
-"""For each optimizer of a pipeline, the positions of this rank's parameters in the whole model, by groups."""
+"""For each optimizer of a pipeline, the positions of this rank's parameters in the whole model, by parameter group."""
 
 
 class Numbering:
@@ -53,7 +53,7 @@ class Numbering:
         return [self.of(positions) for positions in _positions(optimizer)]
 
     def of_all(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Returns this rank's groups as those of the undivided model's optimizer."""
+        """Returns this rank's groups, converted to those of the undivided model's optimizer."""
         return [
             {**_without_names(group), "params": list(numbers)}
             for group, numbers in zip(groups, self.groups, strict=True)
@@ -63,7 +63,7 @@ class Numbering:
         """Returns the groups of the undivided model's optimizer with this rank's parameters only.
 
         Raises:
-            CheckpointError: the groups are those of another model.
+            CheckpointError: the groups belong to another model.
         """
         saved, here = [len(group["params"]) for group in groups], [len(numbers) for numbers in self.groups]
         if saved != here:
@@ -183,7 +183,7 @@ def _add_groups(name: str, groups: list[dict[str, Any]], into: CapturedState, nu
 
 
 def _offer(name: str, value: object, layout: ShardLayout, into: CapturedState) -> None:
-    """Adds what an optimizer keeps for a parameter that only some ranks have, or that is divided among ranks."""
+    """Adds an optimizer's value for a parameter that only some ranks have, or that is divided among ranks."""
     tensors: dict[str, torch.Tensor] = {}
     taken = take_apart(name, value, tensors)
     if not isinstance(value, torch.Tensor):
@@ -224,7 +224,7 @@ def own_state_dict(
     """Returns this rank's part of the `state_dict` of a whole model's optimizer.
 
     Raises:
-        CheckpointError: the `state_dict` is that of another model's optimizer.
+        CheckpointError: the `state_dict` belongs to another model's optimizer.
         TypeError: the optimizer is a ZeRO optimizer, which only checkpoints of Paceline can restore in parts.
     """
     if isinstance(optimizer, PartitionedOptimizer):
@@ -235,7 +235,7 @@ def own_state_dict(
     groups = own_groups(list(found["param_groups"]), optimizer, numbering)
     keys = list(chain.from_iterable(group["params"] for group in groups))
     state = {}
-    for key, parameter in zip(keys, parameters_of(optimizer), strict=False):  # other lengths are refused in loading
+    for key, parameter in zip(keys, parameters_of(optimizer), strict=False):  # loading rejects other lengths
         if key in found["state"]:
             layout = ShardLayout.of(parameter)
             state[key] = {

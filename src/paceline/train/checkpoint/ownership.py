@@ -1,4 +1,4 @@
-"""Assignment of bytes to the ranks that write or read them, so that each byte is written, or read, once.
+"""Assignment of bytes to the ranks that write or read them, so that each byte is written or read once.
 
 Each rank computes the same assignment from the same numbers, without communication.
 """
@@ -27,13 +27,13 @@ class ByteRange(NamedTuple):
 def assign_bytes(
     sizes: Sequence[int], loads: Sequence[int], alignment: int = ALIGNMENT_NBYTES
 ) -> list[list[ByteRange]]:
-    """Assigns the bytes of items to ranks so that all ranks have about as many bytes in all.
+    """Assigns the bytes of items to ranks so that all ranks have about the same total.
 
-    The items are laid end to end, and cut at multiples of `alignment` within an item, or between items.
+    The items are concatenated, and cut at multiples of `alignment` within an item, or between items.
 
     Args:
         sizes: the size of each item, in bytes.
-        loads: the bytes that each rank has already.
+        loads: the number of bytes that each rank already has.
         alignment: the granularity of cuts, in bytes.
 
     Returns:
@@ -74,7 +74,7 @@ def _cut(wanted: int, size: int, alignment: int) -> int:
 
 
 def _quotas(total: int, loads: Sequence[int]) -> list[int]:
-    """Returns how many of `total` bytes each rank gets, so that the largest load becomes as small as possible.
+    """Divides `total` bytes among the ranks so that the largest load becomes as small as possible.
 
     >>> _quotas(6, [0, 4, 20])
     [5, 1, 0]
@@ -93,7 +93,7 @@ def _quotas(total: int, loads: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Offer:
-    """A region of a tensor that a rank has, and other ranks may have too.
+    """A region of a tensor that a rank has and other ranks may have too.
 
     Attributes:
         name: the name of the tensor.
@@ -117,18 +117,18 @@ def assign_offers(
 ) -> list[list[ByteRange]]:
     """Assigns the bytes of offered regions to the ranks that offer them.
 
-    Regions that few ranks have are assigned first, so that those of many ranks fill up the ranks with little to write.
+    Regions that few ranks have are assigned first, so that regions of many ranks go to the ranks with little to write.
 
     Args:
         offers: the offers of each rank.
-        loads: the bytes that each rank writes in any case.
+        loads: the number of bytes that each rank writes in any case.
         alignment: the granularity of cuts, in bytes.
 
     Returns:
-        For each rank the ranges of its offers, by their indices in its list.
+        For each rank, the ranges of its offers; `item` is the index of an offer in the rank's list.
 
     Raises:
-        CheckpointError: the ranks' regions of a tensor do not make it up.
+        CheckpointError: the ranks' regions of a tensor do not cover it exactly.
     """
     _require_fit(offers)
     holders: dict[tuple[str, Region], list[tuple[int, int]]] = {}

@@ -1,4 +1,4 @@
-"""Replicas of checkpoints in the memory of launchers, as `CheckpointManager` writes and restores them.
+"""Replicas of checkpoints in the memory of launchers, which `CheckpointManager` writes and restores.
 
 The protocol and the replication itself are in `peer_memory`, which imports no torch.
 """
@@ -51,9 +51,9 @@ class _Introduction:
     """A rank's report to the others before a replication.
 
     Attributes:
-        root: the directory of checkpoints, as this rank names it.
+        root: this rank's path of the directory of checkpoints.
         location: the cache of this rank's launcher; None if it cannot be reached.
-        whole: the sequence and token of the newest checkpoint that all caches have, to the knowledge of this rank.
+        whole: the sequence and token of the newest checkpoint that, according to this rank, all caches have.
         why: the reason why there is no location.
     """
 
@@ -73,21 +73,21 @@ class PeerCopies:
 
     def __init__(self, path: str, count: int) -> None:
         self._path, self._count = path, count
-        self._own = os.environ.get(VARIABLE, "")  # the address of the own cache; empty without a launcher
+        self._own = os.environ.get(VARIABLE, "")  # the address of this host's cache; empty without a launcher
         self._location: CacheLocation | None = None
-        self._whole: tuple[int, str] | None = None  # sequence and token of the newest that all caches have
+        self._whole: tuple[int, str] | None = None  # sequence and token of the newest checkpoint that all caches have
         self._has_warned = False
-        self._why_not = ""  # the newest replicas were not restored
+        self._why_not = ""  # the reason why the newest replicas were not restored
 
     def least_sequence(self) -> int:
-        """Returns the least sequence number with which the next checkpoint counts as newer than the replicas."""
+        """Returns the smallest sequence number with which the next checkpoint counts as newer than the replicas."""
         return 0 if self._whole is None else self._whole[0] + 1
 
     def sender(self, plan: SavePlan, channel: CollectiveChannel) -> Callable[[], None] | None:
-        """Returns a function that replicates a checkpoint, to be called in a thread of its own; every rank calls this.
+        """Returns a function that replicates a checkpoint, to be called in a separate thread; every rank calls this.
 
         Args:
-            plan: the part of this rank, in memory that does not change during the replication.
+            plan: the plan of this rank's part, in memory that does not change during the replication.
 
         Returns:
             The function; None if a rank cannot reach a launcher.
@@ -153,17 +153,17 @@ class PeerCopies:
     def restore(
         self, state: TrainingState, channel: CollectiveChannel, newest_on_disk: Callable[[], int]
     ) -> Loaded | None:
-        """Loads the newest whole checkpoint in memory, unless the disk has a newer one; every rank calls this.
+        """Loads the newest complete checkpoint in memory, unless the disk has a newer one; every rank calls this.
 
         Args:
-            newest_on_disk: a function that returns the sequence of the newest whole checkpoint on the disk. Every rank
+            newest_on_disk: a function that returns the sequence of the newest complete checkpoint on disk. Every rank
                 calls it.
 
         Returns:
-            The result of loading; None if the checkpoint must be loaded from the disk.
+            The result of loading; None if the checkpoint must be loaded from disk.
 
         Raises:
-            CheckpointError: the checkpoint is one of other objects; raised on every rank.
+            CheckpointError: the checkpoint contains other objects; raised on every rank.
         """
         self._whole = None
         root = channel.broadcast(self._path.encode()).decode()
@@ -195,13 +195,13 @@ class PeerCopies:
         return loaded
 
     def report_disk_restore(self, step: int | None, channel: CollectiveChannel) -> None:
-        """Prints on rank 0 that the disk was read instead, and why."""
+        """Prints on rank 0 that the checkpoint was read from disk instead, and why."""
         if channel.rank == 0:
             why = f" ({self._why_not})" if self._why_not else ""
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
 
     def _inventories(self, root: str, channel: CollectiveChannel) -> bytes:
-        """Returns the inventory of this host's cache, and for a single rank those of the other caches that it names."""
+        """Returns the inventory of this host's cache; a single rank also returns those of the other caches in it."""
         found: list[Inventory] = []
         if self._own:
             with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:
@@ -218,11 +218,11 @@ class PeerCopies:
 
 
 class _CacheReader:
-    """Opens a checkpoint in caches for one rank, which reads a file from its own host's cache if that has it.
+    """Opens a checkpoint in caches for one rank, which reads each file from its own host's cache if possible.
 
     Args:
-        own_inventories: the inventories that this rank fetched, its own host's first.
-        inventories: those of all ranks.
+        own_inventories: the inventories that this rank fetched, the one of its own host first.
+        inventories: the inventories of all ranks.
         closing: the stack that closes the connections.
     """
 
@@ -247,7 +247,7 @@ class _CacheReader:
         """Opens the checkpoint.
 
         Raises:
-            CheckpointDamagedError: the cache that has its manifest cannot be reached.
+            CheckpointDamagedError: the cache that has the manifest cannot be reached.
         """
         try:
             manifest = self._client(self._found.describers).manifest(root, self._found.token)
@@ -260,7 +260,7 @@ class _CacheReader:
         return Checkpoint(source, "")
 
     def _client(self, holders: Sequence[str]) -> CacheClient:
-        """Returns a connection to one of these caches, preferably to that of this host."""
+        """Returns a connection to one of these caches, preferably to this host's."""
         vault = self._own_vault if self._own_vault in holders else holders[0]
         if vault not in self._clients:
             address = self._own if vault == self._own_vault else self._addresses[vault]

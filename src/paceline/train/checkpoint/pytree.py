@@ -1,8 +1,8 @@
-"""Converts states between nested containers of torch's tensors and the plain values and bytes of a checkpoint.
+"""Conversion of states between nested containers of tensors and the plain values and bytes of a checkpoint.
 
 `take_apart` separates the tensors of a tree from its plain values, and `put_together` is the inverse. A checkpoint
-holds plain values of a few types: a subclass, such as a Counter, is saved as its plain type, and `with_classes_of`
-restores the class from the state into which it is loaded.
+holds plain values of a few types: an object of a subclass, such as a Counter, is saved as the plain type, and
+`with_classes_of` restores the class from the state into which it is loaded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OURS = {torchs: name for name, torchs in _TORCHS.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Returns safetensors' name of a type.
+    """Returns the safetensors name of a type.
 
     Raises:
         TypeError: a checkpoint cannot hold tensors of this type.
@@ -56,7 +56,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def type_of(name: str) -> torch.dtype:
-    """Returns the type with safetensors' name `name`.
+    """Returns the type with the safetensors name `name`.
 
     Raises:
         TypeError: this version of torch does not have the type.
@@ -89,7 +89,7 @@ _DUPLICATE = "%"  # no escaped key ends with it
 def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> object:
     """Returns `value` with its tensors replaced by references, and adds the tensors to `tensors` by name."""
     if isinstance(value, torch.Tensor):
-        while name in tensors:  # as for the keys 1 and "1" of one dict
+        while name in tensors:  # for example for the keys 1 and "1" of one dict
             name += _DUPLICATE
         tensors[name] = value
         return TensorRef(name)
@@ -106,7 +106,7 @@ def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> ob
 
 
 def _plain(value: object) -> object:
-    """Returns a number or text as its plain type, without a subclass such as NumPy's or an enumeration's."""
+    """Returns a number or text as its plain type, instead of a subclass such as NumPy's or an enumeration."""
     if isinstance(value, str):
         return str.__str__(value)  # str() of a member of an enumeration is its name
     for kind in _PLAIN:

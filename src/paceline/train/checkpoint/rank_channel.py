@@ -21,8 +21,8 @@ from paceline.errors import CheckpointError, StoreError, StoreTimeoutError
 from paceline.train.checkpoint.rank_results import decode_result, encode_result
 
 _VALUE, _DIED = b"+", b"-"
-_CHECK_S = 0.5  # between checks whether a rank that has not written its key yet is still alive
-_LAST_WAIT_S = 10.0  # of rank 0, for the other ranks to read its last key
+_CHECK_S = 0.5  # between checks of whether a rank that has not written its key yet is still alive
+_LAST_WAIT_S = 10.0  # for which rank 0 waits until the other ranks have read its last key
 
 
 class SingleRank:
@@ -93,9 +93,9 @@ def result_of_first(work: Callable[[], bytes], channel: CollectiveChannel) -> by
 
 
 class StoreChannel:
-    """A channel over keys of the job's store, for a thread beside the one that trains; each method is called once.
+    """A channel over keys of the job's store, for a thread other than the training thread; each method is called once.
 
-    A rank that dies leaves a last will in the store, so that the others do not wait for it until they time out.
+    A rank that dies leaves a last will in the store, so the others do not wait for it until they time out.
 
     Args:
         token: a text that is the same on all ranks, and different for each channel.
@@ -108,7 +108,7 @@ class StoreChannel:
         self._members: Sequence[RankIdentity] = group.members
         self._gathered = [f"checkpoint/{token}/{rank}" for rank in range(self.size)]
         self._broadcast = f"checkpoint/{token}/verdict"
-        with contextlib.suppress(StoreError):  # some stores keep no wills
+        with contextlib.suppress(StoreError):  # some stores do not support last wills
             store.set_last_will(self._gathered[self.rank], _DIED)
             if self.rank == 0:
                 store.set_last_will(self._broadcast, _DIED)
@@ -182,7 +182,7 @@ class StoreChannel:
         return value[len(_VALUE) :]
 
     def _delete(self, key: str) -> None:
-        with contextlib.suppress(StoreError):  # torch's stores may be unable to
+        with contextlib.suppress(StoreError):  # some of torch's stores cannot delete keys
             self._store.delete_key(key)
 
     def _require_alive(self, rank: int, deadline: float) -> None:

@@ -1,6 +1,6 @@
 """Results of ranks, or their errors, as bytes, and the protocol of the channels by which ranks exchange them.
 
-Imports no torch, since `peer_memory` uses it.
+This module does not import torch, since `peer_memory` uses it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def encode_result(work: Callable[[], bytes], me: str) -> bytes:
         return _DAMAGE + _prefixed(me, str(error))
     except (CheckpointError, OSError, TypeError, ValueError) as error:
         return _FAILURE + _prefixed(me, str(error))
-    except Exception as error:  # raised by code of the user; the other ranks must not wait for this one
+    except Exception as error:  # raised by the user's code; the other ranks must not wait for this one
         return _FAILURE + _prefixed(me, f"{error!r}\n{traceback.format_exc()}")
 
 

@@ -1,8 +1,9 @@
 """Reads the regions of tensors that ranks request from a checkpoint.
 
-A `LoadPlan` collects what a rank requests, with the memory for it. `fill` reads it from a disk that all ranks share:
-what all ranks request is read once and broadcast, and each rank reads the rest by itself. `fetch` reads it from the
-disks of several hosts: each rank reads what its own disk has, and receives the rest from ranks that see those files.
+A `LoadPlan` collects the requests of a rank, with the memory for their results. `fill` reads them from a disk that all
+ranks share: regions that all ranks request are read once and broadcast, and each rank reads the rest by itself. `fetch`
+reads them from the disks of several hosts: each rank reads the files on its own disk, and receives the rest from ranks
+that see the other files.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from paceline.train.checkpoint.rank_channel import CollectiveChannel, GroupChann
 from paceline.train.checkpoint.rank_results import encode_result, is_success, require_success
 
 _AFTER_SEPARATOR = chr(ord(SEPARATOR) + 1)
-_EXCHANGED_AT_ONCE_NBYTES = 64 << 20  # bytes in one message, unless a single piece has more
-_BROADCAST_AT_ONCE_NBYTES = 256 << 20  # bytes in one call, so that the ranks need not wait for all that a rank reads
+_EXCHANGED_AT_ONCE_NBYTES = 64 << 20  # bytes in one message, unless a single piece is larger
+_BROADCAST_AT_ONCE_NBYTES = 256 << 20  # bytes in one call, so that ranks do not wait until another has read everything
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class ReadItem:
     Attributes:
         name: the name of the tensor.
         region: the region.
-        memory: the memory for its elements: of the saved type, contiguous, on the CPU.
+        memory: the memory for the elements: of the saved type, contiguous, on the CPU.
         by_all: whether every rank requests the same region, so that it is read once and sent to the others.
     """
 
@@ -53,7 +54,7 @@ class ReadItem:
 
 
 class LoadPlan:
-    """Collects what a rank requests; once it has been read, `finish` calls the finalizers."""
+    """Collects a rank's requests; once they have been read, `finish` calls the finalizers."""
 
     def __init__(self, checkpoint: Checkpoint | AbsentCheckpoint, rank: int) -> None:
         self.checkpoint = checkpoint
@@ -67,12 +68,12 @@ class LoadPlan:
         self._finalizers: list[Callable[[], None]] = []
 
     def names_below(self, name: str) -> dict[str, str]:
-        """Returns the names of the tensors and values within `name`, keyed by the part after it."""
+        """Returns the names of the tensors and values within `name`, keyed by the part after `name`."""
         first, stop = (bisect.bisect_left(self._names, name + end) for end in (SEPARATOR, _AFTER_SEPARATOR))
         return {full[len(name) + 1 :]: full for full in self._names[first:stop]}
 
     def has(self, name: str) -> bool:
-        """Returns whether the checkpoint has a tensor or value of that name, or within it."""
+        """Returns whether the checkpoint has a tensor or value with this name, or within it."""
         return any(full in self.tensors or full in self.values for full in self._candidates(name)) or bool(
             self.names_below(name)
         )
@@ -82,7 +83,7 @@ class LoadPlan:
         return sorted({name.partition(SEPARATOR)[0].partition("@")[0] for name in self._names})
 
     def add_finalizer(self, work: Callable[[], None]) -> None:
-        """Has `finish` call `work`."""
+        """Adds a function that `finish` calls."""
         self._finalizers.append(work)
 
     def finish(self) -> None:
@@ -100,16 +101,16 @@ class LoadPlan:
         region: Region | None = None,
         by_all: bool = True,
     ) -> None:
-        """Requests a tensor, or a region of it, to be put into `target`.
+        """Requests a tensor, or a region of it, to be copied into `target`.
 
         Args:
-            target: the memory for it, of any type and device.
+            target: the destination, of any type and device.
             shape: the shape of the whole tensor; that of `target` if None.
             region: the region; the whole tensor if None.
             by_all: whether all ranks request the same region.
 
         Raises:
-            CheckpointError: the checkpoint has it with another shape, or has no tensor of that name.
+            CheckpointError: the checkpoint has the tensor with another shape, or has no tensor with this name.
         """
         if (saved := self.tensors.get(name)) is None:
             raise CheckpointError(
@@ -139,7 +140,7 @@ class LoadPlan:
         """Requests a region; returns the memory into which its elements will be read."""
         try:
             memory = torch.empty(count(region), dtype=type_of(self.tensors[name].dtype), device="cpu")
-        except RuntimeError as error:  # torch's, for want of memory
+        except RuntimeError as error:  # torch is out of memory
             raise CheckpointError(
                 f"{name!r} in {self.checkpoint.describe()} has {count(region):,} elements, for which this process "
                 f"cannot get memory: {error}"
@@ -148,22 +149,22 @@ class LoadPlan:
         return memory
 
     def tensor(self, name: str, *, by_all: bool = True) -> torch.Tensor:
-        """Requests a whole tensor; returns the memory into which it will be read, in its shape."""
+        """Requests a whole tensor; returns the memory into which it will be read, with the tensor's shape."""
         shape = self.tensors[name].shape
         return self.region(name, whole(shape), by_all=by_all).view(shape)
 
     def tree(self, name: str, *, by_all: bool = True) -> Callable[[], Any]:
-        """Requests the tree of that name; returns a function that returns the tree once it has been read.
+        """Requests the tree with this name; returns a function that returns the tree once it has been read.
 
-        If each rank saved its own tree, this rank's is taken, or that of rank 0 if this rank saved none. What was saved
-        in parts, such as a module, is returned as a dict of them, like the result of its `state_dict`.
+        If each rank saved its own tree, this rank's tree is read, or rank 0's if this rank saved none. An object that
+        was saved in parts, such as a module, is returned as a dict, as `state_dict` would.
 
         Args:
             name: the name of the tree.
             by_all: whether all ranks request the same tree, unless each rank saved its own.
 
         Raises:
-            CheckpointError: the checkpoint has nothing of that name.
+            CheckpointError: the checkpoint has nothing with this name.
         """
         known = next((full for full in self._candidates(name) if full in self.values or full in self.tensors), None)
         if known is None:
@@ -188,7 +189,7 @@ class LoadPlan:
 
 
 def _with_numbers(state: dict[object, Any]) -> dict[object, Any]:
-    """Returns a state; if it is an optimizer's, keyed by parameter numbers, which are texts in names."""
+    """Returns a state; the keys of an optimizer's state are converted from text to parameter numbers."""
     groups = state.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) and "params" in group for group in groups):
         return state
@@ -196,7 +197,7 @@ def _with_numbers(state: dict[object, Any]) -> dict[object, Any]:
 
 
 def number_of(key: str) -> int | str:
-    """Returns a parameter's number in an optimizer's state, given it as a text; returns other keys unchanged."""
+    """Converts a text to a parameter's number in an optimizer's state; returns other keys unchanged."""
     return int(key) if key.isdigit() else key
 
 
@@ -219,10 +220,10 @@ class _OwnedRange:
 
 
 def fill(plan: LoadPlan, channel: CollectiveChannel) -> None:
-    """Reads everything that is requested from a disk that all ranks share; every rank calls this.
+    """Reads all requested regions from a disk that all ranks share; every rank calls this.
 
     Raises:
-        CheckpointError: the ranks request different things as the same for all, or a rank could not read.
+        CheckpointError: the ranks' requests for regions that all ranks need differ, or a rank could not read.
         CheckpointDamagedError: a file has changed since it was written; raised on every rank.
     """
     by_all = [item for item in plan.items if item.by_all and item.memory.numel()]
@@ -251,7 +252,7 @@ def fill(plan: LoadPlan, channel: CollectiveChannel) -> None:
 
 
 def _owned_ranges(by_all: Sequence[ReadItem], plan: LoadPlan, size: int) -> list[_OwnedRange]:
-    """Assigns the bytes of items to ranks, about as many to each, in order."""
+    """Assigns the bytes of items to ranks in order, about the same number to each."""
     parts = [(item, start, stop) for item in by_all for start, stop in _whole_blocks(item, plan)]
     total = sum(stop - start for _, start, stop in parts)
     ranges, before = [], 0
@@ -313,7 +314,7 @@ class PieceRequest:
     """A request for the elements of a region that one piece of a tensor has.
 
     Attributes:
-        server: the rank that is asked.
+        server: the rank that serves the request.
         name: the name of the tensor.
         piece: the index of the piece in the manifest.
         region: the region.
@@ -328,13 +329,13 @@ class PieceRequest:
 
 
 def fetch(plan: LoadPlan, holders: Mapping[str, Sequence[int]], channel: CollectiveChannel) -> None:
-    """Reads everything that is requested from the disks of several hosts; every rank calls this.
+    """Reads all requested regions from the disks of several hosts; every rank calls this.
 
-    The ranks first exchange their requests, and then the pieces in rounds: in each round a rank sends to one rank and
-    receives from one.
+    The ranks first exchange their requests, and then the pieces in rounds. In each round a rank sends to one rank and
+    receives from one rank.
 
     Args:
-        holders: for each file the ranks that see it.
+        holders: for each file, the ranks that see it.
 
     Raises:
         CheckpointError: a rank could not read.
@@ -365,7 +366,7 @@ def fetch(plan: LoadPlan, holders: Mapping[str, Sequence[int]], channel: Collect
 def _missing(
     item: ReadItem, plan: LoadPlan, holders: Mapping[str, Sequence[int]], files_here: set[str], rank: int
 ) -> Iterator[PieceRequest]:
-    """Yields requests for the pieces of an item that this rank's disk lacks, to the ranks that see a file in turn."""
+    """Yields requests for an item's pieces that this rank's disk lacks, in turn to the ranks that see a file."""
     entry = plan.tensors[item.name]
     for index, piece in enumerate(entry.pieces):
         if piece.file not in files_here and (parts := copies(entry.shape, piece.region, item.region)):
@@ -382,7 +383,7 @@ def _exchange(
     source: int,
     channel: GroupChannel,
 ) -> bytes | None:
-    """Sends the pieces that rank `target` requested, and receives those requested from rank `source`.
+    """Sends the pieces that rank `target` requested, and receives those that this rank requested from rank `source`.
 
     Returns:
         The encoded error if this rank could not read; None otherwise.

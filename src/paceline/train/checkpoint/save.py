@@ -1,4 +1,4 @@
-"""Saves a checkpoint: every rank writes its part, and rank 0 publishes it once all parts are on the disk.
+"""Saving a checkpoint: every rank writes its part, and rank 0 publishes the checkpoint once all parts are on disk.
 
 With `asynchronous` a copy of the state is taken first (`Staging`), and a thread writes it while the training continues
 (`SaveHandle`). A process writes one checkpoint at a time (`BACKGROUND`).
@@ -46,8 +46,8 @@ from paceline.train.checkpoint.save_plan import SavePlan, plan_save
 from paceline.train.checkpoint.training_state import TrainingState
 from paceline.train.elastic.process_priority import lower_thread_priority
 
-_CHUNK_NBYTES = 16 << 20  # that one thread copies at a time
-_MOST_THREADS = 4  # more threads do not make memory faster
+_CHUNK_NBYTES = 16 << 20  # the bytes that one thread copies at a time
+_MOST_THREADS = 4  # more threads do not copy faster
 
 
 def save(
@@ -63,27 +63,27 @@ def save(
     """Saves the state of a training loop as a checkpoint in the directory `path`; every rank calls this.
 
     Every rank writes its part: an equal share of the state that all ranks have, such as a model's parameters, and its
-    own part of divided state, such as ZeRO's or the layers of a `Pipeline`. The checkpoint becomes visible at once when
-    all of it is on the disk, and only then are older ones removed, so there is always a whole one. Any number of ranks
+    own part of divided state, such as ZeRO's or the layers of a `Pipeline`. The checkpoint becomes visible atomically
+    when all of it is on disk. Only then are older ones removed, so there is always a complete one. Any number of ranks
     can load it.
 
-    Buffers of modules and positions of loaders are those of the first rank. Everything else is kept for each rank if it
-    differs between ranks.
+    Buffers of modules and positions of loaders are those of the first rank. All other state is saved for each rank if
+    it differs between ranks.
 
     Args:
         state: the objects by name: modules (plain, or in `DistributedDataParallel` or `LogicalShards`), optimizers,
             everything with `state_dict` and `load_state_dict`, tensors, plain values, and dicts of these.
         path: the directory. It is created if it does not exist.
         step: the number of the training step, for the checkpoint's name.
-        keep: the number of checkpoints of the directory to keep.
+        keep: the number of checkpoints to keep in the directory.
         group: the ranks; the default group if None. A process without a group saves alone.
-        asynchronous: whether to return once a copy of the state has been taken. A thread then writes it, at a low
-            priority; the next save waits for it.
+        asynchronous: whether to return once a copy of the state has been taken. A thread then writes the copy at a low
+            priority, and the next save waits for it.
         shared: whether all ranks share the disk. With False each host has the parts of its own ranks, and `load` with
             `shared=False` fetches parts that a host lacks from the others.
 
     Returns:
-        None, or with `asynchronous` a handle with `wait` and `done`.
+        None or, with `asynchronous`, a handle with the methods `wait` and `done`.
 
     Raises:
         CheckpointError: the state cannot be saved, or a rank could not write its part; raised on every rank.
@@ -129,7 +129,7 @@ def staged(root: Root, plan: SavePlan, channel: CollectiveChannel) -> SavePlan:
         return b""
 
     try:
-        # No rank continues before all have their copies: ranks may share the memory that the next step changes.
+        # No rank continues before all have made their copies: ranks may share the memory that the next step changes.
         results_of_all(copy, channel)
     except BaseException:
         abandon(root, plan.draft, plan.disks, channel.rank)
@@ -175,7 +175,7 @@ def outgoing_of(held: LocalRegion) -> WriteItem:
 
 
 def _publish_on_one(root: Root, plan: SavePlan, written: bytes, keep: int, channel: RankChannel) -> None:
-    """Publishes the checkpoint, on rank 0, on the disk that all ranks share.
+    """Publishes the checkpoint on the disk that all ranks share; rank 0 does so.
 
     Args:
         written: the encoded result of writing this rank's part.
@@ -207,7 +207,7 @@ def _publish_on_one(root: Root, plan: SavePlan, written: bytes, keep: int, chann
 def _publish_on_each(
     root: Root, plan: SavePlan, disks: Disks, written: bytes, keep: int, channels: tuple[RankChannel, RankChannel]
 ) -> None:
-    """Publishes the checkpoint on each disk, by its first rank, once every rank has the parts of all.
+    """Publishes the checkpoint on each disk, by the disk's first rank, once all ranks have written their parts.
 
     A checkpoint that becomes visible only on some disks does not count, because files of it are missing.
 
@@ -247,14 +247,14 @@ class SaveHandle:
     """A checkpoint that a thread is writing.
 
     Args:
-        beside: a function that another thread runs at the same time; both are waited for. It must not raise.
+        beside: a function that another thread runs at the same time; `wait` waits for both. It must not raise.
     """
 
     def __init__(self, work: Callable[[], None], name: str, beside: Callable[[], None] | None = None) -> None:
         self.name = name
         self._work, self._beside = work, beside
         self._error: BaseException | None = None
-        # It is no daemon, so that a process that ends finishes its last checkpoint.
+        # The thread is not a daemon, so a process that ends completes its last checkpoint.
         self._thread = threading.Thread(target=self._run, name="paceline-checkpoint")
         self._thread.start()
 
@@ -266,7 +266,8 @@ class SaveHandle:
         """Waits until the checkpoint has been written, and returns whether it has.
 
         Args:
-            timeout: the seconds to wait at most; without limit if None. The writing itself has the group's time-out.
+            timeout: the maximum time to wait, in seconds; no limit if None. The group's timeout applies to the write
+                itself.
 
         Raises:
             CheckpointError: a rank failed; raised on every rank, once.
@@ -293,7 +294,7 @@ class SaveHandle:
             del self._work, self._beside
 
     def _start_beside(self) -> Callable[[], None] | None:
-        """Starts the work beside; returns a function that waits for it, or that does it if no thread can be started."""
+        """Starts `beside` in a thread; returns a function that waits for it, or `beside` if no thread can start."""
         if self._beside is None:
             return None
         thread = threading.Thread(target=self._beside, name="paceline-copies")
@@ -307,13 +308,13 @@ class SaveHandle:
 class Staging:
     """Memory for copies, reused for the next checkpoint, since allocating it costs more than the copy itself.
 
-    Tensors on a device are copied in the order of the program's streams, without making the program wait: what it does
-    there next is behind the copies, and only the thread that writes them waits for the device.
+    Tensors on a device are copied in the order of the program's streams, and the program does not wait: its later work
+    on the device follows the copies, and only the thread that writes them waits for the device.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._copied: list[AcceleratorEvent] = []  # behind the latest copies, on each device
+        self._copied: list[AcceleratorEvent] = []  # events after the latest copies, one for each device
 
     def copied(self, held: Sequence[LocalRegion]) -> list[LocalRegion]:
         """Copies regions into this memory, overwriting earlier copies, and returns them with the copied elements.
@@ -346,20 +347,21 @@ def _once_passed(events: Sequence[AcceleratorEvent], copy: torch.Tensor) -> torc
 
 
 def _pinned_memory_of(nbytes: int) -> torch.Tensor:
-    """Returns aligned memory into which a device copies while the program goes on, or ordinary memory without it.
+    """Returns aligned page-locked memory, into which a device copies asynchronously, or ordinary memory if there is
+    none.
 
     Raises:
         CheckpointError: there is too little memory.
     """
     try:
         memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError:  # more than the system lets the device's driver lock
+    except RuntimeError:  # more than the system allows the device's driver to lock
         return _memory_of(nbytes)
     return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
 
 
 def _memory_of(nbytes: int) -> torch.Tensor:
-    """Returns aligned memory, in huge pages where the system has them, since disks take these in larger pieces.
+    """Returns aligned memory, in huge pages if available, which can be written to disks in larger pieces.
 
     Raises:
         CheckpointError: there is too little memory.
@@ -378,7 +380,7 @@ def _memory_of(nbytes: int) -> torch.Tensor:
 
 
 def _laid_out(held: Sequence[LocalRegion]) -> tuple[list[int], int]:
-    """Returns the offset of each copy, and the size of all: laid out like the files, so that writes can be direct."""
+    """Returns the offset of each copy and the total size; the files' layout is used, so that writes can be direct."""
     starts: dict[int, int] = {}
     offset = 0
     for members in in_files(held):
@@ -390,11 +392,11 @@ def _laid_out(held: Sequence[LocalRegion]) -> tuple[list[int], int]:
 
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, LocalRegion]]) -> list[torch.device]:
-    """Copies the elements of the regions; returns the devices whose current streams still have to make copies."""
+    """Copies the elements of the regions; returns the devices whose current streams still have copies to make."""
     devices: dict[torch.device, None] = {}
     threads = min(_MOST_THREADS, _cores_to_spare())
     is_small = sum(held.nbytes for _, held in pairs) < _CHUNK_NBYTES
-    with ThreadPoolExecutor(max(1, threads), "paceline-copying") as pool:  # starts no thread before it has work
+    with ThreadPoolExecutor(max(1, threads), "paceline-copying") as pool:  # starts threads only when there is work
         works = []
         for copy, held in pairs:
             elements = held.elements()
@@ -412,7 +414,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, LocalRegion]]) -> list[torch.d
 
 
 def _cores_to_spare() -> int:
-    """Returns the number of cores that this rank may use while the other ranks of its host do the same."""
+    """Returns the number of cores that this rank may use if the other ranks of its host use as many."""
     return _core.usable_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -432,7 +434,7 @@ class Background:
         """Waits for the checkpoint that is being written, if there is one.
 
         Raises:
-            CheckpointError: it could not be written, and the error has not been raised yet.
+            CheckpointError: the checkpoint could not be written, and the error has not been raised yet.
         """
         handle, self._handle = self._handle, None
         if handle is not None:

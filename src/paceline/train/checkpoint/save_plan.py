@@ -1,4 +1,5 @@
-"""Plans a save: the ranks compare their states, and agree on the rank that writes each byte.
+"""SavePlan: the division of a save, for which the ranks compare their states and agree on the rank that writes each
+byte.
 
 No data is copied or written yet; rank 0 creates the directory of the draft. Each rank reports its state in a
 `RankReport`, and computes the same plan from the reports of all ranks.
@@ -52,13 +53,13 @@ class RankReport:
     """A rank's report to the others before a save.
 
     Attributes:
-        fault: the reason why its state cannot be saved; None if it can be.
-        step: the step that it saves.
-        tensors: name, type and shape of the tensors that every rank has.
+        fault: the reason why the rank's state cannot be saved; None if it can be saved.
+        step: the step that the rank saves.
+        tensors: the name, type and shape of each tensor that every rank has.
         offered: the regions of tensors that several ranks may have.
         nbytes: the bytes that only this rank has.
         objects: the digests of objects that may differ between ranks, by name.
-        layers: the layers that it has of each pipeline, and their number in the whole pipeline.
+        layers: for each pipeline, the layers that the rank has and the number of layers in the whole pipeline.
     """
 
     fault: str | None
@@ -82,7 +83,7 @@ def plan_save(
 
     Args:
         disks: the disks of the hosts; None if all ranks share one.
-        least_sequence: the least sequence number that the checkpoint may get; rank 0's is used.
+        least_sequence: the smallest sequence number that the checkpoint may get; rank 0's value is used.
 
     Raises:
         CheckpointError: a rank's state cannot be saved, the ranks' tensors differ, or there is too little space; raised
@@ -137,7 +138,7 @@ def agreed_numberings(state: TrainingState, channel: CollectiveChannel) -> dict[
     """Returns the numberings of the optimizers of pipelines, by name; every rank calls this.
 
     Raises:
-        CheckpointError: a rank has other optimizers, or other parameter groups; raised on every rank.
+        CheckpointError: the ranks' optimizers or parameter groups differ; raised on every rank.
     """
     return agreed(results_of_all(lambda: outline_of(entries(state)), channel))
 
@@ -195,7 +196,7 @@ def _require_all_layers(reports: Sequence[RankReport]) -> None:
 
 
 def _settle_objects(captured: CapturedState, digests: Sequence[Mapping[str, str]], rank: int) -> None:
-    """Decides for each object whether one state is saved for all ranks, or one for each rank.
+    """Decides, for each object, whether one state is saved for all ranks or one for each rank.
 
     Args:
         captured: the state of this rank, to which the values and tensors of objects are added.

@@ -1,6 +1,6 @@
-"""The region of an undivided parameter that a rank holds: of a whole parameter, or of one shard of an optimizer.
+"""ShardLayout: the region of an undivided parameter that a rank holds, for a parameter or for a shard of an optimizer.
 
-`parallelize_module` narrows a parameter in one dimension, and ZeRO cuts what is left into runs of elements in memory
+`parallelize_module` narrows a parameter in one dimension, and ZeRO cuts the result into runs of elements in memory
 order. A `ShardLayout` describes both together; it is computed once for each parameter or shard and passed on. It is not
 stored on the parameter, which may be moved or divided differently later.
 """
@@ -36,8 +36,8 @@ class RunPart:
         start: the first element of the run.
         stop: the element after the last.
         region: the region of the parameter.
-        in_memory: the shape of these elements in memory order.
-        order: for each dimension of the parameter, its dimension in `in_memory`.
+        in_memory: the shape of the elements in memory order.
+        order: for each dimension of the parameter, the corresponding dimension of `in_memory`.
     """
 
     start: int
@@ -66,8 +66,8 @@ def parts_of_run(
 
     Args:
         strides: the strides of the tensor, in elements.
-        begin: the offset of the tensor in a larger one of which it is a block. The regions are then those of the larger
-            tensor.
+        begin: the offset of the tensor in a larger tensor of which it is a block. The regions are then those of the
+            larger tensor.
 
     >>> [part.region for part in parts_of_run([2, 3], [3, 1], 1, 5)]
     [Flat(start=1, stop=5)]
@@ -99,8 +99,8 @@ class ShardLayout:
     Attributes:
         shape: the shape of the undivided parameter.
         local_shape: the shape of the tensor that this rank holds, one-dimensional for a run of elements.
-        region: the region, if this rank's elements make up one in row-major order; None if they are scattered.
-        parts: for scattered elements, the regions that they make up, in memory order; otherwise ().
+        region: the region, if this rank's elements form one region in row-major order; None if they are scattered.
+        parts: for scattered elements, the regions that they form, in memory order; otherwise ().
         weight_slice: the slice that `parallelize_module` gave this rank; None if it did not divide the parameter.
     """
 
@@ -112,7 +112,7 @@ class ShardLayout:
 
     @staticmethod
     def of(parameter: torch.Tensor) -> ShardLayout:
-        """Returns the layout of a parameter as this rank's module has it."""
+        """Returns the layout of a parameter of this rank's module."""
         local_shape, weight_slice = tuple(parameter.shape), slice_of(parameter)
         if weight_slice is None:
             return ShardLayout(local_shape, local_shape, whole(local_shape), (), None)
@@ -120,7 +120,7 @@ class ShardLayout:
 
     @staticmethod
     def of_shard(shard: Shard) -> ShardLayout:
-        """Returns the layout of a shard, also while its parameter is freed."""
+        """Returns the layout of a shard, even while its parameter is freed."""
         weight_slice = slice_of(shard.param)
         shape = tuple(shard.shape) if weight_slice is None else weight_slice.shape
         local_shape = tuple(shard.run_shape)
@@ -147,7 +147,7 @@ class ShardLayout:
         """Returns the regions of the undivided tensor `name` whose elements this rank holds.
 
         Args:
-            name: the name of the parameter, or of a tensor that an optimizer keeps for each element of it.
+            name: the name of the parameter, or of an optimizer's tensor with one value for each of its elements.
             elements: this rank's elements, of shape `local_shape`.
         """
         dtype, elements = name_of(elements.dtype), elements.detach()
@@ -185,7 +185,7 @@ class ShardLayout:
         """Returns whether a tensor that an optimizer keeps for the parameter is divided like the parameter.
 
         Raises:
-            TypeError: it is neither so divided nor the same on all ranks that have parts of the parameter.
+            TypeError: the tensor is neither divided like the parameter nor the same on all ranks that have parts of it.
         """
         if not self.is_divided or tensor.shape == self.local_shape:
             return self.is_divided
@@ -236,7 +236,7 @@ def require_fit(name: str, module: nn.Module | None, value: object) -> None:
     """Requires that a model, or the model of an optimizer, can be assembled from the ranks' parts.
 
     Raises:
-        TypeError: it cannot be; the message has the reason.
+        TypeError: the model cannot be assembled; the message contains the reason.
     """
     if isinstance(value, SharedModelOptimizer) and is_divided(value):
         raise TypeError(
@@ -259,7 +259,7 @@ def require_undivided(name: str, module: nn.Module | None, value: object) -> Non
     """Requires that a model or an optimizer of an elastic job is not divided among ranks.
 
     Raises:
-        TypeError: it is divided.
+        TypeError: the model or optimizer is divided.
     """
     holder = module if module is not None else value
     if isinstance(holder, (nn.Module, Optimizer)) and is_divided(holder):

@@ -1,7 +1,7 @@
-"""Restores the objects of a training loop: from a `LoadPlan`, or from a checkpoint of another library.
+"""StateRestorer: restores the objects of a training loop from a `LoadPlan` or from a checkpoint of another library.
 
-`StateRestorer` requests from the plan everything that the objects need, and registers finalizers that hand it to them
-once it has been read. `load_foreign` needs no plan, since every rank reads a foreign checkpoint by itself.
+`StateRestorer` requests everything that the objects need from the plan, and registers finalizers that load the results
+into the objects. `load_foreign` needs no plan, since every rank reads a foreign checkpoint by itself.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Later = Callable[[], Any]
 
 
 class StateRestorer:
-    """Requests everything that the objects of a state need, and restores them once it has been read.
+    """Requests everything that the objects of a state need, and restores the objects once it has been read.
 
     Args:
         plan: the plan to which the requests are added.
-        strict: whether modules must have the same names as the checkpoint, and it must hold everything in the state.
+        strict: whether modules must have the same names as the checkpoint, which must contain everything in the state.
         contexts: the stack of contexts that stay open while parameters are written to.
         numberings: the numberings of the optimizers of pipelines, by name.
     """
@@ -61,7 +61,7 @@ class StateRestorer:
         """Requests everything in `state`, whose plain values are replaced when the plan finishes.
 
         Raises:
-            CheckpointError: something is not in the checkpoint, or has another shape there.
+            CheckpointError: something in the state is not in the checkpoint, or has a different shape there.
         """
         for key, value in state.items():
             inner = join(name, key)
@@ -148,7 +148,7 @@ class StateRestorer:
             )
 
     def _request_local(self, name: str, target: torch.Tensor, layout: ShardLayout) -> None:
-        """Requests this rank's elements of a parameter, to be put into `target`."""
+        """Requests this rank's elements of a parameter, to be copied into `target`."""
         if layout.region is not None:
             self._plan.into(name, target, shape=layout.shape, region=layout.region, by_all=False)
             return
@@ -163,7 +163,7 @@ class StateRestorer:
 
 
 class OptimizerRestorer:
-    """Requests the state of optimizers, and loads it once it has been read.
+    """Requests the state of optimizers, and loads the state once it has been read.
 
     Args:
         plan: the plan to which the requests are added.
@@ -177,7 +177,7 @@ class OptimizerRestorer:
         """Requests the state of an optimizer.
 
         Raises:
-            CheckpointError: the checkpoint has something else of that name.
+            CheckpointError: the checkpoint has something else with this name.
         """
         if not self._plan.has(join(name, "param_groups")):
             raise CheckpointError(
@@ -224,7 +224,7 @@ class OptimizerRestorer:
         self._plan.add_finalizer(load)
 
     def _kept(self, name: str, layout: ShardLayout | None, *, by_all: bool) -> Later:
-        """Requests what an optimizer keeps for a parameter: for a divided one, this rank's region."""
+        """Requests an optimizer's value for a parameter; for a divided parameter, only this rank's region."""
         entry = self._plan.tensors.get(name)
         if entry is None or layout is None or not layout.is_divided or entry.shape != layout.shape:
             return self._plan.tree(name, by_all=by_all)
@@ -286,7 +286,7 @@ def _numbers(optimizer: Optimizer, numbering: Numbering | None) -> list[int]:
     return list(chain.from_iterable(numbering.of_own(optimizer)))
 
 
-_PREFIX = "module."  # which DistributedDataParallel puts before each name
+_PREFIX = "module."  # the prefix that DistributedDataParallel adds to each name
 
 
 def load_foreign(
@@ -294,13 +294,13 @@ def load_foreign(
 ) -> None:
     """Loads a foreign checkpoint into `state`; every rank calls this.
 
-    A file that is the `state_dict` of a model itself is loaded into the only module of `state`. A model that is divided
-    among ranks takes its parts of it.
+    A file that is itself the `state_dict` of a model is loaded into the only module of `state`. For a model that is
+    divided among ranks, each rank loads its part.
 
     Args:
         state: the objects, by the names with which they were saved.
         numberings: the numberings of the optimizers of pipelines, by name.
-        strict: as in `paceline.load`.
+        strict: the argument of `paceline.load`.
 
     Raises:
         CheckpointError: something in the state is not in the file.
@@ -358,7 +358,7 @@ def _needs_dict(value: object, module: nn.Module | None) -> bool:
 
 
 def _adopt_module(module: nn.Module, found: Mapping[str, Any], strict: bool) -> None:
-    if all(key.startswith(_PREFIX) for key in found):  # saved with its wrapper
+    if all(key.startswith(_PREFIX) for key in found):  # the module was saved with its wrapper
         found = {key.removeprefix(_PREFIX): value for key, value in found.items()}
     with ExitStack() as contexts:
         sharded = sharded_parameters_of(module)
@@ -374,7 +374,7 @@ def _own_part(module: nn.Module, found: Mapping[str, Any], strict: bool) -> dict
     """Returns this rank's part of the `state_dict` of an undivided model, under this rank's names.
 
     Raises:
-        CheckpointError: the `state_dict` is another model's.
+        CheckpointError: the `state_dict` belongs to another model.
     """
     own: dict[str, Any] = module.state_dict(keep_vars=True)
     names = {key: key_in_whole(module, key) for key in own}

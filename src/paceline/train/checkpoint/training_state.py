@@ -1,4 +1,4 @@
-"""Captures the objects of a training loop: modules, optimizers, loaders and everything with a state.
+"""Captures the objects of a training loop: modules, optimizers, loaders and all other objects with a state.
 
 `TrainingState` is the mapping that `paceline.save` takes, and `RandomState` an object for it.
 """
@@ -34,10 +34,10 @@ from paceline.train.zero.sharded_parameters import ShardedParameters, sharded_pa
 class RandomState:
     """The state of this process's random number generators in a checkpoint: Python's, torch's and NumPy's.
 
-    Of an accelerator that the process has used, such as CUDA, the generators of all devices are saved, beginning with
-    the current one; the current device of the process that loads them gets the first.
+    If the process has used an accelerator, such as CUDA, the generators of all its devices are saved, beginning with
+    that of the current device. On loading, the first one is restored on the current device of the loading process.
 
-    Each rank saves its own and gets it back when the checkpoint is loaded; additional ranks get that of rank 0.
+    Each rank saves its own state and gets it back when the checkpoint is loaded; additional ranks get rank 0's.
 
     Example::
 
@@ -57,7 +57,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets the generators; one that is missing in the state is left unchanged."""
+        """Sets the generators; generators that are missing in the state are left unchanged."""
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
         torch.set_rng_state(state["torch"])
@@ -94,7 +94,7 @@ def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbe
         numberings: the numberings of the optimizers of pipelines, by name.
 
     Raises:
-        TypeError: a checkpoint cannot hold something in the state; the message names it.
+        TypeError: the state contains something that a checkpoint cannot hold; the message names it.
     """
     into = CapturedState(is_first)
     for name, value in entries(state):
@@ -134,7 +134,7 @@ def holds_objects(value: dict[Any, Any]) -> bool:
 
 
 def module_of(value: object) -> nn.Module | None:
-    """Returns the model inside any wrappers; None if `value` is no model."""
+    """Returns the model inside any wrappers; None if `value` is not a model."""
     if isinstance(value, LogicalShards):
         return value.module
     while isinstance(value, _WRAPPERS):
@@ -154,7 +154,7 @@ def may_be_missing(value: object) -> bool:
 
 
 def key_in_whole(module: nn.Module, key: str) -> str:
-    """Returns the key in the undivided model's `state_dict` of a key in a module's."""
+    """Converts a key of a module's `state_dict` to the key in the undivided model's."""
     return module.whole.key_of(key) if isinstance(module, Pipeline) else key
 
 
@@ -171,7 +171,7 @@ def _capture(name: str, value: object, into: CapturedState, numbering: Numbering
     elif isinstance(value, torch.Tensor):
         into.add_tensor(name, value)
     elif isinstance(value, PendingGradients):
-        if into.is_first:  # they are the same on all workers
+        if into.is_first:  # the gradients are the same on all workers
             into.hold_tree(name, value.state_dict())
     else:
         into.add_object(name, value.state_dict() if isinstance(value, Stateful) else value)
@@ -191,7 +191,7 @@ def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:
     if isinstance(module, Pipeline):
         into.layers[name] = [layer for layer, _ in module.named_children()], len(module.whole.names)
     if not keys_in_whole(module):
-        into.values[name] = {}  # so that the checkpoint has the name
+        into.values[name] = {}  # so that the checkpoint contains the name
     is_contributor = is_first_of(module.parameters())
     for key, value in module.state_dict(keep_vars=True).items():
         full = join(name, key_in_whole(module, key))
@@ -221,7 +221,7 @@ def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:
 
 
 def unsaved_gradients(state: TrainingState) -> list[str]:
-    """Returns the parameters whose gradients no optimizer has used yet, and that a checkpoint does not hold.
+    """Returns the parameters whose gradients no optimizer has used yet, and which a checkpoint does not contain.
 
     Before the first observed step, gradients of parameters with optimizer state are assumed to have been used.
     """
@@ -251,7 +251,7 @@ def unsaved_gradients(state: TrainingState) -> list[str]:
 
 
 def elastic_of(state: TrainingState) -> ElasticState | None:
-    """Returns the `ElasticState` in a state, if there is one."""
+    """Returns the `ElasticState` in a state, or None."""
     for value in state.values():
         if isinstance(value, ElasticState):
             return value

@@ -1,9 +1,9 @@
-"""Directories of torch.distributed.checkpoint (DCP), as FSDP, DTensor and others save them.
+"""Directories of torch.distributed.checkpoint (DCP), which FSDP, DTensor and others save.
 
 The `.metadata` file is a pickle, which is read without running code. Only the names of torch's metadata classes and
-their members are accepted. They become records and not torch's objects, so any version of torch can read the metadata
-of any other. Every name and number is checked before it is used: the blocks of a tensor cover it exactly once, and no
-value is nested in another.
+their members are accepted. They become records instead of torch's objects, so any version of torch can read the
+metadata of any other. Every name and number is checked before it is used: the blocks of a tensor cover it exactly once,
+and no value is at a path within another value.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from paceline.train.checkpoint.pytree import take_apart
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _INDEX = Global(_METADATA, "MetadataIndex")
-_BEYOND = 1 << 63  # no file and no tensor has so many bytes
+_BEYOND = 1 << 63  # no file or tensor has this many bytes
 _DEEPEST_PATH = 64
-_MOST_IRREGULAR = 1000  # blocks of a tensor that form no grid, each of which is compared with all others
+_MOST_IRREGULAR = 1000  # blocks of a tensor that do not form a grid; each of them is compared with all others
 
 
 class _UnsoundMetadataError(Exception):
@@ -54,7 +54,7 @@ _KNOWN: dict[Global, Make] = {
     Global("torch", "Size"): lambda _, args: args[0] if args else (),  # called with a tuple
     Global("torch.serialization", "_get_layout"): PickledRecord,
     Global("collections", "OrderedDict"): lambda *_: {},
-    # Some versions of Python pickle members of an enumeration by getattr.
+    # Some versions of Python pickle members of an enumeration with getattr.
     Global("builtins", "getattr"): lambda _, args: args[-1] if args else None,
     Global("builtins", "set"): PickledRecord,
 }  # fmt: skip
@@ -114,14 +114,14 @@ class Item:
 
 
 def read_metadata(data: bytes, where: str) -> dict[str, Item]:
-    """Returns the items of a directory of torch.distributed.checkpoint, by name.
+    """Returns the items of a directory of torch.distributed.checkpoint by name.
 
     Args:
-        data: the content of its `.metadata`.
-        where: the name of that file, for errors.
+        data: the content of the directory's `.metadata` file.
+        where: the name of the `.metadata` file, for error messages.
 
     Raises:
-        CheckpointError: the pickle uses more than metadata needs, or describes no checkpoint.
+        CheckpointError: the pickle uses more than metadata requires, or does not describe a checkpoint.
         CheckpointDamagedError: the pickle cannot be read.
     """
     try:
@@ -143,8 +143,8 @@ class _Reader:
 
     Args:
         metadata: the record of the whole metadata.
-        most_blocks: the number of blocks above which the metadata is refused. In sound metadata each block takes some
-            bytes; a list that a thousand tensors share would keep the process busy.
+        most_blocks: the number of blocks above which the metadata is rejected. In valid metadata each block takes some
+            bytes, whereas a list that a thousand tensors share would keep the process busy.
     """
 
     def __init__(self, metadata: PickledRecord, most_blocks: int) -> None:
@@ -241,7 +241,7 @@ def _dtype(properties: object, name: str) -> str:
 
 
 def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Returns whether each element of a tensor is in exactly one of the non-empty blocks, given as sizes by offsets."""
+    """Returns whether each element of a tensor is in exactly one of the non-empty `blocks` (sizes by offsets)."""
     if sum(map(math.prod, blocks.values())) != math.prod(shape):
         return False
     for offset, sizes in blocks.items():
@@ -251,7 +251,8 @@ def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[i
             return False
     if not blocks:
         return True
-    # Blocks within the shape that have its volume cover it if no two overlap, and those of a grid do not.
+    # Blocks within the shape whose total volume is that of the shape cover it if no two overlap; grid blocks do not
+    # overlap.
     begins = [sorted({offset[axis] for offset in blocks}) for axis in range(len(shape))]
     ends = [dict(zip(axis, [*axis[1:], whole], strict=True)) for axis, whole in zip(begins, shape, strict=True)]
     if all(
@@ -276,7 +277,7 @@ def _overlap(
 
 
 class DcpDirectory:
-    """A directory of DCP. Objects are read when it is opened, tensors on demand."""
+    """A directory of DCP. Objects are read when the directory is opened, and tensors on demand."""
 
     kind = "a directory of torch.distributed.checkpoint"
 
@@ -284,8 +285,8 @@ class DcpDirectory:
         """Reads the directory's metadata and its objects.
 
         Raises:
-            CheckpointError: the directory can only be read if it is trusted, or is compressed.
-            CheckpointDamagedError: a file is missing or cut.
+            CheckpointError: the directory contains pickles that would have to be trusted, or is compressed.
+            CheckpointDamagedError: a file is missing or truncated.
         """
         self.path = str(path)
         self._items = {
@@ -367,7 +368,7 @@ def _read(path: Path, start: int = 0, nbytes: int = -1) -> bytes:
 
 @dataclass
 class _Leaf:
-    """A saved object, which may be a dict, as opposed to a dict that the paths make."""
+    """A saved object. It may be a dict, as opposed to a dict that results from the paths."""
 
     value: object
 

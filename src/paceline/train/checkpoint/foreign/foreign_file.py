@@ -25,9 +25,9 @@ from paceline.train.checkpoint.format.values import TensorRef, escaped
 from paceline.train.checkpoint.pytree import put_together, take_apart, type_of
 
 _ZIP = b"PK\x03\x04"
-_PICKLE_MAGIC = b"\x80"  # at the beginning of torch.save's files from before torch 1.6
+_PICKLE_MAGIC = b"\x80"  # at the beginning of files that torch.save wrote before torch 1.6
 _PICKLE_RECORD = "/data.pkl"
-# The bytes of one element, by the storage classes that files name.
+# The bytes of one element, by storage class.
 _SIZES_OF_STORAGES = {
     **dict.fromkeys(("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage"), 1),
     **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
@@ -36,7 +36,7 @@ _SIZES_OF_STORAGES = {
     **dict.fromkeys(("LongStorage", "DoubleStorage", "ComplexFloatStorage"), 8),
     "ComplexDoubleStorage": 16,
 }
-_LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26  # of a record of a zip file, and the lengths of its name and extra field
+_LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26  # in a zip file; the offset is that of the lengths
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ def state_of(foreign: ForeignCheckpoint) -> object:
 
 
 def open_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint | None:
-    """Opens a checkpoint of another library; returns None for a directory that is none.
+    """Opens a checkpoint of another library; returns None for a directory that is not such a checkpoint.
 
     Raises:
-        CheckpointError: the file is of no known kind, is damaged, or can only be read if it is trusted.
+        CheckpointError: the file is of an unknown kind, is damaged, or contains a pickle that would have to be trusted.
         FileNotFoundError: the path does not exist.
     """
     where = Path(path)
@@ -117,7 +117,7 @@ class SafetensorsFile:
         """Reads the file's header.
 
         Raises:
-            CheckpointDamagedError: it is cut, or its header cannot be read.
+            CheckpointDamagedError: the file is truncated, or its header cannot be read.
         """
         self.path = str(path)
         self._stored = {escaped(stored.key): stored for stored in _tensors_of(path)}
@@ -132,7 +132,7 @@ class SafetensorsFile:
             return torch.empty(stored.shape, dtype=dtype, device="cpu")
         mapped = torch.from_file(self.path, shared=False, size=stored.offset + stored.nbytes, dtype=torch.uint8)
         found = mapped[stored.offset :]
-        if stored.offset % dtype.itemsize:  # files of other writers need not align their tensors
+        if stored.offset % dtype.itemsize:  # other programs may write files with unaligned tensors
             found = found.clone()
         return found.view(dtype).view(stored.shape)
 
@@ -163,8 +163,8 @@ class TorchFile:
         """Reads the file's structure.
 
         Raises:
-            CheckpointError: it holds objects other than tensors and plain values.
-            CheckpointDamagedError: it is cut.
+            CheckpointError: the file contains objects other than tensors and plain values.
+            CheckpointDamagedError: the file is truncated.
         """
         self.path = str(path)
         self._tensors: dict[str, torch.Tensor] = {}
@@ -214,7 +214,7 @@ def _are_records_whole(path: Path, file: BinaryIO) -> bool:
         named = _Sizes(io.BytesIO(archive.read(f"{top}{_PICKLE_RECORD}")))
         try:
             named.load()
-        except Exception:  # a pickle with more than tensors and plain values; torch loads it, or raises the reason
+        except Exception:  # more than tensors and plain values; torch loads it, or raises the reason
             return False
     for key, nbytes in named.of_records:
         if sizes.get(f"{top}/data/{key}") != nbytes:
@@ -226,7 +226,7 @@ def _are_records_whole(path: Path, file: BinaryIO) -> bool:
 
 
 def _sizes_of_records(path: Path, archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, int]:
-    """Returns the sizes of uncompressed records, by name, and -1 for compressed ones; checks that none overlap."""
+    """Returns the sizes of records by name, -1 for compressed ones; checks that no records overlap."""
     records = sorted(archive.infolist(), key=lambda record: record.header_offset)
     ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
     found: dict[str, int] = {}
@@ -240,7 +240,7 @@ def _sizes_of_records(path: Path, archive: zipfile.ZipFile, file: BinaryIO) -> d
 
 
 class _Inert:
-    """Replaces every object that a pickle names or makes, and does nothing."""
+    """Replaces every object that a pickle names or creates, and does nothing."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -255,8 +255,8 @@ class _Inert:
         pass
 
 
-class _Sizes(pickle._Unpickler):  # in Python: the one in C allocates a memo of any size that a pickle requests
-    """Collects the keys and sizes of the records that a pickle refers to, without making the objects that it names."""
+class _Sizes(pickle._Unpickler):  # in Python: the C implementation allocates a memo of any size that a pickle requests
+    """Collects the keys and sizes of the records that a pickle refers to, without creating the objects in it."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -1,8 +1,8 @@
-"""An interpreter of pickles that builds plain values and inert records, and never touches an object of the process.
+"""An interpreter of pickles that builds plain values and inert records, and never accesses an object of the process.
 
 Python's own unpickler trusts the results of `find_class`: BUILD sets attributes on any object, even a class or a
 function, APPEND calls its `append`, a memo index of 2^31 allocates memory for as many entries, and a deeply nested
-tuple as a key overflows the stack of C. Here a name in the pickle stays a name, calling it makes a `PickledRecord`,
+tuple as a key overflows the stack of C. Here a name in the pickle stays a name, calling it creates a `PickledRecord`,
 only records have state, and keys are scalars or short flat tuples of scalars. The memory that a pickle takes is
 proportional to its length.
 """
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 _SCALARS = (str, int, float, bytes, type(None))  # and bool, which is an int
 _LONGEST_INT_NBYTES = 16
-_LONGEST_KEY = 64  # as many dimensions as a tensor can have
+_LONGEST_KEY = 64  # the largest number of dimensions of a tensor
 _U8, _U16, _U32, _U64 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 
 
 class UnneededPickleError(Exception):
-    """A pickle uses a name or an operation that its reader does not need; the message names it."""
+    """A pickle uses a name or an operation that its reader does not need; the message contains it."""
 
 
 class _Mark:
@@ -41,13 +41,13 @@ class Global:
 
 
 class PickledRecord:
-    """An object of the pickle: the call that makes it, and its state.
+    """An object of the pickle: the call that creates it, and its state.
 
     Attributes:
-        made_by: the name of its class or function.
+        made_by: the name of the class or function that creates the object.
         args: the arguments of the call.
         fields: the attributes by name, if the state is a dict.
-        state: the state, if it is no dict; None without one.
+        state: the state, if it is not a dict; None if there is none.
     """
 
     def __init__(self, made_by: Global, args: tuple[object, ...]) -> None:
@@ -62,7 +62,7 @@ class PickledRecord:
 
 
 Make = Callable[[Global, tuple[object, ...]], object]
-"""Makes a value from a called name and its arguments, which it must not copy."""
+"""Creates a value from a called name and its arguments, which it must not copy."""
 
 
 def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callable[[PickledRecord], object]) -> object:
@@ -70,11 +70,12 @@ def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callab
 
     Args:
         data: the pickle.
-        known: a function that returns the factory for calls of a name, such as `PickledRecord`; None refuses the name.
+        known: a function that returns the factory for calls of a name, such as `PickledRecord`; it returns None to
+            reject the name.
         key_of: a function that returns the key for a record that is used as a key: a scalar or a flat tuple of scalars.
 
     Raises:
-        UnneededPickleError: the pickle uses a name that is refused, or an operation that no records need.
+        UnneededPickleError: the pickle uses a name that is rejected, or an operation that records do not need.
         ValueError: the pickle is damaged.
     """
     return _Interpreter(data, known, key_of).run()

@@ -1,4 +1,4 @@
-"""The format of checkpoints on disk: how one becomes visible at once and survives the loss of power. Imports no torch.
+"""The format of checkpoints on disk, which become visible atomically and survive the loss of power. Imports no torch.
 
 A *root* is a directory of checkpoints; each checkpoint is a directory with safetensors files and a manifest, which maps
 regions of tensors to bytes of files. `part_writer.py` writes the files of a rank, `root.py` begins, publishes and

@@ -1,4 +1,4 @@
-"""Reads checkpoints: any region of any tensor, verified by its digests (`Checkpoint`).
+"""Checkpoint: reads any region of any tensor of a checkpoint, and verifies its digests.
 
 `listing_of` lists the checkpoints of a root with their faults, and `export` writes tensors of a checkpoint as one
 safetensors file.
@@ -42,26 +42,26 @@ from paceline.train.checkpoint.format.storage import (
     storage_error,
 )
 
-_MOST_NBYTES = 4 << 30  # of a manifest, which has some tens of bytes for each MiB of the checkpoint
-_CHUNK_NBYTES = 64 << 20  # exported at a time
+_MOST_NBYTES = 4 << 30  # the size limit of a manifest, which has some tens of bytes for each MiB of the checkpoint
+_CHUNK_NBYTES = 64 << 20  # the bytes that are exported at a time
 Progress: TypeAlias = Callable[[int, int], None]
 
 
 class Checkpoint:
-    """An open checkpoint. Until it is closed, no save removes it.
+    """An open checkpoint, which no save removes until it is closed.
 
     Attributes:
         manifest: the manifest.
-        name: the name of its directory.
+        name: the name of the checkpoint's directory.
         nbytes_read: the bytes read so far.
     """
 
     def __init__(self, storage: ReadableStorage, name: str) -> None:
-        """Opens a checkpoint of a storage; "" is the storage itself.
+        """Opens a checkpoint in a storage; the name "" is the storage itself.
 
         Raises:
-            CheckpointDamagedError: it has no whole manifest.
-            CheckpointError: its manifest is of another version, or cannot be read.
+            CheckpointDamagedError: the checkpoint has no complete manifest.
+            CheckpointError: its manifest has another version, or cannot be read.
         """
         self.name = name
         self.nbytes_read = 0
@@ -83,7 +83,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Closes its files and allows saves to remove it; idempotent."""
+        """Closes the files and allows saves to remove the checkpoint; idempotent."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -120,15 +120,15 @@ class Checkpoint:
         *,
         files: Container[str] | None = None,
     ) -> None:
-        """Fills a buffer with a region of a tensor; reads only the blocks that have elements of it.
+        """Fills a buffer with a region of a tensor; reads only the blocks that contain elements of the region.
 
         Args:
             region: the region; the whole tensor if None.
-            buffer: the memory, writable, contiguous and of the region's size.
+            buffer: the destination, writable, contiguous and of the region's size.
             files: the files to read; elements in other files are left out. All files if None.
 
         Raises:
-            CheckpointDamagedError: a file is missing, cut or changed.
+            CheckpointDamagedError: a file is missing, truncated or changed.
             CheckpointError: a file cannot be read.
             KeyError: it has no tensor of this name.
             ValueError: the buffer has another size.
@@ -153,7 +153,7 @@ class Checkpoint:
                     blocks.copy(part.source * itemsize, target[first : first + size])
 
     def read_piece(self, name: str, number: int, region: Region) -> bytearray:
-        """Returns the elements of a region that one piece of a tensor has, ascending; raises like `read_into`."""
+        """Returns the elements of a region that are in one piece of a tensor, in order; raises like `read_into`."""
         entry = self.entry(name)
         piece, itemsize = entry.pieces[number], ITEMSIZE[entry.dtype]
         parts = copies(entry.shape, piece.region, region)
@@ -167,10 +167,11 @@ class Checkpoint:
         return buffer
 
     def verify(self, progress: Progress | None = None) -> list[str]:
-        """Reads every byte that this directory has; returns all faults, with file and tensor.
+        """Reads every byte in this directory; returns all faults, each with its file and tensor.
 
         Args:
-            progress: a function that is called after each tensor with the bytes read and the bytes in all.
+            progress: a function that is called after each tensor with the number of bytes read and the total number of
+                bytes.
         """
         files = self.manifest.files_here()
         unfit = {name: fault for name in files if (fault := self._fault_of_file(name)) is not None}
@@ -205,7 +206,7 @@ class Checkpoint:
         return None
 
     def read_bytes(self, file: str, offset: int, buffer: memoryview, what: str) -> None:
-        """Fills a buffer with a file's bytes, which errors call `what`."""
+        """Fills a buffer with bytes of a file; error messages describe them as `what`."""
         try:
             if file not in self._files:
                 self._files[file] = self._storage.open(self._path(file))
@@ -231,7 +232,7 @@ class Checkpoint:
 
 
 class _Blocks:
-    """The blocks of one piece. The latest one that was needed in part is kept, since reads are in ascending order."""
+    """The blocks of one piece. The last block that was needed only in part is cached, since reads are in order."""
 
     def __init__(self, checkpoint: Checkpoint, tensor: str, piece: Piece, nbytes: int) -> None:
         self._checkpoint, self._tensor, self._piece = checkpoint, tensor, piece
@@ -253,7 +254,7 @@ class _Blocks:
             done += size
 
     def faults(self) -> list[str]:
-        """Returns the faults of all blocks, up to the first error for which they cannot be read."""
+        """Returns the faults of all blocks, up to the first block that cannot be read."""
         found: list[str] = []
         for index in range(max(-(-self._nbytes // self._size), 1)):
             try:
@@ -289,10 +290,10 @@ class _Blocks:
 
 
 def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint by its path or address, or the newest whole one of a root.
+    """Opens a checkpoint by its path or address, or the newest complete one of a root.
 
     Raises:
-        CheckpointError: there is no whole checkpoint; the message has the faults of all others.
+        CheckpointError: there is no complete checkpoint; the message contains the faults of all others.
     """
     storage = open_storage(where)
     if storage.size(FILE) is not None:
@@ -307,7 +308,7 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
             break
         try:
             return Checkpoint(storage, name)
-        except CheckpointDamagedError as error:  # also if a save has just removed it for a newer one
+        except CheckpointDamagedError as error:  # also if a save has just removed it in favor of a newer one
             damaged[name] = str(error)
     faults = "; ".join(f"{listing.name}: {listing.fault or damaged[listing.name]}" for listing in listings)
     raise CheckpointError(f"{storage.describe()} has no whole checkpoint" + (f" ({faults})" if faults else ""))
@@ -317,14 +318,14 @@ def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:
     """Returns the manifest of a checkpoint.
 
     Raises:
-        CheckpointDamagedError: there is no manifest, or it is cut or was changed.
-        CheckpointError: the manifest is of another version, or cannot be read.
+        CheckpointDamagedError: there is no manifest, or it is truncated or was changed.
+        CheckpointError: the manifest has another version, or cannot be read.
     """
     return manifest_json.from_bytes(*_manifest_text(storage, directory))
 
 
 def _manifest_text(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
-    """Returns the content of the manifest's file, and the file's name for errors."""
+    """Returns the content of the manifest's file, and the file's name for error messages."""
     name = f"{directory}/{FILE}" if directory else FILE
     try:
         return read_file(storage, name), storage.describe(name)
@@ -348,7 +349,7 @@ def read_file(storage: ReadableStorage, name: str) -> bytes:
 
 @dataclass(frozen=True)
 class Listing:
-    """A checkpoint of a root, by its manifest, and the fault for which it cannot be used, if any."""
+    """A checkpoint of a root according to its manifest, and the fault that makes it unusable, if any."""
 
     name: str
     step: int | None = None
@@ -367,7 +368,7 @@ def listing_of(storage: Storage) -> list[Listing]:
 
 
 def look_at(storage: Storage, name: str) -> Listing:
-    """Returns the listing of one checkpoint. Without a fault it has all files, with the right sizes."""
+    """Returns the listing of one checkpoint. If it has no fault, all files exist and have the right sizes."""
     try:
         summary = manifest_json.summary_from_bytes(*_manifest_text(storage, name))
         fault = _fault_of_sizes(storage, name, summary)
@@ -405,15 +406,16 @@ def latest_name(storage: Storage) -> str | None:
 def export(
     checkpoint: Checkpoint, names: dict[str, str], target: str | os.PathLike[str], progress: Progress | None = None
 ) -> int:
-    """Writes tensors as one safetensors file, which appears once it is whole and durable; returns its size in bytes.
+    """Writes tensors as one safetensors file, which appears once it is complete and durable; returns its size in bytes.
 
     Args:
-        names: the tensors' names in the file, by their names in the checkpoint.
+        names: the names of the tensors in the file, by their names in the checkpoint.
         target: the path of the file; an existing file is replaced.
-        progress: a function that is called with the bytes of tensors written and the bytes in all.
+        progress: a function that is called with the number of bytes written and the total number of bytes of the
+            tensors.
 
     Raises:
-        CheckpointDamagedError: a file of the checkpoint is missing, cut or changed.
+        CheckpointDamagedError: a file of the checkpoint is missing, truncated or changed.
         CheckpointError: the file could not be written.
     """
     path = Path(target)

@@ -1,7 +1,7 @@
-"""Object stores and other systems that fsspec reaches, as storage that cannot rename.
+"""FsspecStorage: object stores and other systems that fsspec supports, as storage without renames.
 
-The manifest is written after all other files, so a directory without one is unfinished, and one with a manifest is
-whole. Where the manifest itself can be cut, its digest detects that.
+The manifest is written after all other files, so a directory without a manifest is unfinished, and one with a manifest
+is complete. If the manifest itself is truncated, its digest detects that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class FsspecStorage:
     renames = False
 
     def __init__(self, address: str) -> None:
-        """Takes an address; fsspec finds the settings of its file system in the environment.
+        """Opens the file system of an address; fsspec reads its settings from the environment.
 
         Raises:
             CheckpointError: fsspec, or a package that it needs for this kind of address, is not installed.
@@ -63,11 +63,11 @@ class FsspecStorage:
         return int(info["size"]) if info["type"] == "file" else None
 
     def make_directory(self, name: str) -> None:
-        """Creates a directory, where the store has directories."""
+        """Creates a directory, if the store has directories."""
         self._system.makedirs(self._full(name), exist_ok=True)
 
     def create(self, name: str) -> _FsspecOutput:
-        """Creates a file, which appears at `commit` and replaces one of that name."""
+        """Creates a file, which appears at `commit` and replaces an existing file with this name."""
         return _FsspecOutput(self._system.open(self._full(name), "wb"))
 
     def open(self, name: str) -> _FsspecInput:
@@ -87,7 +87,7 @@ class FsspecStorage:
             self._system.rm(self._full(name), recursive=True)
 
     def free_nbytes(self) -> int | None:
-        """Returns None: stores do not report it."""
+        """Returns None: stores do not report free space."""
         return None
 
     def share(self, directory: str) -> _NoHold:
@@ -118,7 +118,7 @@ class _FsspecOutput:
         self._is_committed = True
 
     def close(self) -> None:
-        """Discards an uncommitted file: closing it would publish it."""
+        """Discards an uncommitted file, since closing it would publish it."""
         if not self._is_committed:
             self._is_committed = True
             discard = getattr(self._file, "discard", None)

@@ -1,8 +1,8 @@
-"""Local or shared directories as storage, with writes past the page cache, and locks against removal.
+"""LocalStorage: local or shared directories as storage, with direct writes, and with locks against removal.
 
-`Disk` has one method for each operation by which a checkpoint changes a disk, so that tests can end or trace each one.
-`DirectWriter` writes large files past the page cache, which costs a copy and begins to write late. `open_regular` opens
-files whose names or contents are not trusted: regular files only, and without blocking.
+`Disk` has one method for each operation with which a checkpoint changes a disk, so that tests can interrupt or trace
+each one. `DirectWriter` writes large files without the page cache, which costs a copy and starts writing late.
+`open_regular` opens files whose names or contents are not trusted: only regular files, and without blocking.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from paceline.train.checkpoint.format.manifest import FILE as MANIFEST
 from paceline.train.checkpoint.format.storage import InputFile, OutputFile
 from paceline.train.elastic.failpoints import failpoint
 
-# The errors of file systems that cannot sync directories, such as some of FUSE and CIFS; they write names at once.
+# The errors of file systems that cannot sync directories, such as some FUSE and CIFS ones, which write names
+# immediately.
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP)
 _MOST_VIEWS = 512  # in one call; the system accepts at least 1,024
 ALIGNMENT = 4096
@@ -37,7 +38,7 @@ _KINDS = {
 }
 _MOST_TRIES = 100
 _LARGE = ".safetensors"  # files that may be large
-_OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # for a manifest, which may have been replaced by anything
+_OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # for a manifest, which may have been replaced with anything
 # The manifests that this process has locked, by device and inode: opening and closing one would unlock it.
 _held_here: set[tuple[int, int]] = set()
 
@@ -48,7 +49,7 @@ class LocalStorage:
     renames = True
 
     def __init__(self, path: str | os.PathLike[str], disk: Disk | None = None) -> None:
-        """Takes a path, which need not exist yet; `disk` performs all changes of the file system."""
+        """Creates the storage for a path, which need not exist yet; `disk` performs all changes to the file system."""
         self.path = Path(os.path.abspath(path))
         self._disk = disk or Disk()
 
@@ -67,7 +68,7 @@ class LocalStorage:
         """Returns a file's size in bytes; None if the file does not exist.
 
         Raises:
-            CheckpointDamagedError: it is a link, a pipe or anything else but a regular file.
+            CheckpointDamagedError: the path is a link, a pipe or anything else other than a regular file.
         """
         try:
             return status_of(self.path / name).st_size
@@ -128,7 +129,7 @@ class LocalStorage:
         return found.f_bavail * found.f_frsize
 
     def share(self, directory: str) -> _LocalFile:
-        """Protects a checkpoint from being removed while it is read, if the file system has locks."""
+        """Protects a checkpoint from removal while it is read, if the file system has locks."""
         descriptor = os.open(self.path / directory / MANIFEST, os.O_RDONLY | _OPENING)
         for _ in range(_MOST_TRIES):  # `is_held` takes the lock for an instant
             with contextlib.suppress(OSError):
@@ -146,13 +147,13 @@ class LocalStorage:
         except OSError:
             return False
         try:
-            # A writer's lock belongs to its process, so that forks do not keep it. Each reader has a lock of its own,
-            # because a process may have several.
+            # A writer's lock belongs to its process, so forks do not keep it. Each reader has a separate lock, because
+            # a process may have several readers.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # no locks on this file system
+        except OSError:  # this file system has no locks
             return False
         finally:
             os.close(descriptor)
@@ -187,7 +188,7 @@ class _LocalOutput:
 
 
 class _LocalFile:
-    """An open descriptor: a file that is read, or a lock on one."""
+    """An open descriptor: a file that is read, or a lock on a file."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -259,7 +260,7 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Renames a file or directory; a file that has the new name is replaced."""
+        """Renames a file or directory; a file with the new name is replaced."""
         failpoint("checkpoint.rename")
         os.rename(old, new)
 
@@ -275,13 +276,13 @@ class Disk:
 
 
 class DirectWriter:
-    """Appends to a file by direct writes, or by usual ones where the file system refuses those.
+    """Appends to a file with direct writes, or with ordinary writes if the file system rejects direct ones.
 
-    Direct writes must begin at multiples of 4 KiB in the file and in memory. Views that are so aligned are written from
-    their own memory, such as copies that `Staging` has laid out like the file; the rest is collected in a buffer.
+    Direct writes must begin at multiples of 4 KiB in the file and in memory. Views with this alignment, such as copies
+    that `Staging` has laid out like the file, are written from their own memory; the rest is collected in a buffer.
 
     Args:
-        is_wanted: whether to write directly; small files need not be.
+        is_wanted: whether to write directly, which small files do not need.
     """
 
     def __init__(self, disk: Disk, descriptor: int, *, is_wanted: bool = True) -> None:
@@ -296,7 +297,7 @@ class DirectWriter:
         if not self._is_direct and not self._filled:
             self._write_out(list(views))
             return
-        aligned: list[memoryview] = []  # whole blocks, written from their own memory
+        aligned: list[memoryview] = []  # whole blocks, which are written from their own memory
         for view in views:
             if self._filled == 0 and len(view) % ALIGNMENT == 0 and _is_aligned(view, 0):
                 aligned.append(view)
@@ -307,7 +308,7 @@ class DirectWriter:
         self._write_out(aligned)
 
     def finish(self) -> None:
-        """Writes the rest of the buffer; small files and incomplete blocks by usual writes."""
+        """Writes the rest of the buffer, with ordinary writes for small files and incomplete blocks."""
         filled, self._filled = self._filled, 0
         if not filled:
             return
@@ -391,10 +392,10 @@ def status_of(path: str | os.PathLike[str], *, follows: bool = False) -> os.stat
     """Returns the status of a regular file.
 
     Args:
-        follows: whether it may be a symbolic link to a regular file, as where a person named it.
+        follows: whether the path may be a symbolic link to a regular file, for example if a user gave it.
 
     Raises:
-        CheckpointDamagedError: the path is not that of a regular file.
+        CheckpointDamagedError: the path is not a regular file.
         OSError: the file does not exist, or cannot be reached.
     """
     return _require_regular(path, os.stat(path, follow_symlinks=follows))

@@ -28,7 +28,7 @@ _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 _LARGEST = 1 << 62
 _LARGEST_SEQUENCE = 1 << 53
 _LATEST_S = 1 << 37  # a date whose year has four digits
-BLOCK_NBYTES = 1 << 20  # each block of a piece has its own digest, so that a reader of a region can verify it
+BLOCK_NBYTES = 1 << 20  # each block of a piece has its own digest, so that readers of a region can verify it
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Draft:
     """A checkpoint that is being written.
 
     Attributes:
-        name: the name that it will have.
+        name: the name of the published checkpoint.
         directory: the directory in which ranks write.
         step: the training step, if any.
-        sequence: its sequence number, greater than those of the root's earlier checkpoints.
+        sequence: the checkpoint's sequence number, greater than those of the root's earlier checkpoints.
         token: a text that no other checkpoint has.
     """
 
@@ -60,7 +60,7 @@ class Draft:
 
 
 def is_name(name: str) -> bool:
-    """Returns whether a directory of this name was created by a save; others are left alone."""
+    """Returns whether a directory with this name was created by a save; other directories are not touched."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -72,9 +72,9 @@ def draft_of(
     Args:
         step: the training step; without one, the name contains the sequence number.
         token: a text that no other checkpoint has.
-        taken: the names that are in use.
+        taken: the names that are already in use.
         renames: whether the checkpoint is written under another name first.
-        is_unique: whether the name contains the token, so that no host uses it yet.
+        is_unique: whether the name contains the token, and is therefore not yet in use on any host.
     """
     stem = f"state_{sequence:06d}" if step is None else f"step_{step:010d}"
     name, number = stem, 2
@@ -92,11 +92,11 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         file: the name of the file in the checkpoint's directory.
         key: the key in that safetensors file.
-        at: the offset of the first byte in the file.
+        at: the offset of the first byte in the file, in bytes.
         digests: the digests of the blocks.
-        flat: the start and stop of a `Flat` region.
-        offset: the offset of a `Box`.
-        shape: the shape of a `Box`.
+        flat: the start and stop of a `Flat` region, or None.
+        offset: the offset of a `Box`, or None.
+        shape: the shape of a `Box`, or None.
     """
 
     file: str
@@ -129,7 +129,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: its type, by safetensors' name, its shape, and the pieces that make it up."""
+    """A tensor: the safetensors name of its type, its shape, and the pieces of which it consists."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -156,7 +156,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Summary:
-    """The members of a `Manifest` that a list of checkpoints needs."""
+    """The members of a `Manifest` that are needed to list checkpoints."""
 
     step: int | None
     sequence: int
@@ -178,12 +178,12 @@ class Manifest:
         sequence: the sequence number, which grows with each checkpoint of a root.
         token: a text that no other checkpoint has, the same on all hosts.
         world_size: the number of ranks that wrote.
-        written_at_s: the time of writing, as of `time.time()`.
-        paceline: the version of Paceline that wrote it.
+        written_at_s: the time of writing, from `time.time()`.
+        paceline: the version of Paceline that wrote the checkpoint.
         files: the files, by name.
         tensors: the tensors, by name.
         values: the plain values, as a tree of JSON.
-        here: the files that this directory has; None if it has all.
+        here: the files that this directory has; None if it has all files.
         block_nbytes: the bytes of a piece that each of its digests covers.
     """
 
@@ -208,7 +208,7 @@ def merged(parts: Iterable[RankPart]) -> tuple[dict[str, FileEntry], dict[str, T
     """Returns the files and tensors of all ranks together.
 
     Raises:
-        CheckpointError: the ranks' types or shapes of a tensor differ, or their pieces do not make it up exactly once.
+        CheckpointError: the ranks' types or shapes of a tensor differ, or their pieces do not cover it exactly once.
     """
     files: dict[str, FileEntry] = {}
     first: dict[str, tuple[int, TensorEntry]] = {}

@@ -1,8 +1,9 @@
-"""Encodes manifests as JSON whose last member is the digest of the text before it, which detects cuts and edits.
+"""Encoding of manifests as JSON. The last member is the digest of the text before it, which detects truncation and
+edits.
 
 Digests (XXH3 with 128 bits) detect accidents, not attacks, and cost about as much as reading the memory. A
-cryptographic digest would cost several times as much and protect no better, because whoever can change a file can
-change the manifest beside it.
+cryptographic digest would cost several times as much and give no more protection, because a program that can change a
+file can also change the manifest.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
 
 
 def blocks_of(data: memoryview, block_nbytes: int = BLOCK_NBYTES) -> Iterator[memoryview]:
-    """Yields the blocks of a piece's bytes that have digests; one empty block for a piece without bytes."""
+    """Yields the blocks of a piece's bytes that have digests; yields one empty block for a piece without bytes."""
     for start in range(0, max(len(data), 1), block_nbytes):
         yield data[start : start + block_nbytes]
 
@@ -65,12 +66,12 @@ def contribution_to_bytes(part: RankPart, values: Mapping[str, Json]) -> bytes:
 
 
 def join_contributions(contributions: Sequence[bytes]) -> bytes:
-    """Joins the contributions of all ranks, in their order."""
+    """Joins the contributions of all ranks, in rank order."""
     return b"[" + b",".join(contributions) + b"]"
 
 
 def contributions_from_bytes(data: bytes) -> tuple[list[RankPart], dict[str, Json]]:
-    """Decodes joined contributions into the ranks' parts and all values; the lowest rank's counts for each name."""
+    """Decodes joined contributions into the ranks' parts and all values; for each name, the lowest rank's counts."""
     contributions = msgspec.json.decode(data, type=list[_Contribution])
     values: dict[str, Json] = {}
     for contribution in reversed(contributions):
@@ -104,26 +105,26 @@ def from_bytes(data: bytes, where: str) -> Manifest:
     """Decodes and checks a manifest; the inverse of `to_bytes`.
 
     Args:
-        where: the file's name, for errors.
+        where: the file's name, for error messages.
 
     Raises:
-        CheckpointDamagedError: the text is cut or was changed.
-        CheckpointError: the text is no manifest, or one of a newer version.
+        CheckpointDamagedError: the text is truncated or was changed.
+        CheckpointError: the text is not a manifest, or has a newer version.
     """
 
     def decode() -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
-        tensors_in(manifest.values)  # raises RecursionError here if they are nested too deeply
+        tensors_in(manifest.values)  # raises RecursionError here if values are nested too deeply
         return manifest
 
     return _sound(_read(data, where, decode), where, fault_of)
 
 
 def summary_from_bytes(data: bytes, where: str) -> Summary:
-    """Decodes the members of a manifest that a list of checkpoints needs; skips the tensors, which may be many.
+    """Decodes the members of a manifest that are needed to list checkpoints; skips the tensors, which may be numerous.
 
     Raises:
-        CheckpointDamagedError, CheckpointError: as for `from_bytes`.
+        CheckpointDamagedError, CheckpointError: the errors of `from_bytes`.
     """
     return _sound(_read(data, where, lambda: msgspec.json.decode(data, type=Summary)), where, fault_of_summary)
 

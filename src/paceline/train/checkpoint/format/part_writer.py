@@ -17,8 +17,8 @@ Data: TypeAlias = "bytes | bytearray | memoryview"
 Progress: TypeAlias = Callable[[int, int], None]
 
 SPLIT_NBYTES = 1 << 30
-_WRITE_NBYTES = 8 * BLOCK_NBYTES  # in one call
-_SMALL_NBYTES = 64 << 10  # smaller blocks are copied, so that one write takes many tensors
+_WRITE_NBYTES = 8 * BLOCK_NBYTES  # the bytes in one call
+_SMALL_NBYTES = 64 << 10  # smaller blocks are copied, so that one write contains many tensors
 _MOST_PENDING = 256
 
 
@@ -75,7 +75,7 @@ P = TypeVar("P", bound=_Sized)
 
 
 def in_files(pieces: Sequence[P], split_nbytes: int = SPLIT_NBYTES) -> Iterator[list[P]]:
-    """Yields the pieces of each file in the order of their bytes: large elements first, so that all are aligned."""
+    """Yields the pieces of each file in byte order: those with large elements first, so that all are aligned."""
     members: list[P] = []
     nbytes = 0
     for piece in sorted(pieces, key=lambda piece: -ITEMSIZE[piece.dtype]):
@@ -100,10 +100,10 @@ def write_part(
     """Writes a rank's pieces; they survive the loss of power when this returns.
 
     Args:
-        pieces: the pieces that this rank writes; they may be none.
-        split_nbytes: the size of a file in bytes above which the next piece begins another file.
-        progress: a function that is called after each block with the bytes written and the bytes in all. It may raise
-            to stop.
+        pieces: the pieces that this rank writes; there may be none.
+        split_nbytes: the size of a file, in bytes, above which the next piece begins another file.
+        progress: a function that is called after each block with the number of bytes written and the total number. It
+            may raise an error to stop the write.
 
     Raises:
         CheckpointError: a file could not be written, or a piece is invalid.
@@ -159,7 +159,7 @@ def _write_piece(stream: _Stream, piece: WriteItem, stored: StoredTensor) -> tup
 
 
 class _Stream:
-    """A file that is being written: gathers small blocks, counts bytes, and converts OSErrors."""
+    """A file that is being written. It collects small blocks, counts bytes, and converts OSErrors."""
 
     def __init__(
         self, storage: WritableStorage, name: str, rank: int, done: int, total: int, progress: Progress | None
@@ -185,7 +185,7 @@ class _Stream:
             self._file.close()
 
     def add(self, block: memoryview, *, is_data: bool = True) -> None:
-        """Writes a block, now or with the next ones; it must not change before `release`."""
+        """Writes a block, immediately or with the next ones; the block must not change before `release`."""
         is_small = len(block) < _SMALL_NBYTES
         self._pending.append(memoryview(bytes(block)) if is_small else block)
         self._pending_nbytes += len(block)
@@ -198,7 +198,7 @@ class _Stream:
                 self._progress(self.done, self._total)
 
     def release(self) -> None:
-        """Writes pending memory of the caller; small blocks have been copied."""
+        """Writes pending memory that belongs to the caller; small blocks have been copied."""
         if self._borrows:
             self._flush()
 

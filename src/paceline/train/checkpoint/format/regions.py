@@ -1,6 +1,6 @@
 """Regions of tensors: runs of the flattened tensor (`Flat`) and blocks (`Box`).
 
-`untiled` checks that regions make up a whole tensor, and `copies` finds the elements that two regions share.
+`untiled` checks that regions cover a whole tensor exactly once, and `copies` finds the elements that two regions share.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def simplified(region: Region, shape: tuple[int, ...]) -> Region:
 
 
 def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of the flattened tensor that a region covers, ascending, as in the region's buffer."""
+    """Yields the ranges of the flattened tensor that a region covers, in ascending order, as in the region's buffer."""
     if isinstance(region, Flat):
         if region.stop > region.start:
             yield region.start, region.stop
@@ -120,7 +120,7 @@ def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def _runs_of_box(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     if prod(box.shape) == 0:
         return
-    # The dimensions from `inner` are whole, so that one run spans them and the extent of the dimension before.
+    # The dimensions from `inner` are whole, so one run spans them and the extent of the previous dimension.
     inner = len(shape)
     while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -144,7 +144,7 @@ def _begins(start: int, outer: list[tuple[int, int, int]]) -> Iterator[int]:
 
 
 def untiled(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
-    """Returns the fault if regions do not make up a tensor exactly once; None if they do."""
+    """Returns the fault if regions do not cover a tensor exactly once; None if they do."""
     for region in regions:
         if (fault := fault_of(region, shape)) is not None:
             return fault
@@ -170,7 +170,7 @@ def _untiled_runs(total: int, ascending: Sequence[tuple[int, int]]) -> str | Non
 
 
 def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
-    """Compares only boxes that meet in the first dimension. Boxes tile if none overlap and they have all elements."""
+    """Compares only boxes that overlap in the first dimension. Boxes tile if none overlap and the volumes add up."""
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offset):
         open_boxes = [other for other in open_boxes if other.offset[0] + other.shape[0] > box.offset[0]]
@@ -190,7 +190,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 class RegionCopy(NamedTuple):
-    """`nelements` at `source` in the buffer of the held region, and at `target` in that of the wanted region."""
+    """`nelements` elements, at `source` in the held region's buffer and at `target` in the wanted region's."""
 
     source: int
     target: int

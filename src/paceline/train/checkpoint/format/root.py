@@ -1,7 +1,7 @@
-"""`Root`, a directory of checkpoints: begins, publishes and removes them, and finds the newest whole one.
+"""Root, a directory of checkpoints: begins, publishes and removes checkpoints, and finds the newest complete one.
 
-A checkpoint becomes visible at once, and only when it survives the loss of power. Each step is durable before the next
-begins: the files of all ranks, the manifest, the directory's name, and the pointer `latest`. Old checkpoints are
+A checkpoint becomes visible atomically, and only when it survives the loss of power. Each step is durable before the
+next begins: the files of all ranks, the manifest, the directory's name, and the pointer `latest`. Old checkpoints are
 removed last.
 """
 
@@ -40,7 +40,7 @@ _TOKEN_NBYTES = 4
 class Root:
     """A directory of checkpoints.
 
-    One rank begins a checkpoint, all write their parts (`write_part`), and the rank that began it publishes it:
+    One rank begins a checkpoint, all ranks write their parts (`write_part`), and the rank that began it publishes it:
 
         draft = root.begin(42)
         part = write_part(root.storage, draft, 0, pieces)
@@ -49,7 +49,7 @@ class Root:
     """
 
     def __init__(self, where: str | os.PathLike[str] | Storage) -> None:
-        """Takes a path, an address for fsspec, or a storage. It need not exist yet."""
+        """Creates the root for a path, an address for fsspec, or a storage, which need not exist yet."""
         self.storage: Storage = open_storage(where) if isinstance(where, (str, os.PathLike)) else where
         self._held: dict[str, OutputFile] = {}
 
@@ -66,15 +66,16 @@ class Root:
 
         Args:
             step: the training step, for the name.
-            nbytes: the bytes that all ranks will write here, to compare with the free space, if they are known.
-            unique: whether to choose a name that no host uses yet, for disks that hosts do not share. The first rank of
-                every other host then calls `join`.
-            sequence: the sequence number, at least the greatest `next_sequence` of all hosts; by default that of this
+            nbytes: the number of bytes that all ranks will write here, to compare with the free space; None if it is
+                unknown.
+            unique: whether to choose a name that is not in use on any host, for disks that hosts do not share. The
+                first rank of every other host then calls `join`.
+            sequence: the sequence number, at least the largest `next_sequence` of all hosts; by default that of this
                 host.
-            least_sequence: the least value of the default.
+            least_sequence: the smallest value of the default.
 
         Raises:
-            CheckpointError: the directory cannot be created or has too little room.
+            CheckpointError: the directory cannot be created, or there is too little free space.
         """
         with self._preparing(nbytes):
             draft = draft_of(
@@ -102,7 +103,7 @@ class Root:
             yield
 
     def _create(self, draft: Draft) -> None:
-        """Creates the directory in which ranks write; where storage renames, its manifest is held open and locked."""
+        """Creates the directory in which ranks write; if the storage renames, its manifest is kept open and locked."""
         self.storage.make_directory("")
         self.storage.make_directory(draft.directory)
         if self.storage.renames:
@@ -121,16 +122,16 @@ class Root:
         world_size: int,
         here: Sequence[str] | None = None,
     ) -> Manifest:
-        """Makes a checkpoint visible, whose parts have been written; it survives the loss of power when this returns.
+        """Makes a checkpoint visible after its parts were written; it survives the loss of power when this returns.
 
         Args:
             parts: the results of `write_part` on all ranks.
             values: the plain values, from `values.encode`.
             world_size: the number of ranks that wrote.
-            here: the files that this directory has, if hosts do not share it (default: all).
+            here: the files that this directory has, if hosts do not share it; all files by default.
 
         Raises:
-            CheckpointError: the parts do not make up one state, or the disk failed; earlier checkpoints are untouched.
+            CheckpointError: the parts do not form one state, or the disk failed; earlier checkpoints are untouched.
         """
         manifest = manifest_of(draft, parts, values, world_size, here)
         with self._refusing("write"):
@@ -138,7 +139,7 @@ class Root:
         return manifest
 
     def abandon(self, draft: Draft) -> None:
-        """Removes the files of a checkpoint that failed, as far as it can."""
+        """Removes the files of a checkpoint that failed, as far as possible."""
         held = self._held.pop(draft.token, None)
         if held is not None:
             held.close()
@@ -146,10 +147,10 @@ class Root:
             self.storage.remove(draft.directory)
 
     def retire(self, keep: int) -> list[str]:
-        """Removes all but the `keep` newest whole checkpoints; returns the names of the removed ones.
+        """Removes all but the `keep` newest complete checkpoints; returns the names of the removed ones.
 
-        Checkpoints stay if `latest` names them, if they are being read, or if their manifest cannot be read, which may
-        be of a newer version, and so do directories that no save created. All stay if none is whole.
+        A checkpoint stays if `latest` names it, if it is being read, or if its manifest, which may have a newer
+        version, cannot be read. Directories that no save created also stay. If no checkpoint is complete, all stay.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1")
@@ -167,15 +168,15 @@ class Root:
     def listing(self) -> list[Listing]:
         """Returns the checkpoints: first those whose manifest cannot be read, then the others, newest first.
 
-        Those without a fault have all files, with the right sizes.
+        If a checkpoint has no fault, all its files exist and have the right sizes.
         """
         return listing_of(self.storage)
 
     def newest_whole(self, *, digests: bool = False) -> tuple[Listing | None, list[Listing]]:
-        """Returns the newest checkpoint without a fault, and the skipped ones, with their faults.
+        """Returns the newest checkpoint without a fault, and the skipped ones with their faults.
 
         Args:
-            digests: whether to compare all files with their digests, and not only their sizes.
+            digests: whether to compare the digests of all files, rather than only their sizes.
         """
         skipped: list[Listing] = []
         for listing in self.listing():
@@ -209,7 +210,7 @@ class Root:
 def manifest_of(
     draft: Draft, parts: Sequence[RankPart], values: Json, world_size: int, here: Sequence[str] | None
 ) -> Manifest:
-    """Returns the manifest of a checkpoint of these parts.
+    """Returns the manifest of a checkpoint that consists of these parts.
 
     Raises:
         CheckpointError: the parts do not make up one state.
@@ -236,7 +237,7 @@ def manifest_of(
 
 
 def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
-    """Makes a checkpoint visible, whose files are durable; it survives the loss of power when this returns."""
+    """Makes a checkpoint with durable files visible; it survives the loss of power when this returns."""
     text = memoryview(manifest_json.to_bytes(manifest))
     file = held if held is not None else storage.create(f"{draft.directory}/{FILE}")
     with contextlib.closing(file):
@@ -273,7 +274,7 @@ def _to_keep(listings: list[Listing], keep: int) -> set[str]:
 
 
 def remove(storage: Storage, name: str) -> None:
-    """Removes a checkpoint so that it is never visible in part."""
+    """Removes a checkpoint so that it is never partly visible."""
     if storage.renames:
         doomed = f"{REMOVING}{name}"
         storage.remove(doomed)
@@ -286,9 +287,9 @@ def remove(storage: Storage, name: str) -> None:
 
 
 def remove_left_overs(storage: Storage) -> None:
-    """Removes the remains of unfinished saves and removals, unless a live process is writing them."""
+    """Removes the files that unfinished saves and removals left, unless a live process is writing them."""
     for name in storage.names():
-        # Where storage does not rename, an unfinished checkpoint has its name and no manifest.
+        # In storage without renames, an unfinished checkpoint has its final name and no manifest.
         lacks_manifest = not storage.renames and is_name(name) and storage.size(f"{name}/{FILE}") is None
         is_unfinished = (name.startswith(WRITING) or lacks_manifest) and not storage.is_held(name)
         if is_unfinished or name.startswith(REMOVING):

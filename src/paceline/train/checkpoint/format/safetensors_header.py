@@ -1,7 +1,7 @@
 """Headers of safetensors files: the length in 8 bytes, then JSON that maps tensors to bytes of the file.
 
-See https://github.com/huggingface/safetensors#format. Headers are not written by the safetensors package, because files
-are written as streams whose blocks are digested on the way, and made durable at the end.
+See https://github.com/huggingface/safetensors#format. The safetensors package is not used for headers, because files
+are written as streams: each block is digested when it is written, and the file is made durable at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ITEMSIZE = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
     "C128": 16,
 }
-# Types that safetensors lacks, or has only in its latest versions: bytes in the file, typed in the manifest.
+# Types that safetensors lacks, or has only in its latest versions. They are stored as bytes; the manifest has the type.
 _STORED_AS_BYTES = frozenset(("C64", "C128", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
 _LENGTH_NBYTES = 8
 _ALIGNMENT = 8
@@ -51,7 +51,7 @@ def header_of(
 
     Args:
         tensors: the key, type and shape of each tensor, in the order of their bytes.
-        metadata: texts for the header's metadata, by name.
+        metadata: the texts of the header's metadata, by name.
 
     Raises:
         ValueError: two tensors have the same key.
@@ -79,7 +79,7 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
     """Returns the tensors of a file and its metadata, given its header.
 
     Raises:
-        ValueError: the header is not that of a safetensors file, or its tensors have gaps or overlap.
+        ValueError: the header is not that of a safetensors file, or there are gaps or overlaps between its tensors.
     """
     try:
         raw = msgspec.json.decode(header[_LENGTH_NBYTES:], type=dict[str, msgspec.Raw])
@@ -103,10 +103,10 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
 
 
 def length_of(beginning: bytes | bytearray) -> int:
-    """Returns the length of a file's header in bytes, given the first 8 bytes, which it includes.
+    """Returns the length of a file's header in bytes, including the first 8 bytes of the file, from these 8 bytes.
 
     Raises:
-        ValueError: the file is no safetensors file.
+        ValueError: the file is not a safetensors file.
     """
     length = int.from_bytes(beginning[:_LENGTH_NBYTES], "little")
     if len(beginning) < _LENGTH_NBYTES or length > _LONGEST:

@@ -1,7 +1,7 @@
-"""Storage of checkpoints: the protocols of a local directory or an object store, their errors, and progress lines.
+"""Storage of checkpoints: the protocols for a local directory or an object store, their errors, and progress lines.
 
-Names are relative to the storage, with slashes; "" is the storage itself. Errors name the file, the rank, the progress
-and a remedy.
+Names are relative to the storage, with slashes; "" is the storage itself. Error messages contain the file, the rank,
+the progress and a remedy.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class InputFile(Protocol):
         """Returns the file's size in bytes."""
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fills a buffer from a byte offset; returns the number of bytes, which is less only at the file's end."""
+        """Fills a buffer from a byte offset; returns the number of bytes, which is smaller only at the file's end."""
 
     def close(self) -> None:
         """Closes the file; idempotent."""
 
 
 class Hold(Protocol):
-    """Protects a directory from being removed, as abandoned or as old, until it is closed."""
+    """Protects a directory from removal, as abandoned or as old, until this object is closed."""
 
     def close(self) -> None:
         """Ends the protection; idempotent."""
 
 
 class Described(Protocol):
-    """A location. Each method of it and of the protocols below may raise OSError."""
+    """A location. Its methods, and those of the protocols below, may raise OSError."""
 
     def describe(self, name: str = "") -> str:
         """Returns the full path or address of a name, for messages."""
@@ -70,7 +70,7 @@ class ReadableStorage(Described, Protocol):
         """Opens a file for reading."""
 
     def share(self, directory: str) -> Hold:
-        """Protects a checkpoint from being removed while it is read."""
+        """Protects a checkpoint from removal while it is read."""
 
 
 class WritableStorage(Described, Protocol):
@@ -87,7 +87,7 @@ class Storage(ReadableStorage, WritableStorage, Protocol):
     """All operations on a root.
 
     Attributes:
-        renames: whether a checkpoint becomes visible by a rename of its directory. If not, its manifest is written last
+        renames: whether renaming its directory makes a checkpoint visible. If not, its manifest is written last
             instead.
     """
 
@@ -97,10 +97,10 @@ class Storage(ReadableStorage, WritableStorage, Protocol):
         """Returns the names in a directory; none if it does not exist."""
 
     def make_directory(self, name: str) -> None:
-        """Creates a directory and its parents, unless they exist; they survive the loss of power."""
+        """Creates a directory and its parents if they do not exist; they survive the loss of power."""
 
     def rename(self, old: str, new: str) -> None:
-        """Renames a file or directory atomically; a file that has the new name is replaced."""
+        """Renames a file or directory atomically; a file with the new name is replaced."""
 
     def remove(self, name: str) -> None:
         """Removes a file, or a directory with its contents, if it exists."""
@@ -159,7 +159,7 @@ def storage_error(
     """Returns the error for an operation that failed with an OSError.
 
     Args:
-        what: the operation: "write", "make", "read".
+        what: the operation, such as "write", "make" or "read".
         progress: the progress before the error, for the message.
     """
     code = error.errno or 0
@@ -185,7 +185,7 @@ def _free(storage: Described) -> int | None:
 
 
 def check_room(storage: Described, nbytes: int, rank: int | None = None) -> None:
-    """Requires that the storage has room for `nbytes`.
+    """Requires that the storage has `nbytes` bytes of free space.
 
     Raises:
         CheckpointError: there is too little free space.
@@ -200,15 +200,15 @@ def check_room(storage: Described, nbytes: int, rank: int | None = None) -> None
 
 
 class ProgressPrinter:
-    """Prints the progress of a long read or write on stderr: a line every five seconds, none for short ones."""
+    """Prints the progress of a long read or write to stderr: a line every five seconds, and nothing for short ones."""
 
     def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Takes the beginning of each line, such as "checkpoint step_0000000042: rank 0 has written"."""
+        """Sets the beginning of each line, such as "checkpoint step_0000000042: rank 0 has written"."""
         self._what, self._stream, self._clock = what, stream, clock
         self._began = self._printed = clock()
 
     def __call__(self, done: int, total: int) -> None:
-        """Prints a line if one is due, given the completed and the total number of bytes."""
+        """Prints a line with the completed and the total number of bytes, if one is due."""
         now = self._clock()
         if now - self._printed < _PROGRESS_EVERY_S:
             return

@@ -1,7 +1,7 @@
 """Lossless JSON for plain values, and the names of tensors and values in a checkpoint.
 
-A value whose type JSON lacks is encoded as an object with one member, whose name begins with $. Names are paths such as
-`model/layer.0.weight` and `optimizer/state/3/exp_avg`.
+A value of a type that JSON lacks is encoded as an object with one member, whose name begins with $. Names are paths
+such as `model/layer.0.weight` and `optimizer/state/3/exp_avg`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def unescaped(part: str) -> str:
 
 
 def of_rank(name: str, rank: int) -> str:
-    """Returns the name of a value that each rank saves for itself.
+    """Returns the name of a value that each rank saves separately.
 
     >>> of_rank("random", 3)
     'random@rank3'
@@ -56,9 +56,9 @@ def some(names: Collection[str]) -> str:
 if TYPE_CHECKING:
     Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 else:
-    Json = object  # for msgspec, which decodes no recursive types
+    Json = object  # for msgspec, which does not decode recursive types
 
-_LARGEST_INT = 2**63 - 1  # that every reader of JSON accepts
+_LARGEST_INT = 2**63 - 1  # the largest integer that every reader of JSON accepts
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,21 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class DType:
-    """An element type, by safetensors' name."""
+    """An element type, by its safetensors name."""
 
     name: str
 
 
 def encode(value: object, where: str = "the value") -> Json:
-    """Returns a value as JSON.
+    """Encodes a value as JSON.
 
     Args:
         value: None, bool, int, float, str, bytes, complex, `TensorRef`, `DType`, or a list, tuple, set, frozenset or
             dict of such values.
-        where: the value's name, for errors.
+        where: the value's name, for error messages.
 
     Raises:
-        TypeError: the value, or one within it, has another type; the message names it.
+        TypeError: the value, or one within it, has another type; the message contains the type.
     """
     if value is None or type(value) in (bool, str):
         return value  # type: ignore[return-value]
@@ -123,7 +123,7 @@ _WRITERS: dict[type, Callable[..., Json]] = {
 
 
 def decode(value: Json) -> object:
-    """Returns the value of its JSON; the inverse of `encode`.
+    """Decodes a value from JSON; the inverse of `encode`.
 
     Raises:
         ValueError: a tag is unknown, or has a member of the wrong type; a newer version may have written it.

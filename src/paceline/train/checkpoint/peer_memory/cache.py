@@ -1,9 +1,9 @@
-"""`CheckpointCache`: files of checkpoints in a launcher's memory, and `Session`, which serves one worker's requests.
+"""CheckpointCache, the files of checkpoints in a launcher's memory, and Session, which serves one worker's requests.
 
-A cache holds files as memfds, of at most two checkpoints of each root. Several ranks write at the same time, so memory
-is counted as taken as soon as it is granted. If memory is short, the checkpoints of other roots are dropped, least
-recently begun first, since a script may use new directories again and again. The limits of the machine and of cgroups
-bound the memory (`available_nbytes`).
+A cache holds the files of at most two checkpoints of each root, as memfds. Several ranks write at the same time, so
+memory counts as used as soon as it is granted. If memory is short, the checkpoints of other roots are dropped, least
+recently begun first, since a script may repeatedly use new directories. The limits of the machine and of cgroups bound
+the memory (`available_nbytes`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from paceline.train.checkpoint.peer_memory.protocol import (
 
 _NAME = "paceline-copy"
 _SPARE = 1.1  # the factor by which the available memory must exceed that of a copy
-_PIECE_NBYTES = 1 << 20  # received at a time
-_MOST_READ_NBYTES = 64 << 20  # in one answer
+_PIECE_NBYTES = 1 << 20  # the bytes received at a time
+_MOST_READ_NBYTES = 64 << 20  # the bytes in one answer
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ _SECOND = _CgroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactiv
 
 
 def available_nbytes(root: Path = Path("/")) -> int:
-    """Returns the number of bytes of memory that this process may still take; `root` is that of the file system."""
+    """Returns the number of bytes of memory that this process may still use; `root` is the root of the file system."""
     with open(root / "proc/meminfo") as lines:
         machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     return max(0, min([machine, *_left_by_cgroups(root)]))
 
 
 def _left_by_cgroups(root: Path) -> Iterator[int]:
-    """Yields the memory that each cgroup of this process still allows; cgroups without a limit are left out."""
+    """Yields the memory that each cgroup of this process still allows; cgroups without a limit are skipped."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -80,7 +80,7 @@ def _left_by_cgroups(root: Path) -> Iterator[int]:
         if names is None:
             continue
         own = Path(path.lstrip("/"))
-        for path_in_cgroups in (own, *own.parents):  # a container may have the last one only, as its own
+        for path_in_cgroups in (own, *own.parents):  # a container may see only the last one, as its own
             left = _left(root / names.base / path_in_cgroups, names)
             if left is not None:
                 yield left
@@ -104,7 +104,7 @@ class _Replica:
     """The files of one checkpoint."""
 
     begin: BeginCopy
-    due: int = 0  # the bytes that ranks have announced and not yet written
+    due: int = 0  # the bytes that ranks have announced but not yet written
     files: dict[str, int] = field(default_factory=dict)  # the descriptors of complete files
     commit: Commit | None = None
     manifest: bytes = b""
@@ -126,7 +126,7 @@ class CheckpointCache:
     """The checkpoints in a launcher's memory; thread-safe.
 
     Args:
-        available: a function that returns the number of bytes of memory that may still be taken.
+        available: a function that returns the number of bytes of memory that may still be used.
     """
 
     def __init__(self, available: Callable[[], int] = available_nbytes) -> None:
@@ -135,7 +135,8 @@ class CheckpointCache:
         self._changing = threading.Lock()
 
     def begin(self, begin: BeginCopy) -> None:
-        """Begins a checkpoint. Drops others of its root, except the one to keep, and those of other roots as needed.
+        """Begins a checkpoint. Drops the others of its root, except the one to keep, and those of other roots as
+        needed.
 
         Raises:
             RefusedError: there is too little memory.
@@ -175,7 +176,7 @@ class CheckpointCache:
         """Takes over a memfd with a complete file.
 
         Raises:
-            RefusedError: the checkpoint was never begun, or has been dropped since.
+            RefusedError: the checkpoint was never begun, or has been dropped.
         """
         with self._changing:
             replica = self._roots.get(finish.root, {}).get(finish.token)
@@ -187,7 +188,7 @@ class CheckpointCache:
             replica.files[finish.file] = descriptor
 
     def commit(self, commit: Commit, manifest: bytes) -> None:
-        """Completes a checkpoint, which all ranks have written, with its manifest.
+        """Completes a checkpoint that all ranks have written, by adding its manifest.
 
         Raises:
             RefusedError: the checkpoint has been dropped.
@@ -211,7 +212,7 @@ class CheckpointCache:
             return self._replica(wanted.root, wanted.token).manifest
 
     def read(self, wanted: Read) -> bytes:
-        """Returns bytes of a file, fewer than requested only at its end.
+        """Returns bytes of a file; there are fewer than requested only at its end.
 
         Raises:
             RefusedError: the cache does not have the file.
@@ -241,7 +242,7 @@ def new_file() -> int:
     """Returns the descriptor of an empty file in memory.
 
     Raises:
-        OSError: there are no descriptors left.
+        OSError: no more descriptors are available.
     """
     return memfd_create(_NAME)
 
@@ -264,7 +265,7 @@ class Session:
     def run(self) -> None:
         """Answers requests until the worker closes the connection."""
         try:
-            with contextlib.suppress(OSError, ValueError):  # the worker has died, or the peer is no worker
+            with contextlib.suppress(OSError, ValueError):  # the worker has died, or the peer is not a worker
                 while (request := receive_request(self._connection)) is not None:
                     self._answer(request)
         finally:
@@ -307,7 +308,7 @@ class Session:
         return Done(), b""
 
     def _write(self, write: Write) -> None:
-        """Appends to a file. Errors are reported when the file is finished, since there is no answer."""
+        """Appends to a file. Errors are reported when the file is finished, since a write has no answer."""
         key = write.root, write.token, write.file
         left = write.nbytes
         while left:
@@ -338,7 +339,7 @@ class Session:
         self._cache.finish(finish, descriptor)
 
     def _received(self, nbytes: int) -> bytes:
-        """Receives the data of a request; memory grows with the received bytes, not with the announced ones."""
+        """Receives the data of a request; memory use grows with the bytes received, not with those announced."""
         data = bytearray()
         while len(data) < nbytes:
             piece = self._buffer[: min(nbytes - len(data), _PIECE_NBYTES)]

@@ -1,4 +1,4 @@
-"""The worker's side of a connection to a `CheckpointCache`."""
+"""CacheClient: the worker's side of a connection to a `CheckpointCache`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from paceline.train.checkpoint.peer_memory.protocol import (
 from paceline.train.elastic.failpoints import failpoint
 
 _UNIX = "unix:"
-_TIMEOUT_S = 60.0  # for an answer, or for the launcher to accept bytes
+_TIMEOUT_S = 60.0  # the time for an answer, or for the launcher to accept bytes
 
 
 class CacheClient:
@@ -65,7 +65,7 @@ class CacheClient:
         self._require_done(wanted)
 
     def write(self, root: str, token: str, file: str, views: Sequence[memoryview]) -> None:
-        """Appends bytes to a file. There is no answer; errors are raised by `finish`."""
+        """Appends bytes to a file. There is no answer; `finish` raises errors."""
         failpoint("copies.write")
         nbytes = sum(view.nbytes for view in views)
         self._totals[file] = self._totals.get(file, 0) + nbytes
@@ -73,7 +73,7 @@ class CacheClient:
             send(self._connection, Write(root, token, file, nbytes), [view for view in views if view.nbytes])
 
     def finish(self, root: str, token: str, file: str) -> None:
-        """Completes a file; returns when the cache has all of it."""
+        """Completes a file; returns when the cache has the whole file."""
         failpoint("copies.finish")
         self._require_done(Finish(root, token, file, self._totals.pop(file, 0)))
 
@@ -134,7 +134,7 @@ def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
     """Connects to a cache at unix:PATH or HOST:PORT; in a job with one port, PORT is the number of the channel.
 
     Raises:
-        OSError: no cache is served there.
+        OSError: no cache is reachable at the address.
         AuthenticationError: the server has another secret.
     """
     secret = job_secret()

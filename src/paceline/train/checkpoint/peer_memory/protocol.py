@@ -1,4 +1,4 @@
-"""Messages between workers and caches: a length, JSON, and then `nbytes` bytes of data if the message has that field.
+"""Messages between workers and caches: a length, JSON, and `nbytes` bytes of data if the message has that field.
 
 The fields named `vault` and `vaults` are identities of caches.
 """
@@ -22,7 +22,7 @@ _LONGEST = 1 << 24  # bytes of JSON
 
 
 class GetAddress(msgspec.Struct, frozen=True, tag=True):
-    """Requests the address of the cache for other hosts, by a worker of this host; the answer is a `CacheAddress`."""
+    """Requests, for a worker of this host, the cache's address for other hosts; the answer is a `CacheAddress`."""
 
 
 class CacheAddress(msgspec.Struct, frozen=True, tag=True):
@@ -33,7 +33,7 @@ class CacheAddress(msgspec.Struct, frozen=True, tag=True):
 
 
 class BeginCopy(msgspec.Struct, frozen=True, tag=True):
-    """Announces `nbytes` of a checkpoint; the cache drops all others of this root, except the one to `keep`."""
+    """Announces `nbytes` bytes of a checkpoint; the cache drops all others of this root, except the one to `keep`."""
 
     root: str
     token: str
@@ -44,7 +44,7 @@ class BeginCopy(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Appends the `nbytes` that follow to a file; there is no answer."""
+    """Appends the `nbytes` bytes that follow to a file; there is no answer."""
 
     root: str
     token: str
@@ -62,13 +62,13 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Completes a checkpoint, which all ranks have written, with the manifest that follows.
+    """Completes a checkpoint that all ranks have written, with the manifest that follows.
 
     Attributes:
-        root: the directory on the disk of which this is a replica.
+        root: the directory on disk of which this is a replica.
         token: the checkpoint's token.
         files: the sizes of all files of the checkpoint.
-        vaults: the addresses of all caches that have files of it, by identity.
+        vaults: the addresses of all caches that have files of the checkpoint, by identity.
         nbytes: the size of the manifest.
     """
 
@@ -112,7 +112,7 @@ class GetManifest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Requests bytes of a file; the answer is `Bytes`, fewer than requested only at the file's end."""
+    """Requests bytes of a file; the answer is `Bytes`, with fewer bytes than requested only at the file's end."""
 
     root: str
     token: str
@@ -144,7 +144,7 @@ _answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
 def send(connection: Connection, message: Request | Answer, views: Sequence[bytes | memoryview] = ()) -> None:
-    """Sends a message, and the data that it announces."""
+    """Sends a message and the data that it announces."""
     body = msgspec.json.encode(message)
     connection.sendall(_LENGTH.pack(len(body)) + body)
     for view in views:
@@ -155,7 +155,7 @@ def receive_request(connection: Connection) -> Request | None:
     """Returns the next request; None if the worker has closed the connection.
 
     Raises:
-        ValueError: the message is no request.
+        ValueError: the message is not a request.
         OSError: the connection is broken.
     """
     length = bytearray(_LENGTH.size)
@@ -170,7 +170,7 @@ def receive_answer(connection: Connection) -> Answer:
     """Returns the answer to a request.
 
     Raises:
-        ValueError: the message is no answer.
+        ValueError: the message is not an answer.
         OSError: the connection is broken.
     """
     length = bytearray(_LENGTH.size)

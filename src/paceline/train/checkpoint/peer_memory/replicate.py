@@ -1,8 +1,8 @@
-"""Replicates a checkpoint into the memory of launchers, and finds the newest one there.
+"""Replication of a checkpoint into the memory of launchers, and the search for the newest one there.
 
 Every rank writes its part into the cache of its own host and into those of the next hosts; once all ranks have done so,
-all caches receive the manifest. A replica counts once a cache has the manifest, so a rank that dies at any step leaves
-the earlier replicas intact: caches keep them until the next replication begins.
+all caches receive the manifest. A replica counts once a cache has the manifest. If a rank dies at any step, the earlier
+replicas are intact, since caches keep them until the next replication begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.train.checkpoint.peer_memory.protocol import BeginCopy, CachedChec
 from paceline.train.checkpoint.rank_results import RankChannel, decode_result, encode_result, require_success
 from paceline.train.elastic.failpoints import failpoint
 
-_READ_NBYTES = 32 << 20  # of one request
+_READ_NBYTES = 32 << 20  # the bytes of one request
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class CacheLocation:
 
     Attributes:
         vault: the identity of the cache.
-        host: the identity of the host, the same for all of its ranks.
-        address: HOST:PORT, by which other hosts reach the cache.
+        host: the identity of the host, the same for all its ranks.
+        address: the address HOST:PORT at which other hosts reach the cache.
     """
 
     vault: str
@@ -44,8 +44,9 @@ class CacheLocation:
 def targets(everyone: Sequence[CacheLocation], rank: int, copies: int) -> list[CacheLocation]:
     """Returns the caches into which a rank writes, its own first.
 
-    Hosts are ordered by their first ranks, and each replicates to the ones that follow it, so that every host keeps
-    about as much for others as others keep for it. There are fewer copies where there are fewer other hosts.
+    Hosts are ordered by their first ranks, and each host replicates to those that follow it, so that every host keeps
+    about as much for others as others keep for it. If there are fewer than `copies` other hosts, there are fewer
+    copies.
 
     >>> a, b, c = (CacheLocation(f"v{host}", host, f"{host}:1") for host in "abc")
     >>> [each.host for each in targets([a, a, b, c], 1, 1)], [each.host for each in targets([a, a, b, c], 3, 2)]
@@ -64,16 +65,16 @@ def targets(everyone: Sequence[CacheLocation], rank: int, copies: int) -> list[C
 
 @dataclass(frozen=True)
 class Replication:
-    """One rank's share of a checkpoint, and the caches it is replicated to.
+    """One rank's part of a checkpoint, and the caches to which it is replicated.
 
     Attributes:
-        root: the checkpoint directory on disk, as rank 0 names it.
+        root: rank 0's path of the checkpoint directory on disk.
         draft: the checkpoint.
-        keep: the token of the previous checkpoint, which is retained until this one is complete, or None.
+        keep: the token of the previous checkpoint, which is kept until this one is complete, or None.
         pieces: the regions that this rank writes.
         values: the plain values that this rank contributes.
         addresses: the addresses of the caches that this rank writes into.
-        vaults: the addresses of all caches for other hosts, by identity.
+        vaults: the addresses of all caches, for other hosts, by identity.
     """
 
     root: str
@@ -91,7 +92,7 @@ def replicate_checkpoint(
     """Replicates a checkpoint into caches; every rank calls this. All caches have it when this returns.
 
     Rank 0 broadcasts the outcome of each of the two rounds even if it could not gather the ranks' results, since the
-    others wait for it.
+    others wait for the broadcast.
 
     Args:
         channels: a channel for each round.
@@ -136,7 +137,7 @@ def _write_own_part(replication: Replication, clients: Sequence[CacheClient], ra
 
 
 def _manifest(replication: Replication, answers: Sequence[bytes], size: int) -> bytes:
-    """Returns the manifest on rank 0, and nothing on the others, which have no answers."""
+    """Returns the manifest on rank 0, and b"" on the other ranks, which have no answers."""
     if not answers:
         return b""
     contributions = manifest_json.join_contributions([decode_result(answer) for answer in answers])
@@ -155,7 +156,7 @@ class ReplicaTarget:
         return f"the copy in memory of {name.rpartition('/')[2] or self._root}"
 
     def free_nbytes(self) -> int | None:
-        """Returns None: the caches have granted the memory already."""
+        """Returns None: the caches have already granted the memory."""
         return None
 
     def create(self, name: str) -> _ReplicaFile:
@@ -163,7 +164,7 @@ class ReplicaTarget:
         return _ReplicaFile(self._clients, self._root, self._token, name.rpartition("/")[2])
 
     def sync_directory(self, name: str) -> None:
-        """Does nothing: a cache has a file once it is finished."""
+        """Does nothing: a cache has a file as soon as it is finished."""
 
 
 class _ReplicaFile:
@@ -186,7 +187,7 @@ class ReplicaSource:
     """A `ReadableStorage` of one checkpoint, whose files are in caches.
 
     Args:
-        root: the directory on the disk of which this is a replica.
+        root: the directory on disk of which this is a replica.
         manifest: the content of the manifest's file.
         files: the sizes of the other files in bytes.
         client_of: a function that returns a connection to a cache that has a file.
@@ -276,14 +277,14 @@ class _CachedFile:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A whole checkpoint in caches.
+    """A complete checkpoint in caches.
 
     Attributes:
         token: the checkpoint's token.
-        sequence: its sequence number.
+        sequence: the checkpoint's sequence number.
         step: the training step, if any.
-        files: the sizes of its files in bytes.
-        holders: for each file the identities of the caches that have it.
+        files: the sizes of the checkpoint's files in bytes.
+        holders: for each file, the identities of the caches that have it.
         describers: the identities of the caches that have the manifest.
     """
 
@@ -296,10 +297,10 @@ class FoundCheckpoint:
 
 
 def newest_cached(inventories: Sequence[Inventory]) -> tuple[FoundCheckpoint | None, list[str]]:
-    """Returns the newest checkpoint whose files are all in some cache, and why newer ones are not whole.
+    """Returns the newest checkpoint whose files are all in caches, and the reasons why newer ones are incomplete.
 
     Args:
-        inventories: the inventories of all caches that can be reached, some perhaps several times.
+        inventories: the inventories of all reachable caches, possibly with repetitions.
     """
     vaults = {inventory.vault: inventory for inventory in inventories}
     entries: dict[str, dict[str, CachedCheckpoint]] = {}
@@ -320,7 +321,7 @@ def _sequence(having: Mapping[str, CachedCheckpoint]) -> int:
 
 
 def _age(having: Mapping[str, CachedCheckpoint]) -> tuple[int, int]:
-    """Returns the sort key of a checkpoint. The step breaks ties: a new rank 0 has only the disk's sequences."""
+    """Returns the sort key of a checkpoint. The step breaks ties, since a new rank 0 has only the disk's sequences."""
     return _sequence(having), max(-1 if entry.step is None else entry.step for entry in having.values())
 
 

@@ -1,4 +1,4 @@
-"""`CacheServer`: serves a launcher's cache to its own workers by a Unix socket, and to other machines by TCP."""
+"""CacheServer: serves a launcher's cache to its own workers over a Unix socket, and to other machines over TCP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.train.checkpoint.peer_memory.cache import CheckpointCache
 
 VARIABLE = "PACELINE_COPIES"
-_CHANNEL = "copies"  # that of `protocol.py`, which is imported when the first worker connects
+_CHANNEL = "copies"  # the name in `protocol.py`, which is imported when the first worker connects
 
 # Unfinished files of a worker whose machine is lost are dropped after half a minute, instead of two hours.
 _KEEPALIVE = (
@@ -47,7 +47,7 @@ class CacheServer:
         self._changing = threading.Lock()
 
     def open(self, path: str, secret: bytes | None) -> str:
-        """Accepts workers at a Unix socket at `path`; returns the value of PACELINE_COPIES for them."""
+        """Accepts workers on a Unix socket at `path`; returns the value of PACELINE_COPIES for them."""
         self._secret = secret
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -68,7 +68,7 @@ class CacheServer:
             listener.close()
         for connection in connections:
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+                connection.shutdown(socket.SHUT_RDWR)  # the connection's own thread closes it
 
     def close(self) -> None:
         """Ends all connections and frees the memory; idempotent."""

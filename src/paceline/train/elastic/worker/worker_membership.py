@@ -259,7 +259,7 @@ class WorkerMembership:
         return True
 
     def _follow(self, received: ReceivedState, steps: OptimizerStepHooks) -> bool:
-        """Repeats the others' steps until this worker is in a view; on failure, repeats the request and returns False."""
+        """Repeats the others' steps until this worker is in a view; on failure, requests again and returns False."""
         following = OptimizerCatchUp(self._connection, received, self._enter_after, self.end, self._registry, steps)
         self._following = following
         try:
