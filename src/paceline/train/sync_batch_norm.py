@@ -19,8 +19,7 @@ from paceline.comm.group.queries import is_initialized
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """The number of values (a scalar tensor) and, for each channel, their mean and the sum of squared deviations from
-    it.
+    """The number of values (a scalar tensor) and, for each channel, their mean and the sum of squared deviations.
 
     All are on the device of the values, so the host does not wait for it, and have the dtype that `accumulator`
     returns.

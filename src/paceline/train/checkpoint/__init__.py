@@ -1,5 +1,4 @@
-"""Checkpoints, which all ranks of a training loop save together and any number of ranks can load; one is always
-complete.
+"""Checkpoints, which all ranks of a training loop save together and any number of ranks can load.
 
 `training_state.py` captures the objects of a state, `optimizers.py` captures optimizers, and `shard_layout.py` maps the
 parts of a divided model to the undivided one. `format/` is the format on disk, without torch; `foreign/` reads

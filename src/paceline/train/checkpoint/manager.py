@@ -1,5 +1,4 @@
-"""`CheckpointManager`: saves a training run at intervals, keeps the newest checkpoints, and restores the newest
-complete one.
+"""CheckpointManager: saves a training run at intervals, keeps the newest checkpoints, and restores the newest one.
 
 On SIGTERM it saves the current step and then ends the process.
 """

@@ -347,8 +347,7 @@ def _once_passed(events: Sequence[AcceleratorEvent], copy: torch.Tensor) -> torc
 
 
 def _pinned_memory_of(nbytes: int) -> torch.Tensor:
-    """Returns aligned page-locked memory, into which a device copies asynchronously, or ordinary memory if there is
-    none.
+    """Returns aligned page-locked memory, for asynchronous copies, or ordinary memory if there is none.
 
     Raises:
         CheckpointError: there is too little memory.

@@ -1,5 +1,4 @@
-"""SavePlan: the division of a save, for which the ranks compare their states and agree on the rank that writes each
-byte.
+"""SavePlan: a rank's part of a save; the ranks compare their states and agree on the rank that writes each byte.
 
 No data is copied or written yet; rank 0 creates the directory of the draft. Each rank reports its state in a
 `RankReport`, and computes the same plan from the reports of all ranks.

@@ -187,8 +187,7 @@ class _Pieces(NamedTuple):
 
 
 class DeviceOutcome:
-    """The norms of gradients, of their averages and of parameters in one step, which the device may still have to
-    compute.
+    """The norms of gradients, their averages and parameters in one step, which the device may still have to compute.
 
     Args:
         step: the number of the backward.

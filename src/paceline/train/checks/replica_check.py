@@ -1,5 +1,4 @@
-"""ReplicaCheck: compares digests of the ranks' replicas, and reports which ranks differ, since which step and in which
-values.
+"""ReplicaCheck: compares digests of the ranks' replicas, and reports the differing ranks, their values and the step.
 
 A replica consists of parameters, buffers, the state of optimizers, and random states.
 """

@@ -106,8 +106,7 @@ class OuterParameters(nn.Module):
 
     @torch.no_grad()
     def step(self, fragment: int, gradient: torch.Tensor, optimizer: Optimizer | None) -> None:
-        """Updates the outer parameters of a fragment with a mean of outer gradients, or subtracts it if `optimizer` is
-        None.
+        """Updates the outer parameters of a fragment with a mean of outer gradients; without `optimizer`, subtracts it.
 
         The parameters of other fragments have no gradient, so that the optimizer does not change them.
         """

@@ -1,5 +1,4 @@
-"""Failpoints: named points in the code at which a test kills, stops or delays a chosen worker. Without orders,
-`failpoint` does nothing.
+"""Named points in the code at which a test kills, stops or delays a worker. Without orders, `failpoint` does nothing.
 
 `PACELINE_FAILPOINTS` holds orders separated by commas, each `WORKER:POINT@COUNT=ACTION`: when the worker named WORKER
 reaches the point for the COUNT-th time, it performs ACTION: "kill", "stop", "exit", "raise", "delay" or "lose" (its

@@ -2,9 +2,11 @@
 
 A *view* is a numbered list of the workers that train together; its number is called a generation. A *forced* view
 follows the loss of a worker, and the survivors enter it immediately. A *planned* view adds or removes workers. Its
-members first form its process group, and enter the view together at the beginning of the next batch. A worker that
-joins while others train is a *receiver* until it has caught up with them: *senders* among the members take a snapshot
-of the state at the beginning of a batch, for a *transfer* that is numbered like the views (`state_transfer/`).
+members first form its process group, and enter the view together at the beginning of the next batch.
+
+A worker that joins while others train is a *receiver* until it has caught up with them: *senders* among the members
+take a snapshot of the state at the beginning of a batch, for a *transfer* that is numbered like the views
+(`state_transfer/`).
 
 A worker and its launcher exchange one JSON object in each datagram of a socket pair. Between launchers the same structs
 are sent inside the frames of `operate/launch/multinode/protocol.py`.
@@ -328,8 +330,9 @@ class SendOrder(_Order, frozen=True):
 
 
 class ReplicateOrder(_Order, frozen=True):
-    """Store the job's state, in case this machine's launcher has to coordinate the job, and confirm it. On every
-    machine, this order must arrive before all later ones.
+    """Store the job's state, in case this machine's launcher has to coordinate the job, and confirm it.
+
+    On every machine, this order must arrive before all later ones.
     """
 
     machine: str

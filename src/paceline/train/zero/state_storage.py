@@ -34,8 +34,7 @@ _ALIGNMENT_NBYTES = 64
 
 
 class FileMemory:
-    """Allocates tensors in an unnamed memory-mapped file, which the kernel frees when the process ends, even if it is
-    killed.
+    """Allocates tensors in an unnamed memory-mapped file, which the kernel frees even if the process is killed.
 
     Disk space is reserved before it is used, since a write to memory could not report that the disk is full.
 

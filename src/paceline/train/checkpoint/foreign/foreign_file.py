@@ -36,7 +36,8 @@ _SIZES_OF_STORAGES = {
     **dict.fromkeys(("LongStorage", "DoubleStorage", "ComplexFloatStorage"), 8),
     "ComplexDoubleStorage": 16,
 }
-_LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26  # in a zip file; the offset is that of the lengths
+# The size of a record's header in a zip file, and the offset in it of the lengths of name and extra field.
+_LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26
 
 
 @dataclass(frozen=True)

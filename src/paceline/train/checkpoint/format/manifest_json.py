@@ -1,5 +1,4 @@
-"""Encoding of manifests as JSON. The last member is the digest of the text before it, which detects truncation and
-edits.
+"""Encoding of manifests as JSON whose last member is a digest of the text before it, to detect truncation and edits.
 
 Digests (XXH3 with 128 bits) detect accidents, not attacks, and cost about as much as reading the memory. A
 cryptographic digest would cost several times as much and give no more protection, because a program that can change a

@@ -135,8 +135,7 @@ class CheckpointCache:
         self._changing = threading.Lock()
 
     def begin(self, begin: BeginCopy) -> None:
-        """Begins a checkpoint. Drops the others of its root, except the one to keep, and those of other roots as
-        needed.
+        """Begins a checkpoint. Drops others of its root, except the one to keep, and those of other roots as needed.
 
         Raises:
             RefusedError: there is too little memory.

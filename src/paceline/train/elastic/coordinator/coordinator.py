@@ -83,6 +83,7 @@ from paceline.train.elastic.protocol import (
 
 class Coordinator:
     """The coordinator of an elastic job. Its `tick` must be called at `deadline_s` if no other event occurs earlier.
+
     Every method returns the orders to carry out, in sequence. The names of machines and workers are never reused: a
     replacement worker has a new name, and so has a restarted launcher.
     """
@@ -126,8 +127,9 @@ class Coordinator:
         addresses: Mapping[int, str] = {},
         stores: Mapping[int, str] = {},
     ) -> CoordinatorOrders:
-        """Continues a job of another coordinator, from the reports of the machines that follow this one. Its last
-        messages are repeated to workers that may have missed them. Workers that it left out stay out.
+        """Continues a job of another coordinator, from the reports of the machines that follow this one.
+
+        Its last messages are repeated to workers that may have missed them. Workers that it left out stay out.
 
         Args:
             reports: The machines' reports.
@@ -167,9 +169,7 @@ class Coordinator:
         return [self._job.over] if self._job.over is not None else self._settle(now_s)
 
     def hold_back(self, until_s: float) -> bool:
-        """Delays the first view until `until_s`, since another job may be running; returns False if a view was already
-        issued.
-        """
+        """Delays the first view until `until_s`, since another job may be running; returns False if it was issued."""
         self._job.quiet_until_s = max(self._job.quiet_until_s, until_s)
         return self._job.views.latest is None
 
@@ -283,9 +283,10 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_stalled(self, uid: str, why: str, now_s: float) -> CoordinatorOrders:
-        """Records that a worker is unresponsive; all its earlier messages have been reported. If others can continue,
-        it is left out, and its launcher is ordered to kill it. When it responds again, its launcher reports that it
-        started.
+        """Records that a worker is unresponsive; all its earlier messages have been reported.
+
+        If others can continue, it is left out, and its launcher is ordered to kill it. When it responds again, its
+        launcher reports that it started.
         """
         worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives:
@@ -372,9 +373,7 @@ class Coordinator:
         return [] if orders is None else [*replication_orders(self._job, int(retirement.home.name)), *orders]
 
     def _raise_term(self, term: int) -> None:
-        """Raises the term, so that generations of later views exceed those of every coordinator that a machine has
-        followed.
-        """
+        """Raises the term, so that generations of later views exceed those of any coordinator followed before."""
         views = self._job.views
         if self._home is not None and term > views.term:
             views.term = next_term(term, int(self._home))

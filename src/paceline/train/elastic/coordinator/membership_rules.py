@@ -270,8 +270,9 @@ def begin_machines(job: ElasticJob) -> None:
 
 
 def give_first_view(job: ElasticJob, now_s: float) -> bool:
-    """Issues the first view once enough workers are ready; returns whether that had any effect. It does not wait if all
-    workers that the machines keep running are ready.
+    """Issues the first view once enough workers are ready; returns whether that had any effect.
+
+    It does not wait if all workers that the machines keep running are ready.
     """
     policy, ready = job.policy, job.registry.ready()
     if len(ready) >= policy.min_workers:
@@ -365,8 +366,9 @@ def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
 
 
 def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
-    """Issues a forced view, or reports the workers that it waits for; returns whether it did more than wait. After the
-    last round no quorum is required, since no more rounds are committed.
+    """Issues a forced view, or reports the workers that it waits for; returns whether it did more than wait.
+
+    After the last round no quorum is required, since no more rounds are committed.
     """
     sources = job.views.sources()
     if not sources:

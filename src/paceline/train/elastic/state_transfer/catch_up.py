@@ -55,8 +55,10 @@ _TRIES, _MORE_TRIES = 4, 16
 
 @dataclass
 class AdmissionTest:
-    """Decides when a receiver can be admitted: when it has caught up, or when it never will because its loop is no
-    faster than theirs. In the latter case, the others wait while it replays the missing rounds.
+    """Decides when a receiver can be admitted.
+
+    That is when it has caught up, or when it never will because its loop is no faster than theirs. In the latter case,
+    the others wait while it replays the missing rounds.
 
     >>> AdmissionTest().is_near(0), AdmissionTest().is_near(2)
     (True, False)
@@ -66,9 +68,7 @@ class AdmissionTest:
     _taken: int = 0
 
     def is_near(self, behind: int) -> bool:
-        """Records the number of remaining results after each received result; returns whether the receiver can be
-        admitted.
-        """
+        """Records the number of remaining results after each received one; returns whether to admit the receiver."""
         if self._first is None:
             self._first = behind
         self._taken += 1
@@ -233,8 +233,7 @@ _ENDING_S = 1.0  # time for which a receiver without senders waits for a message
 
 
 class CatchUp:
-    """The common part of both kinds of catch-up: the report that the receiver is near, and entry into the admitting
-    view.
+    """The common part of both kinds of catch-up: reporting that the receiver is near, and entering the admitting view.
 
     Args:
         connection: The worker's connection to its launcher.
@@ -268,8 +267,7 @@ class CatchUp:
             self._end(order.reason, order.code)
 
     def _comes_in(self, generation: int, holds: Callable[[], int]) -> bool:
-        """Enters the others' view, or a forced view that replaced it; returns False if the view does not contain this
-        worker.
+        """Enters the others' view, or a forced view that replaced it; returns False if that excludes this worker.
 
         Args:
             generation: The generation of the view.

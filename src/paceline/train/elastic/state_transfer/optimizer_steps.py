@@ -27,10 +27,11 @@ class StateDivergedError(Exception):
 
 
 class StateDivergence:
-    """Compares a receiver's history, a snapshot and the members' later steps, with that of the members. A member that
-    has committed a round may be lost before any other is informed, and the others then commit another result. Each step
-    therefore contains the result that it followed, and each round contains the previous result. A receiver that has
-    made a step that the others did not make detects that.
+    """Compares a receiver's history, a snapshot and the members' later steps, with that of the members.
+
+    A member that has committed a round may be lost before any other is informed, and the others then commit another
+    result. Each step therefore contains the result that it followed, and each round contains the previous result. A
+    receiver that has made a step that the others did not make detects that.
 
     Args:
         round_number: The round that follows the snapshot.

@@ -1,4 +1,5 @@
 """The receiver of a state transfer: it requests chunks from all senders concurrently, and verifies each of them.
+
 `ViewAdmission` requests that a worker without state may join, either directly by a view or after a transfer.
 """
 

@@ -165,8 +165,9 @@ class Snapshot:
             self.close()
 
     def make_room(self) -> bool:
-        """If the log has grown too long, waits until the receiver has all of it; returns whether it waited. A receiver
-        that does not connect, or reads nothing, is dropped.
+        """If the log has grown too long, waits until the receiver has all of it; returns whether it waited.
+
+        A receiver that does not connect, or reads nothing, is dropped.
         """
         if self._log < 0 or self._size - self._progress.done <= self._most:
             return False

@@ -292,8 +292,10 @@ class SnapshotServer:
         self._passed = 0, 0  # the receiver's round, and the number of that round's steps it has
 
     def run(self) -> None:
-        """Answers until the receiver or the sender disconnects, at low priority until the receiver is near. From then
-        on the others may already be in the next view, and wait until the receiver has the last result before that view.
+        """Answers until the receiver or the sender disconnects, at low priority until the receiver is near.
+
+        From then on the others may already be in the next view, and wait until the receiver has the last result before
+        that view.
 
         Raises:
             BrokenTransferError, OSError: The receiver or the sender has disconnected.

@@ -66,8 +66,7 @@ class BatchAssignments:
             self._reported = self.latest.members
 
     def begin(self, round_number: int, members: tuple[str, ...]) -> ViewChange | None:
-        """Begins a batch, assigning it to `members` unless it was already assigned; returns the change since the last
-        one.
+        """Begins a batch, assigning it to `members` unless it was assigned; returns the change since the last batch.
 
         >>> early, late = BatchAssignments(), BatchAssignments()
         >>> early.begin(0, ("a", "b", "c"))

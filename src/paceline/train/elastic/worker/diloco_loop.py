@@ -30,8 +30,9 @@ _FINAL = -1  # the number of the mean over all members at the end
 
 
 class DilocoTrainingState(TrainingState):
-    """The outer parameters, the state of the outer optimizer, and the state of `others`. Each worker has its own
-    parameters, inner optimizer and buffers; a new worker starts with those of a member.
+    """The outer parameters, the state of the outer optimizer, and the state of `others`.
+
+    Each worker has its own parameters, inner optimizer and buffers; a new worker starts with those of a member.
     """
 
     def __init__(self, diloco: DiLoCo, others: Mapping[str, Stateful]) -> None:

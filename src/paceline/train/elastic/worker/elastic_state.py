@@ -225,8 +225,9 @@ class ElasticState:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the loop runs on results that others computed earlier, because this worker joined late. The others
-        have already produced the side effects of a step, such as a line in a log.
+        """Whether the loop runs on results that others computed earlier, because this worker joined late.
+
+        The others have already produced the side effects of a step, such as a line in a log.
         """
         return self._rounds is not None and self._rounds.is_replaying
 

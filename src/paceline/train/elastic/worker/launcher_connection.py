@@ -103,8 +103,9 @@ class LauncherConnection:
             self._socket.send(protocol.encode_message(message))
 
     def await_view(self, after: int, accepts: Callable[[View], bool]) -> View | Dismissed:
-        """Waits for a view with a generation greater than `after` for which `accepts` returns True, or for the order to
-        end. During a long wait, the launcher's reasons are printed, once each; the launcher enforces the deadlines.
+        """Waits for a view after `after` for which `accepts` returns True, or for the order to end.
+
+        During a long wait, the launcher's reasons are printed, once each; the launcher enforces the deadlines.
 
         Raises:
             LauncherLostError: The launcher has ended.

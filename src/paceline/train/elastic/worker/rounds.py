@@ -120,8 +120,7 @@ class Rounds:
         return self._round(lambda group: self._agreed_on(group, compute(group), None))
 
     def begin_batch(self) -> ViewChange | None:
-        """Enters the next view if all members are ready for it. It is called between batches, when the state contains
-        no batch.
+        """Enters the next view if all members are ready for it; called between batches.
 
         Returns:
             The change of workers since the last batch, the same on every member, or None.

@@ -70,9 +70,10 @@ class ViewGroup:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is no reason to wait any longer before entry: all members have connected, or this worker cannot
-        reach them. It becomes true after a fixed time in any case. A member that cannot reach the others reports that
-        when it enters the view, for which all members have to be ready.
+        """Whether waiting longer before entry is useless: all members have connected, or this worker cannot reach them.
+
+        It becomes true after a fixed time in any case. A member that cannot reach the others reports that when it
+        enters the view, for which all members have to be ready.
         """
         is_over = self._thread is None or not self._thread.is_alive()
         return is_over or time.monotonic() - self._began_s > _HEAD_START_S
@@ -177,9 +178,7 @@ _PARTING_S = 5.0  # time for a discarded group to end
 
 
 class ViewGroups:
-    """Holds the default process group of the current view, and forms the group of a planned view as soon as that
-    arrives.
-    """
+    """Holds the default process group of the current view, and forms that of a planned view when it arrives."""
 
     def __init__(self, connection: LauncherConnection) -> None:
         self._connection = connection
@@ -209,9 +208,10 @@ class ViewGroups:
         return world.group
 
     def acts_up_to(self, heard: int) -> int:
-        """Returns the largest number, of the views and transfers up to `heard`, on which this worker can act
-        immediately. It cannot enter a planned view while the view's group forms, and must also defer everything that it
-        has received since it entered the current view.
+        """Returns the largest number of a view or transfer, up to `heard`, on which this worker can act immediately.
+
+        It cannot enter a planned view while the view's group forms, and must also defer everything that it has received
+        since it entered the current view.
         """
         with self._lock:
             current, coming = self._current, self._next

@@ -40,8 +40,7 @@ def audit_of(round_number: int, deal: Deal, shards: int) -> Audit | None:
 
 
 def suspects(audit: Audit, digests: Sequence[int]) -> tuple[int, ...]:
-    """Returns the ranks whose digest of the audited shard differs from the majority's, or all ranks if there is no
-    majority.
+    """Returns the ranks whose digest of the audited shard differs from the majority's, or all without a majority.
 
     Args:
         audit: The audit.
