@@ -190,7 +190,7 @@ def _children(value: object) -> dict[object, object] | None:
 
 
 def _with_children(value: object, children: dict[object, object]) -> object:
-    """Returns a nest like `value` with other children."""
+    """Returns a copy of the nest `value` with `children` in place of its own."""
     make: Callable[..., object] = type(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return make(*children.values())
@@ -198,7 +198,7 @@ def _with_children(value: object, children: dict[object, object]) -> object:
         return make(children.values())
     if isinstance(value, Mapping):
         return make(children.items())
-    copied = object.__new__(type(value))  # works whatever arguments its __init__ takes
+    copied = object.__new__(type(value))  # works regardless of the arguments of its __init__
     copied.__dict__.update(value.__dict__)
     for name, child in children.items():
         object.__setattr__(copied, str(name), child)  # the dataclass may be frozen

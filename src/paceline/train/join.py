@@ -27,10 +27,10 @@ class JoinHook:
         """Makes the collectives of one training step; called repeatedly while any rank has inputs."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Completes the training when all ranks have run out; called once.
+        """Completes the training when all ranks have run out of inputs; called once.
 
         Args:
-            is_last_joiner: whether this rank was among the last to run out.
+            is_last_joiner: whether this rank was among the last to run out of inputs.
         """
 
 

@@ -34,7 +34,7 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     strides = torch.empty_like(tensor, device="meta").stride()
     try:
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    except RuntimeError:  # the device may also have no such memory
+    except RuntimeError:  # some devices have no page-locked memory
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu")
 
 

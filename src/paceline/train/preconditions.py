@@ -223,7 +223,7 @@ def unsupported_reason(
 
 
 def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> RankFacts:
-    """Returns the facts about this rank; on a GPU, reducing during backward requires no core."""
+    """Returns the facts about this rank; with parameters on a GPU, reducing during backward requires no core."""
     named = os.environ.get("LOCAL_WORLD_SIZE", "")
     quota, cgroup = _core.cpu_quota()
     return RankFacts(

@@ -115,7 +115,7 @@ class CheckpointManager:
                 self.close()
 
     def should_save(self, step: int) -> bool:
-        """Returns whether `save` would save this step, judging by this rank alone."""
+        """Returns whether `save` would save this step, according to this rank alone."""
         if self._saved == step:
             return False
         if isinstance(self._every, timedelta):

@@ -201,7 +201,7 @@ class PeerCopies:
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
 
     def _inventories(self, root: str, channel: CollectiveChannel) -> bytes:
-        """Returns the inventory of this host's cache; a single rank also returns those of the other caches in it."""
+        """Returns the inventory of this host's cache; a single rank adds the inventories of the caches listed there."""
         found: list[Inventory] = []
         if self._own:
             with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:

@@ -94,7 +94,7 @@ class DeviceNorms:
         self.nbytes = 0
 
 
-_WORDS = 1 << 22  # the number of 8-byte words that are hashed at once: the memory that a digest needs is twice that
+_WORDS = 1 << 22  # the number of 8-byte words that are hashed at a time; a digest needs memory for twice that number
 _SMALL_BYTES = 1 << 16  # tensors up to this size are hashed together
 
 

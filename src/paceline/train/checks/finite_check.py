@@ -167,7 +167,7 @@ class NonFiniteHistory:
 
 
 _SOME_TENSORS = 8  # the number of tensors that a partial check reads, of those that are averaged together
-_SOME_BYTES = 4096  # the number of bytes that it reads of each
+_SOME_BYTES = 4096  # the number of bytes that it reads from each tensor
 _ALL_BYTES = 1 << 62
 _SOME_SHARE = 0.003  # the share of a step's time that partial checks may take
 _ALL_SHARE = 0.001  # the share that complete checks may take
@@ -247,7 +247,7 @@ class GradientCheck:
         self._has_found = False
         self._found: list[NonFiniteTensor] = []  # those to be named in a warning
         self._seen: list[_Pieces] = []
-        # - Those on devices
+        # - Findings on devices
         self._norms = DeviceNorms()
         self._seen_on_device: list[torch.Tensor] = []
         self._outcomes: list[DeviceOutcome] = []

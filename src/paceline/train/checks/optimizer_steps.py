@@ -31,9 +31,9 @@ class CheckInterval:
 
     Args:
         share: the largest share of the time that the check may take.
-        first: the first step in which it runs.
+        first: the first step in which the check runs.
         least: the smallest number of steps between two runs.
-        fixed: the number of steps between two runs, whatever they cost; None if the cost determines it.
+        fixed: the number of steps between two runs, regardless of their cost; None if the cost determines it.
     """
 
     def __init__(self, share: float, *, first: int = 1, least: int = 1, fixed: int | None = None) -> None:

@@ -434,7 +434,7 @@ def gather_digests(
 def find_differences(
     gathered: _Gathered, parts: Mapping[str, StateDigests], group: ProcessGroup
 ) -> list[ReplicaDifference]:
-    """Returns the parts that differ; all ranks call this after `gather_digests`, and exchange the names of these."""
+    """Returns the parts that differ; all ranks call this after `gather_digests`, and exchange names of values."""
     differences = []
     for part, digests in gathered.parts.items():
         sides = compare_digests(digests)

@@ -164,7 +164,7 @@ class HookedWork:
             and reduced.data_ptr() == gradients[0].data_ptr()
             and reduced.dtype == gradients[0].dtype
         ):
-            return  # the hook has averaged the memory itself
+            return  # the hook has averaged the memory in place
         parts = reduced.reshape(-1).split([gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part)

@@ -41,7 +41,7 @@ from paceline.train.module_tensors import TrackedTensors, broadcast_tensors, col
 from paceline.train.training_events import RecordedBuckets
 
 _COMPARED_STEPS = 3  # the number of steps whose digests must agree for a warning
-_DIGEST_BITS = 20  # exact in float32, also when divided by the number of ranks
+_DIGEST_BITS = 20  # exact in float32, even when divided by the number of ranks
 _MOST_NAMED = 8  # ranks in the warning
 _MOST_BYTES = 1 << 16  # the part of each tensor that is hashed
 

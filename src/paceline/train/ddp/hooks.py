@@ -205,7 +205,7 @@ class PowerSGDState:
     iter: int = 0
     errors: dict[int, torch.Tensor] = field(default_factory=dict)  # by bucket
     rights: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # Q of each matrix of a bucket
-    _drawn: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False, repr=False)  # the first of `rights`
+    _drawn: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False, repr=False)  # initial `rights`
 
     def __post_init__(self) -> None:
         if self.matrix_approximation_rank < 1:

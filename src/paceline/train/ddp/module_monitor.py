@@ -81,7 +81,7 @@ class ModuleMonitor:
     Args:
         module: the module.
         group: the ranks.
-        also_ignored: the names of tensors to be ignored besides those that the module names.
+        also_ignored: the names of tensors to be ignored in addition to those that the module lists.
         may_leave_out: whether parameters may get no gradient, and therefore may also be removed from the module.
     """
 

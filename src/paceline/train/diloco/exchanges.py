@@ -62,7 +62,7 @@ class WaitForAll:
         """Does nothing, since `participants` exchanges the arrivals."""
 
     def is_certain(self, number: int) -> bool:
-        """Waits until this rank has arrived (returns True) or has finished (returns False)."""
+        """Waits until this rank has arrived, or has finished, and returns whether it has arrived."""
         mailbox = self._mailbox
         with mailbox.changed:
             while (latest := mailbox.latest_offer_from(number)) is None:
@@ -111,7 +111,7 @@ class GraceWindow:
             self._send(torch.tensor([number], device="cpu"), _DECIDER, _ARRIVALS)
 
     def is_certain(self, number: int) -> bool:
-        """Returns False, since late ranks take no part."""
+        """Returns False, since late ranks do not participate."""
         return False
 
     def participants(self, number: int) -> Participants:
@@ -177,7 +177,7 @@ class GraceWindow:
 
 
 class OuterAverager:
-    """Averages tensors in place; a rank that takes no part passes zeros.
+    """Averages tensors in place; a rank that does not participate passes zeros.
 
     The first tensor of a fragment is the outer gradient. With a `wire` it is rounded between hosts, and the rounding
     error is added in the fragment's next exchange. Further tensors, such as the values of buffers, are sent unchanged.
@@ -188,14 +188,14 @@ class OuterAverager:
         self._wires: dict[int, Wire] = {}
 
     def begin(self, group: ProcessGroup, fragment: int, tensors: list[torch.Tensor]) -> list[Work]:
-        """Begins to sum a fragment's tensors over the ranks of `group`."""
+        """Starts summing a fragment's tensors over the ranks of `group`."""
         gradient, *others = tensors
         works = [group.all_reduce(gradient, async_op=True, wire=self._wire_of(fragment))]
         works += [group.all_reduce(tensor, async_op=True) for tensor in others]
         return [work for work in works if work is not None]
 
     def end(self, works: list[Work], tensors: list[torch.Tensor], parts: int) -> None:
-        """Waits for the sums of `begin`, and divides them by the number of ranks that took part."""
+        """Waits for the sums of `begin`, and divides them by the number of participating ranks."""
         for work in works:
             work.wait()
         for tensor in tensors:
@@ -210,7 +210,7 @@ class OuterAverager:
 
 
 class Exchanges(Protocol):
-    """Averages outer gradients over some set of ranks."""
+    """Averages outer gradients over a set of ranks."""
 
     def start(self, number: int) -> None:
         """Makes `number` the next exchange."""
@@ -237,7 +237,7 @@ class Exchanges(Protocol):
         ...
 
     def most(self, number: int) -> int:
-        """Returns the largest of the ranks' numbers, after all have left."""
+        """Returns the maximum of the ranks' numbers, after all have left."""
         ...
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -285,10 +285,10 @@ class NoExchanges:
 
 
 class BackgroundExchanges:
-    """Runs exchanges on a thread, in groups of their own.
+    """Runs exchanges on a separate thread, in separate groups.
 
-    While the training is late or has finished, the thread makes the calls of exchanges without it, so that other ranks
-    do not wait.
+    If this rank's training is late or has finished, the thread makes the collectives of exchanges without it, so that
+    other ranks do not wait.
 
     Args:
         group: the ranks, in a group that no other thread uses.

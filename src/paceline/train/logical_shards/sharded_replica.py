@@ -95,7 +95,7 @@ class ShardedReplica:
         self._checks = checks
         self._local = count // size
         self._forwards = 0
-        self._waiting: list[_Forward] = []  # forwards whose backward has run and whose gradients were not reduced yet
+        self._waiting: list[_Forward] = []  # forwards that have had their backward, but no reduction yet
         self._begun: list[_Forward] = []  # forwards that the running backward has reached
         self._task = NO_BACKWARD  # the autograd engine's number of the running backward
 

@@ -18,7 +18,7 @@ from paceline.train.pipeline.stage import Stage, Value
 _MOST_TENSORS = 8
 _MOST_DIMENSIONS = 8
 _TENSOR_LENGTH = 3 + _MOST_DIMENSIONS  # the dtype, whether a gradient is needed, the number of dimensions, the shape
-_HEADER_LENGTH = 1 + _MOST_TENSORS * _TENSOR_LENGTH  # the number of tensors, and the tensors
+_HEADER_LENGTH = 1 + _MOST_TENSORS * _TENSOR_LENGTH  # the number of tensors, and the description of each
 
 Ending = Callable[[Value], torch.Tensor]
 """A function that computes a micro-batch's loss from the last stage's output."""

@@ -221,7 +221,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         """Averages the first round of a step, and passes the averages to the check."""
         self._steps += 1
         if check.has_found:
-            check.end(self._steps)  # looks at the parameters too, so no rank may have applied such gradients yet
+            check.end(self._steps)  # examines the parameters too, so no rank may have applied such gradients yet
             self._exchange.average(ready, update)
             return
         self._exchange.average(ready, update, stores=check.is_looking)

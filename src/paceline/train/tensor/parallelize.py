@@ -1,4 +1,4 @@
-"""parallelize_module: divides modules of a model among the ranks of a group by parallel styles.
+"""parallelize_module: divides modules of a model among the ranks of a group, as parallel styles specify.
 
 The styles have the names and the arguments of those in `torch.distributed.tensor.parallel`, so a plan for torch's
 `parallelize_module` works unchanged. Activations are always plain tensors: `Replicate()` denotes a tensor that is whole
@@ -42,7 +42,7 @@ Divide = Callable[[torch.Tensor, int], nn.Parameter]
 
 
 class ParallelStyle(ABC):
-    """A way to divide a module."""
+    """The division of a module among ranks."""
 
     @abstractmethod
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:

@@ -221,7 +221,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gathers the whole state on group rank `to`, where `state_dict` then returns it; every rank calls this.
 
-        The tensors of that state are on the CPU, wherever the parameters are.
+        The tensors of that state are on the CPU, regardless of the device of the parameters.
         """
         gathered = gather_state(self._own_state(), self.process_group, to)
         self._consolidated = None if gathered is None else join_parts(gathered, self._shards.by_param)

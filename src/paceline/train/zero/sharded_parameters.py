@@ -298,7 +298,7 @@ class ShardedParameters:
                 tensor.register_hook(partial(self._before_backward, number))
             if not outputs and self._is_trained(number):
                 return  # no hook would run before its backward, so the parameters stay
-        if not in_backward():  # a checkpointed layer runs again there, and its backward follows
+        if not in_backward():  # in a backward, a checkpointed layer runs again, and its own backward follows
             self.free(number)
 
     @eager

@@ -58,7 +58,7 @@ class FileMemory:
             ) from error
         weakref.finalize(self, self._file.close)
         self._nbytes = 0
-        self._mappings: list[tuple[int, int]] = []  # the addresses at which they begin and end
+        self._mappings: list[tuple[int, int]] = []  # the addresses at which mappings begin and end
         self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")  # the unused rest of the last chunk
 
     @property

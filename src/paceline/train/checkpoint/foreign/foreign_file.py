@@ -215,7 +215,7 @@ def _are_records_whole(path: Path, file: BinaryIO) -> bool:
         named = _Sizes(io.BytesIO(archive.read(f"{top}{_PICKLE_RECORD}")))
         try:
             named.load()
-        except Exception:  # more than tensors and plain values; torch loads it, or raises the reason
+        except Exception:  # not only tensors and plain values; torch loads it, or raises an error
             return False
     for key, nbytes in named.of_records:
         if sizes.get(f"{top}/data/{key}") != nbytes:

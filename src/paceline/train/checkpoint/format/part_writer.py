@@ -1,4 +1,4 @@
-"""`write_part`: writes the regions of one rank as a stream of safetensors files, digested, and durable at the end."""
+"""write_part: writes the regions of one rank as a stream of safetensors files, with digests, and makes them durable."""
 
 from __future__ import annotations
 

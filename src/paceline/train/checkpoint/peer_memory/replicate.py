@@ -229,7 +229,7 @@ class ReplicaSource:
         return _CachedFile(self._root, self._token, name, self._files[name], self._client_of)
 
     def share(self, directory: str) -> _Text:
-        """Does nothing: a cache keeps a checkpoint until the second one after it begins."""
+        """Does nothing: a cache keeps a checkpoint until the next but one begins."""
         return _Text(b"")
 
 

@@ -226,5 +226,5 @@ class ElasticJob:
         self.orders.append(end)
 
     def can_grow(self) -> bool:
-        """Returns whether another worker may still join, as a replacement or from a further machine."""
+        """Returns whether another worker may still join, as a replacement or from another machine."""
         return self.registry.begun() < self.policy.max_machines or self.registry.can_grow()

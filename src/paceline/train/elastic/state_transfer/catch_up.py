@@ -2,7 +2,7 @@
 
 With logical shards it runs the script's loop on the others' results (`LoopCatchUp`). A receiver in a DDP loop cannot
 run forward and backward with the others, so it repeats their optimizer steps before the script's loop begins
-(`OptimizerCatchUp`). The remaining state, such as buffers, scheduler and loader, it receives when it enters the view.
+(`OptimizerCatchUp`). It receives the remaining state, such as buffers, scheduler and loader, when it enters the view.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class ViewChange:
 
     Attributes:
         workers: The number of workers from this batch on.
-        came: The names of the workers that joined since the previous batch.
-        went: The names of the workers that left since then.
+        came: The names of the workers that have joined since the previous batch.
+        went: The names of the workers that have left since the previous batch.
     """
 
     workers: int

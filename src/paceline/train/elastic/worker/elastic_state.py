@@ -138,7 +138,7 @@ def _described(module: nn.Module) -> list[tuple[object, ...]]:
     ]
 
 
-_PENDING = "pending gradients"  # not an identifier, so no keyword argument of `ElasticState` can clash
+_PENDING = "pending gradients"  # not an identifier, so it cannot clash with a keyword argument of `ElasticState`
 
 
 class ElasticState:
