@@ -211,7 +211,7 @@ def parallel_apply(
     kwargs_tup: Sequence[Mapping[str, object]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[object]:
-    """Calls each module with its inputs in a thread of its own, and returns their outputs.
+    """Calls each module with its inputs in a separate thread, and returns their outputs.
 
     The threads inherit the caller's grad mode, inference mode, autocast, and current stream on each device.
 

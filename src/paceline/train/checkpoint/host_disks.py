@@ -133,7 +133,7 @@ def abandon(root: Root, draft: Draft, disks: Disks | None, rank: int) -> None:
 
 @dataclass(frozen=True)
 class SpreadCheckpoint:
-    """A checkpoint whose files are on several disks, each of which some rank sees.
+    """A checkpoint whose files are on several disks, each visible to at least one rank.
 
     Attributes:
         token: the checkpoint's token, which is the same on all disks.

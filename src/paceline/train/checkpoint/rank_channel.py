@@ -99,7 +99,7 @@ class StoreChannel:
 
     Args:
         token: a text that is the same on all ranks, and different for each channel.
-        timeout_s: the seconds that a rank waits for the others.
+        timeout_s: the time in seconds that a rank waits for the others.
     """
 
     def __init__(self, group: ProcessGroup, store: Store, token: str, timeout_s: float) -> None:

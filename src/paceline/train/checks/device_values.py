@@ -105,7 +105,7 @@ class _Digest:
     into: dict[str, int]
     name: str
     text: str
-    sums: list[int] = field(default_factory=list)  # their indices among those of the device
+    sums: list[int] = field(default_factory=list)  # indices of the sums among those of the device
 
 
 class DeviceDigests:

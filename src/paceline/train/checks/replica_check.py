@@ -150,7 +150,7 @@ class StateDigests:
 
 
 def tensors_part(named: Mapping[str, torch.Tensor], on_devices: DeviceDigests) -> StateDigests:
-    """Returns the digests of the tensors that have memory of their own, unlike sparse ones."""
+    """Returns the digests of the tensors that have their own memory; sparse tensors, for example, do not."""
     values: dict[str, int] = {}
     for name, tensor in named.items():
         _add_tensor(values, repr(name), tensor, on_devices)
@@ -223,7 +223,7 @@ def _add_tensor(values: dict[str, int], name: str, tensor: torch.Tensor, on_devi
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor has values in memory of its own, and not in that of tensors which it wraps."""
+    """Returns whether the tensor has values in its own memory, rather than in the memory of tensors that it wraps."""
     return tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
 
 

@@ -177,8 +177,8 @@ class DistributedEvalSampler(Sampler[int]):
 def mean_over_samples(total: torch.Tensor | float, count: int, group: Group = None) -> torch.Tensor:
     """Returns the mean over the samples of all ranks, with equal weights.
 
-    The mean of the ranks' means is wrong if ranks have different numbers of samples. This function divides the sum
-    of all totals by the sum of all counts, in float64.
+    The mean of the ranks' means is wrong if ranks have different numbers of samples. This function divides the sum of
+    all totals by the sum of all counts, in float64.
 
     Args:
         total: a number or a tensor, the sum over this rank's samples; the shape is the same on every rank.

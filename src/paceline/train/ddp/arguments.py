@@ -24,7 +24,7 @@ def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | N
 
     Raises:
         RuntimeError: both are given, or the mesh has several dimensions.
-        ValueError: the mesh does not have all ranks of the default group in their order.
+        ValueError: the mesh does not contain all ranks of the default group in order.
         TypeError: `process_group` is not a Paceline group.
     """
     if device_mesh is None:

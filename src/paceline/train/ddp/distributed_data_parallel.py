@@ -457,7 +457,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Requires that the gradients of the latest backward were averaged.
 
         Raises:
-            RuntimeError: they were not, because some parameters have no gradient.
+            RuntimeError: they were not averaged, because some parameters have no gradient.
         """
         self._reducer.require_averaged()
 
@@ -798,5 +798,5 @@ def synchronize_replicas(
 
 
 def _call_module(module: nn.Module, *args: object, **kwargs: object) -> object:
-    """Calls the module from a frame of its own, since torch.compile skips frames of PyTorch's layers."""
+    """Calls the module from a separate frame, since torch.compile skips frames of PyTorch's layers."""
     return module(*args, **kwargs)

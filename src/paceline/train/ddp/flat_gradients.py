@@ -1,6 +1,6 @@
 """FlatGradients: the gradients of a bucket on a device, as parts of one flat tensor, which one call reduces.
 
-Autograd computes each gradient in memory of its own. When the last one of a bucket has been computed, all are copied
+Autograd computes each gradient in separate memory. When the last one of a bucket has been computed, all are copied
 into the flat tensor, whose parts replace them. If the program keeps the gradients (`zero_grad(set_to_none=False)`, or
 an accumulation within `no_sync`), autograd adds the next ones to these parts, and nothing is copied. If it discards
 them, the flat tensor is kept for the next backward, since creating its parts again would cost the host more than the

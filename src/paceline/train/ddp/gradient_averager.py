@@ -189,7 +189,7 @@ class GradientAverager:
             self._ahead[bucket] = memory, record_current(memory.tensors[0].device)
 
     def _start_full(self) -> None:
-        """Starts full buckets, strictly in their order, on the group's progress thread.
+        """Starts full buckets, strictly in order, on the group's progress thread.
 
         A gradient that shares its memory is averaged in a copy, since the backward continues and may still read it.
         """
@@ -344,7 +344,7 @@ class GradientAverager:
     # - Without a backward, and for messages
 
     def replace_by_zeros(self) -> list[torch.Tensor | None]:
-        """Replaces the gradients by zeros on a rank that has no inputs in this step.
+        """Replaces the gradients with zeros on a rank that has no inputs in this step.
 
         Returns:
             The gradients that this rank had before.
@@ -504,7 +504,7 @@ def choose_wire(
 
 
 class SameBatches:
-    """Detects that ranks read the same batches, without a collective of its own.
+    """Detects that ranks read the same batches, without an additional collective.
 
     In the first steps, a vector with an element for each rank is sent along with the gradients. Each rank writes a
     digest of its inputs to its own element and zeros to the others, so the average contains the digests of all ranks.

@@ -292,7 +292,7 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduce
 
 
 def _orthonormal(columns: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Orthonormalizes the columns: with an epsilon by Gram-Schmidt, as torch's hook does, and without one by QR."""
+    """Orthonormalizes the columns: by Gram-Schmidt if there is an epsilon, as in torch's hook, and otherwise by QR."""
     if epsilon == 0:
         basis: torch.Tensor = torch.linalg.qr(columns)[0]
         return basis

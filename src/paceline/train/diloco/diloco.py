@@ -37,7 +37,7 @@ def wrong_rhythm_text(rhythm: ExchangeInterval, mix: float, grace_s: float | Non
     Args:
         rhythm: the frequency of exchanges.
         mix: the share of its own parameters that a rank keeps.
-        grace_s: the seconds that an exchange waits for late ranks, or None.
+        grace_s: the time in seconds that an exchange waits for late ranks, or None.
         params: the number of trained parameters.
     """
     if params == 0:
@@ -152,8 +152,8 @@ class DiLoCo:
             By default half the steps between two exchanges.
         mix: the weight, at least 0 and less than 1, of the rank's own parameters at the beginning of the exchange; the
             rest is the weight of the outer parameters from which the rank continues.
-        grace_s: the seconds that an exchange waits for other ranks after the first has arrived. A late rank is left
-            out, and its progress counts in the fragment's next exchange. If None, an exchange waits for all ranks.
+        grace_s: the time in seconds that an exchange waits for other ranks after the first has arrived. A late rank is
+            left out, and its progress counts in the fragment's next exchange. If None, an exchange waits for all ranks.
             In any case, exchanges wait until every rank has called `step` for the first time.
         process_group: the ranks; the default group if None.
 
@@ -399,7 +399,7 @@ class DiLoCo:
 
 
 class LocalSGD(DiLoCo):
-    """Trains each rank independently, and averages the parameters over the ranks once in `every` steps.
+    """Trains each rank independently, and averages the parameters over the ranks every `every` steps.
 
     This is local SGD (Stich 2019), also known as periodic model averaging: DiLoCo whose outer optimizer is SGD with a
     learning rate of 1. With a delay of 0 all ranks continue from the mean; `every=1` averages after each step.

@@ -137,7 +137,7 @@ class ArrivalTracker:
 
     Args:
         ranks: the number of ranks.
-        grace_s: the seconds that an exchange waits after the first rank has arrived.
+        grace_s: the time in seconds that an exchange waits after the first rank has arrived.
         number: the first exchange.
     """
 

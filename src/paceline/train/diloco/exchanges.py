@@ -293,7 +293,7 @@ class BackgroundExchanges:
     Args:
         group: the ranks, in a group that no other thread uses.
         arrivals: a second group of the same ranks, for reports of arrivals.
-        grace_s: the seconds that an exchange waits for late ranks; None to wait for all.
+        grace_s: the time in seconds that an exchange waits for late ranks; None to wait for all.
         averaging: the averager of tensors over the ranks.
         fragment_of: a function that returns the fragment of an exchange.
         blank: a function that returns zeros in the form of an offer for a fragment.
@@ -419,7 +419,7 @@ class BackgroundExchanges:
             mailbox.end(error)
 
     def _begin(self, mailbox: ExchangeMailbox, number: int, takes_part: bool) -> tuple[list[Work], Tensors]:
-        """Begins to sum the ranks' tensors of an exchange."""
+        """Starts summing the ranks' tensors of an exchange."""
         fragment = self._fragment_of(number)
         tensors = mailbox.take(number, takes_part, partial(self._blank, fragment))
         return self._averaging.begin(self._group, fragment, tensors), tensors

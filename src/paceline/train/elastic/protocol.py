@@ -246,7 +246,7 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         first_slot: The number of the launcher's first slot in the job.
         knowledge: The job's state as the launcher holds it.
         workers: The running workers.
-        ended: The names of the workers that have ended, the cause in words, and their exit codes.
+        ended: For each worker that has ended, its name, a description of the cause, and its exit code.
         is_leaving: Whether the launcher ends as soon as its workers have ended.
     """
 

@@ -75,8 +75,8 @@ class LogicalShards:
 
     The model of the CPU or GPU, the version of torch and its number of threads must be the same too; the constructor
     sets the number of threads for this process. On a GPU, `torch.use_deterministic_algorithms(True)` is needed as well,
-    since the order of additions varies in some of its kernels. Every shard also has a random stream of its own on a
-    GPU, so dropout does not depend on the number of ranks there either.
+    since the order of additions varies in some of its kernels. Every shard also has its own random stream on a GPU, so
+    dropout does not depend on the number of ranks there either.
 
     Args:
         module: the unwrapped model, the same on every rank; rank 0's parameters and buffers are copied to all.

@@ -123,7 +123,7 @@ def _balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _filled(weights: Sequence[int], most: int, parts: int) -> list[list[int]]:
-    """Fills parts up to a weight of `most`, but leaves at least one element for each further part."""
+    """Fills parts up to a weight of `most`, but leaves at least one element for each remaining part."""
     filled: list[list[int]] = [[]]
     total = 0
     for index, weight in enumerate(weights):

@@ -144,7 +144,7 @@ def part_of_state_dict(
         shards: the shards of each parameter, in the order of the groups.
 
     Raises:
-        ValueError: the state has groups of other sizes.
+        ValueError: the state has groups of different sizes.
     """
     saved = state_dict["param_groups"]
     _require_same_groups(saved, groups)
@@ -179,7 +179,7 @@ def state_dict_of_parts(
         shards: the shards of each parameter, in the order of the groups.
 
     Raises:
-        ValueError: the state has groups of other sizes.
+        ValueError: the state has groups of different sizes.
     """
     _require_same_groups(saved, groups)
     packed: list[Group] = []

@@ -53,7 +53,7 @@ class ForeignCheckpoint(Protocol):
 
     @property
     def path(self) -> str:
-        """The path."""
+        """The path of the checkpoint."""
 
     @property
     def kind(self) -> str:

@@ -99,7 +99,7 @@ class Checkpoint:
         """Returns the entry of a tensor.
 
         Raises:
-            KeyError: it has no tensor of this name.
+            KeyError: the checkpoint has no tensor with this name.
         """
         if (entry := self.manifest.tensors.get(name)) is None:
             raise KeyError(f"{self.describe()} has no tensor {name}")
@@ -130,7 +130,7 @@ class Checkpoint:
         Raises:
             CheckpointDamagedError: a file is missing, truncated or changed.
             CheckpointError: a file cannot be read.
-            KeyError: it has no tensor of this name.
+            KeyError: the checkpoint has no tensor with this name.
             ValueError: the buffer has another size.
         """
         entry = self.entry(name)

@@ -112,8 +112,8 @@ class ElasticJob:
         fingerprint: The fingerprint of all members, or None before the first view.
         finished: The workers whose training loop has completed.
         ending_s: The time at which the first worker finished, or None.
-        leaving_s: The time since which all members have been asked to leave, or None.
-        few_s: The time since which there have been too few members, or None.
+        leaving_s: The time at which all members had been asked to leave, or None.
+        few_s: The time at which the number of members became too small, or None.
         held: The message that names the workers for which the job waits, or None.
         held_s: The time at which the wait for these workers began.
         due_s: The times at which the facts must be evaluated again if no event arrives.

@@ -109,7 +109,7 @@ class CoordinatorSearch:
     _waits_until_s: float = 0.0
     _order: list[int | None] = field(default_factory=list)  # None stands for a pause
     _is_turning: bool = False  # the coordinator has named a successor, and no attempt to reach that has failed
-    _alone_s: float | None = None  # the time since which all others have appeared to be ended
+    _alone_s: float | None = None  # the time at which all others first seemed to have ended
 
     def lost(self, leader: int, loss: ConnectionLoss, now_s: float) -> None:
         """Records the loss of a coordinator or candidate. The timeout counts from the loss of the last coordinator."""

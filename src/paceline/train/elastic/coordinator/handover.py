@@ -1,6 +1,7 @@
 """The planned handover from a coordinator whose launcher is about to end to its successor.
 
-1. The workers of its own machine leave by a planned view. The members of this view and of all later ones meet in the
+1. The workers of the coordinator's own machine leave through a planned view. The members of this view and of all later
+ones meet in the
    store of the successor's launcher. If no worker has to leave, a planned view with the same members only changes the
    store.
 2. When all members have entered that view, the job's state is replicated to every machine, and the successor is ordered

@@ -119,9 +119,7 @@ def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
 
 
 def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady) -> None:
-    """Passes a sender's offer to the receiver. Without any offer, the others will wait while the receiver receives the
-    state.
-    """
+    """Passes a sender's offer to the receiver; without any offer, the others will wait while the state is sent."""
     job.transfer_offers.setdefault(message.transfer, {})[sender.uid] = message
     while len(job.transfer_offers) > _REMEMBERED:
         del job.transfer_offers[min(job.transfer_offers)]

@@ -7,7 +7,7 @@ agreed: they are one round behind, and commit the result for which they voted.
 
 Members may be in different views when a batch begins: one begins it, and another loses its connections before it does.
 The latter begins the batch in a later view, and must not assign it again. Members therefore exchange the latest batch
-that, as far as they have been informed, has begun, and adopt its assignment (`BatchAssignments`).
+that they have begun or received, and adopt its assignment (`BatchAssignments`).
 
 Each member's number of shards is proportional to its speed, and changes only if the gain is large enough
 (`fair_counts`).
@@ -58,9 +58,7 @@ class BatchAssignments:
         self._reported: tuple[str, ...] = ()  # the members of the latest batch that this member has begun
 
     def learn(self, others: Iterable[BatchAssignment], *, is_new: bool) -> None:
-        """Merges the latest assignments of the view's members. A new member is treated as if it had shared all earlier
-        batches.
-        """
+        """Merges the latest assignments of the view's members; a new member counts as having shared earlier batches."""
         self.latest = max([self.latest, *others], key=lambda dealt: dealt.round)
         if is_new:
             self._reported = self.latest.members

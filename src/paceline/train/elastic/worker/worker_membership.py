@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class WorkerMembership:
-    """Takes one worker through all its views.
+    """Manages the membership of one worker through all its views.
 
     Args:
         connection: The worker's connection to its launcher.
