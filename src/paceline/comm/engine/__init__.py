@@ -3,5 +3,5 @@ libraries.
 
 May use: `schedule` and below, and `_core`; an engine may not use another one. Start reading at `api.py` (the interface
 of an engine), then `channel.py` (the interface of a group's channel); `registry.py` lists the engines, `failures.py`
-composes the errors, and `adapters/` has the parts that engines over libraries share.
+builds the errors, and `adapters/` has the parts shared by the engines that wrap a library.
 """

@@ -4,15 +4,16 @@ An engine serves one type of device. It must
 
 - open groups of the ranks (`Engine.open_group`), each with a channel for its collectives and with messages between its
   ranks (`channel.py` defines both), and close them;
-- give every wait a deadline, and report the end of a call as an `OutcomeCode`: TIMED_OUT, PEER_LOST or MISMATCH where
-  it can detect them, otherwise REFUSED with the library's message (`failures.CallFailure`);
+- give every wait a deadline, and report the result of a call as an `OutcomeCode`: TIMED_OUT, PEER_LOST or MISMATCH
+  where it can detect them, otherwise REFUSED with the library's message (`failures.CallFailure`);
 - run the calls of a group in the order in which they are made, synchronous or not.
 
 It need not handle
 
 - tensors (views, copies, dtypes, checks of arguments), which `group/` does;
-- PREMUL_SUM's factors, lists of objects, coalesced and multi-GPU forms, which become ordinary calls of a channel;
-- the order of calls and a thread for asynchronous ones, which `adapters/serial_channel.py` provides;
+- PREMUL_SUM's factors, and collectives on objects, coalesced tensors and several GPUs, which become ordinary calls of a
+  channel;
+- the order of calls and a thread for asynchronous calls, which `adapters/serial_channel.py` provides;
 - operations, dtypes and reductions that its library lacks, for which `adapters/schedule_executor.py` runs schedules
   over bare sends and receives.
 
@@ -41,8 +42,8 @@ class KnownCosts:
     """The link costs that earlier engines measured; see `native/cost_measurement.py`.
 
     Attributes:
-        models: the cost models, by the hosts between and within which they were measured.
-        pairs: the costs of a message between two hosts, by their names in alphabetical order.
+        models: the cost models, by the hosts within and between which they were measured.
+        pairs: the costs of a message between two hosts, by the names of the hosts in alphabetical order.
     """
 
     models: dict[tuple[str, ...], CostModel] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class EngineContext:
         members: the ranks, or () if the engine discovers them itself, as the native one does.
         peer: the host at which the ranks met, if it is known.
         interface: the interface or address to which other hosts connect; see `network_settings.own_address`.
-        algorithm: the algorithm to force for every collective that offers it, which then runs by schedule.
+        algorithm: the algorithm to force for every collective that offers it; these collectives then run by schedule.
         costs: the link costs that earlier engines measured, or None.
     """
 
@@ -77,7 +78,7 @@ class EngineContext:
     costs: KnownCosts | None = None
 
     def forming(self, what: str) -> contextlib.AbstractContextManager[Formation]:
-        """Returns the default group's formation while it is open, and otherwise a new one identified by `what`."""
+        """Returns the default group's formation while it is open, otherwise a new one identified by `what`."""
         if self.formation is not None and self.formation.is_open:
             return contextlib.nullcontext(self.formation)
         return Formation(self.store, self.rank, self.world_size, what)
@@ -148,7 +149,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes every group and reports to the other ranks that this one leaves; idempotent."""
+        """Closes every group and reports to the other ranks that this rank leaves; idempotent."""
 
 
 class EngineModule(Protocol):

@@ -1,8 +1,8 @@
-"""`EngineChannel`: the interface of an engine's channel, which runs a group's collectives, and of its messages.
+"""`EngineChannel` and `Messages`: the interfaces through which an engine runs a group's collectives and messages.
 
 Tensors are passed as addresses and numbers of bytes (`Pieces`) on the device for which the group was opened; dtypes and
 reductions are passed as the codes of `codes.py`. A call returns its outcome and never raises, since a call on another
-thread has no caller to raise to; `failures.to_error` turns an outcome into an exception.
+thread has no caller that could catch an exception; `failures.to_error` converts an outcome to an exception.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DevicePieces(list[int]):
     """The `Pieces` of memory on a device other than the CPU, for engines that call a library with tensors.
 
     Args:
-        tensors: the dense tensors that have the memory, one for each piece.
+        tensors: the dense tensors that own the memory, one for each piece.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -33,7 +33,7 @@ class DevicePieces(list[int]):
 
 
 HeaderFields = tuple[int, int, int, int, int, int]
-"""A call in reports: sequence number, operation, dtype, reduction, root, number of elements."""
+"""A call in failure reports: sequence number, operation, dtype, reduction, root, number of elements."""
 
 
 class CallOutcome(Protocol):
@@ -45,7 +45,7 @@ class CallOutcome(Protocol):
 
     @property
     def missing(self) -> Sequence[int]:
-        """Ranks that did not make the call or, if `came`, that began it but did not complete it."""
+        """Ranks that did not make the call or, if `came` is true, began it but did not complete it."""
 
     @property
     def came(self) -> bool:
@@ -53,12 +53,14 @@ class CallOutcome(Protocol):
 
     @property
     def waiting(self) -> Sequence[int]:
-        """The ranks among `missing` that wait in other calls: for ranks in `held_by`, for other missing ranks or, if
-        there are none, for each other."""
+        """The ranks among `missing` that wait in other calls.
+
+        They wait for ranks in `held_by`, for other missing ranks or, if there are none, for each other.
+        """
 
     @property
     def held_by(self) -> Sequence[int]:
-        """Ranks outside the group that hold up a call that timed out, as indices into the engine's `members`."""
+        """Ranks outside the group that delayed a call until it timed out, as indices into the engine's `members`."""
 
     @property
     def gone(self) -> Sequence[int]:
@@ -70,7 +72,7 @@ class CallOutcome(Protocol):
 
     @property
     def cause(self) -> int:
-        """The rank because of which the ranks in `gone` left, if they reported it, as an index into the engine's
+        """The rank that made the ranks in `gone` leave, if they reported it, as an index into the engine's
         `members`."""
 
     @property
@@ -79,7 +81,7 @@ class CallOutcome(Protocol):
 
     @property
     def cause_hung(self) -> bool:
-        """Whether `cause` held up a call until it timed out, rather than died."""
+        """Whether `cause` delayed a call until it timed out, rather than died."""
 
     @property
     def reporter(self) -> int:
@@ -95,7 +97,7 @@ class CallOutcome(Protocol):
 
     @property
     def split_from(self) -> int:
-        """The rank that sends a part of another size than its receiver expects."""
+        """The rank that sends a part whose size differs from the size that its receiver expects."""
 
     @property
     def split_to(self) -> int:
@@ -137,7 +139,7 @@ class Pending(Protocol):
 
 @runtime_checkable
 class StreamCall(Pending, Protocol):
-    """A call on a device whose streams do the waiting."""
+    """A call on a device where streams, rather than threads, wait for the result."""
 
     def is_enqueued(self) -> bool:
         """Returns whether `wait` without a limit would make only the current stream wait, and not the thread."""
@@ -152,14 +154,14 @@ class PendingMessage(Pending, Protocol):
         ...
 
 
-class CollectiveCall(NamedTuple):  # the core reads its fields by their names (native/bindings/calls.cpp)
-    """A collective call. The operation determines the numbers of `inputs` and `outputs`, with n ranks in the group:
+class CollectiveCall(NamedTuple):  # the core reads the fields by name (native/bindings/calls.cpp)
+    """A collective call. The operation determines the numbers of `inputs` and `outputs`; n is the number of ranks:
 
     | operation | inputs | outputs |
     | --- | --- | --- |
     | all_reduce, broadcast | | 1, in place |
-    | all_reduce, by the core's groups of one host only | 1, not changed | 1 |
-    | reduce | | 1, in place; only read on all ranks but the root |
+    | all_reduce, only in the core's groups of one host | 1, not changed | 1 |
+    | reduce | | 1, in place; not written on ranks other than the root |
     | all_gather | 1 | n |
     | gather | 1 | n on the root, else none |
     | scatter | n on the root, else none | 1 |
@@ -168,15 +170,15 @@ class CollectiveCall(NamedTuple):  # the core reads its fields by their names (n
     | barrier | | |
 
     Each entry is a list of pieces that form one tensor. `count` is the number of elements of one tensor (0 for
-    all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have been multiplied by their
-    factors already, so that an engine only sums them.
+    all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have already been multiplied by
+    their factors, and the engine only sums them.
 
     A `wire` other than 0 rounds the data between hosts to that format (`codes.WIRES`). It requires a channel that
     `quantises`, a sum or an all_gather, and a dtype in `codes.QUANTISED_TYPES`. `residual` is the memory for error
     feedback, one float32 for each element of the longest buffer, or () without error feedback.
 
-    A reduce_scatter by the core's groups of one host may have an `update`, which is applied to the results; it then
-    needs no output.
+    A reduce_scatter in the core's groups of one host may have an `update`, which is applied to the results; the call
+    then needs no output.
     """
 
     operation: Operation
@@ -228,7 +230,7 @@ class EngineChannel(Protocol):
         outputs: Sequence[int],
         /,
     ) -> CallOutcome | None:
-        """Runs a call whose inputs and outputs are dense tensors of `count` elements at these addresses; see `run`."""
+        """Runs a call whose inputs and outputs are dense tensors of `count` elements, given by address; see `run`."""
         nbytes = count * ITEM_SIZES[dtype]
         total = 0 if operation == Operation.ALL_TO_ALL else count
         read, written = ([[address, nbytes] for address in addresses] for addresses in (inputs, outputs))
@@ -263,7 +265,7 @@ class EngineChannel(Protocol):
 
 
 class Messages(Protocol):
-    """Sends to and receives from single ranks of the group; both return without waiting for the other rank."""
+    """Messages to and from single ranks of the group; no method waits for the other rank."""
 
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /

@@ -1,6 +1,6 @@
-"""Codes of dtypes, reductions and wire formats, by which Python and the core (native/reduce/reduce.hpp) refer to them.
+"""Codes of dtypes, reductions and wire formats that Python and the core share (native/reduce/reduce.hpp).
 
-Those of the operations are in `comm/schedule/steps.py`.
+The codes of the operations are in `comm/schedule/steps.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ITEM_SIZES = [getattr(torch, name).itemsize if hasattr(torch, name) else 1 for n
 
 
 WIRE_CODES: dict[str, int] = {name: code for code, name in enumerate(WIRES, 1)}
-"""The codes in native/wire/wire.hpp of the formats to which tensors are rounded between hosts; 0 is no rounding."""
+"""Codes of the formats to which tensors are rounded between hosts (native/wire/wire.hpp); 0 means no rounding."""
 
 QUANTISED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that the core can round."""
@@ -62,7 +62,7 @@ reduce_op = ReduceOp
 
 @dataclass(frozen=True)
 class PremulSum:
-    """The sum of the ranks' values after each is multiplied by its rank's `factor`.
+    """The sum of the ranks' values, each multiplied by its rank's `factor`.
 
     >>> PremulSum(0.5)
     PremulSum(factor=0.5)

@@ -1,7 +1,7 @@
 """Failures of calls: the outcome of a failed call, and the error that describes it to the user.
 
-`to_error` composes the error. That of a time-out names the ranks that did not come, those that merely wait in other
-calls, and those that hold up all others. `RankIdentity` and `ProcessIdentity` identify ranks and processes.
+`to_error` builds the error. The error of a time-out names the ranks that did not arrive, the ranks that merely wait in
+other calls, and the ranks that hold up all others. `RankIdentity` and `ProcessIdentity` identify ranks and processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def describe_call(header: HeaderFields) -> str:
     parts = []
     if operation != Operation.BARRIER:
         parts.append(dtype_name(dtype))
-    # With some engines, the ranks do not have each other's numbers of elements in an all_to_all.
+    # With some engines, a rank does not have the other ranks' numbers of elements in an all_to_all.
     if count or operation not in (Operation.BARRIER, Operation.ALL_TO_ALL):
         parts.append(f"{count} elements")
     if reduce_op != NO_REDUCTION:
@@ -49,12 +49,12 @@ def describe_call(header: HeaderFields) -> str:
 
 
 def name_ranks(members: Sequence[object]) -> str:
-    """Lists the members, shortened if there are many."""
+    """Returns the members as a list in words, shortened if there are many."""
     return and_more(members, _MOST_NAMED)
 
 
 def describe_ranks(descriptions: Mapping[int, str], members: Sequence[object], form: str) -> str:
-    """Lists the descriptions of ranks, given by group rank; ranks with the same description are named together."""
+    """Returns the ranks' descriptions as a list in words; ranks with the same description are named together."""
     alike: dict[str, list[object]] = {}
     for rank, description in descriptions.items():
         alike.setdefault(description, []).append(members[rank])
@@ -69,7 +69,7 @@ _STATE, _STARTED = 0, 19  # fields 3 and 22 of proc_pid_stat(5), as indices into
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process, unique among all that have ever run: pids are valid only in a namespace, and the kernel reuses them.
+    """A process, identified uniquely: a pid alone is valid only in its namespace, and the kernel reuses pids.
 
     Args:
         namespace: a text that identifies the boot of the host, the PID namespace and the time namespace.
@@ -91,7 +91,7 @@ class ProcessIdentity:
         """Returns the process with this id in the calling process's namespace.
 
         Raises:
-            ProcessLookupError: there is none.
+            ProcessLookupError: there is no such process.
         """
         try:
             return ProcessIdentity(_namespace(), pid, int(_stat(str(pid))[_STARTED]))
@@ -223,7 +223,7 @@ class CallFailure:
 
     Args:
         said: the library's own message about the failure.
-        seen: an observation about the ranks in `gone`, if it is uncertain whether they died or left.
+        seen: an observation about the ranks in `gone` if it is unknown whether they died or left.
     """
 
     code: OutcomeCode
@@ -286,8 +286,8 @@ def to_error(
         outcome: the outcome of the call.
         members: the group's members, by group rank.
         group_rank: the group rank of this process.
-        call: a description of the call that this rank made.
-        lost: the consequence of such a failure, as a sentence without its full stop.
+        call: a description of this rank's call.
+        lost: the consequence of the failure, as a sentence without its full stop.
         engine_members: the members of the engine; those of the group if empty.
     """
     me = members[group_rank]

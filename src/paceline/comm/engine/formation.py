@@ -1,10 +1,10 @@
-"""Formation of a group: each rank waits for keys that the others set in the store, or for the reason why one fails.
+"""Formation of a group: each rank waits until the other ranks have set their keys in the store, or one of them fails.
 
 A rank that gives up publishes its reason before it leaves. If a rank dies, the store's server, if there is one,
-publishes the rank's last will; other ranks may also detect the death on open connections.
+publishes the message that the rank left for this case; other ranks may also detect the death on open connections.
 
 When the default group forms, every rank publishes its host, process and version of Paceline, which must be the same on
-all ranks. Only the key "version" has the same meaning in all versions, so it is read first.
+all ranks. Only the field "version" has the same meaning in all versions, so it is read first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_NAMED = 4
 
 
 def host_id() -> str:
-    """Returns a text that is equal in two processes exactly if they reach each other's abstract Unix sockets."""
+    """Returns a string that is equal in two processes if they share abstract Unix sockets, and differs otherwise."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -103,19 +103,19 @@ def _name(entry: Mapping[str, Any], rank: int) -> str:
 
 _INIT = "engine"
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.1, 0.8
-_PARTING_S = 2.0  # the time for other ranks to read the reason if one of them is dead
+_PARTING_S = 2.0  # the time for other ranks to read the reason if a rank is dead
 _LONGEST_PARTING_S = 15.0  # the same if none is known to be dead; they may be waiting for a processor
 _NEWS_DELAY_S = 0.5  # the time within which news of a lost rank arrives
 _STORE_RANK = 0  # the rank that serves the store, unless the launcher does
 
 
 class Formation:
-    """A context in which one group forms; an error that leaves it is published for the other ranks.
+    """A context manager in which one group forms; an error that leaves it is published for the other ranks.
 
     Args:
         store: the store of the rendezvous.
         rank, world_size: this rank and the number of ranks.
-        what: a name or number of the group, the same on its members and new for each group; None for the default
+        what: a name or number that is the same on the group's members and new for each group; None for the default
             group, whose store may end with this rank.
     """
 
@@ -136,7 +136,7 @@ class Formation:
         return self._open
 
     def watch(self, gone: Callable[[], RankIdentity | None]) -> None:
-        """Adds a function for `look` to call, which returns a rank that has died or left, or None."""
+        """Adds a function that `look` calls; it returns a rank that has died or left, or None."""
         before = self._gone
         self._gone = lambda: before() or gone()
 
@@ -214,7 +214,7 @@ class Formation:
 
     def _leave(self, error: BaseException | None) -> None:
         if isinstance(error, StoreConnectionError):
-            # The rank that served the store may have left because another rank died; then report that one.
+            # The rank that served the store may have left because another rank died; report that rank instead.
             lost = self._gone()
             raise (self._without(lost) if lost else self._without_store(error)) from error
         if self._topic == _INIT:

@@ -1,4 +1,5 @@
-"""Parts that engines over libraries share: the order of calls, schedules over messages, and the diagnosis of failures.
+"""Parts shared by the engines that wrap a library: the order of calls, schedules over messages, and the diagnosis of
+failures.
 
 May use: the files of `engine` itself, `schedule`, `store`, `_core`. Start reading at `library_engine.py`, the base of
 such an engine, and `serial_channel.py`, the base of its channels; `schedule_executor.py` runs schedules, and

@@ -1,9 +1,9 @@
 """Streams and events of any accelerator that PyTorch supports, through the device's own module (`torch.cuda`, ...).
 
-An engine runs the calls of a group on an `AcceleratorStream` of its own. `follow` makes it wait for the program's
-stream, `record` returns an `AcceleratorEvent` behind the work on it, and `AcceleratorEvent.order` makes the program's
-stream wait in turn. None of these blocks the thread. On the CPU, work is complete when the thread has made it, and all
-of this does nothing.
+An engine runs the calls of a group on its own `AcceleratorStream`. `follow` makes this stream wait for the program's
+stream, `record` records an `AcceleratorEvent` after the work enqueued so far, and `AcceleratorEvent.order` makes the
+program's stream wait for that event. None of these blocks the thread. On the CPU all of them do nothing, because work
+is complete as soon as the thread has done it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AcceleratorEvent:
         self._event = event
 
     def done(self) -> bool:
-        """Returns whether the stream has passed the position; does not disturb a capture that any thread makes."""
+        """Returns whether the stream has passed the position, without disturbing a graph capture on any thread."""
         if self._event is None:
             return True
         with _beside_captures(self._device):
@@ -58,11 +58,11 @@ class AcceleratorEvent:
 
 
 class AcceleratorStream:
-    """A stream of the engine's own, which runs concurrently with the program's.
+    """An engine's own stream, which runs concurrently with the program's streams.
 
     Args:
         device: the device; the calling thread's current one if it has no index.
-        high_priority: whether the device prefers this stream's work, as for calls for which other ranks wait.
+        high_priority: whether the device runs this stream's work first, as suits calls on which other ranks wait.
     """
 
     def __init__(self, device: torch.device, high_priority: bool = True) -> None:
@@ -85,7 +85,7 @@ class AcceleratorStream:
             self._stream.wait_event(event._event)
 
     def record(self, timing: bool = False) -> AcceleratorEvent:
-        """Returns an event behind the present work on this stream; with `timing`, it has a device time."""
+        """Records an event after the work enqueued so far on this stream; with `timing`, it has a device time."""
         return _recorded(self.device, self._stream, timing)
 
     def current(self) -> contextlib.AbstractContextManager[object]:
@@ -99,7 +99,7 @@ class AcceleratorStream:
 
 
 class _CurrentStream:
-    """A context in which a stream is the current one; it costs less than those of PyTorch, since each call uses it."""
+    """A context manager that makes a stream current. Every call uses it, so it is cheaper than PyTorch's."""
 
     def __init__(self, device: torch.device, stream: Any) -> None:
         self._device = device
@@ -145,7 +145,7 @@ def activated(device: torch.device) -> Iterator[None]:
         yield
         return
     module = _module(device)
-    if hasattr(module, "device"):  # unlike `set_device`, it starts nothing on the device that was current before
+    if hasattr(module, "device"):  # unlike `set_device`, it initialises nothing on the previous device
         with module.device(device):
             yield
         return
@@ -158,12 +158,12 @@ def activated(device: torch.device) -> Iterator[None]:
 
 
 def on_stream(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[object]:
-    """Makes a stream that `current_stream` has returned the calling thread's current one; None is that of the CPU."""
+    """Makes `stream`, a result of `current_stream`, the calling thread's current stream; None stands for the CPU."""
     return contextlib.nullcontext() if stream is None else _CurrentStream(device, stream)
 
 
 def current_stream(device: torch.device) -> Any:
-    """Returns the calling thread's current stream on an accelerator, as the object of the device's module."""
+    """Returns the calling thread's current stream on an accelerator, as an object of the device's module."""
     module = _module(device)
     if hasattr(module, "current_stream"):
         return module.current_stream(device)
@@ -171,18 +171,18 @@ def current_stream(device: torch.device) -> Any:
 
 
 def current_streams(tensors: Iterable[torch.Tensor]) -> dict[torch.device, Any]:
-    """Returns the calling thread's current streams of the devices of `tensors`, without the CPU."""
+    """Returns the calling thread's current stream of each device of `tensors` except the CPU."""
     return {device: current_stream(device) for device in {t.device: None for t in tensors if not t.is_cpu}}
 
 
 def pooled_streams(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
-    """Returns a stream of each device from PyTorch's pool, which hands out the same ones again after a while."""
+    """Returns a stream of each device from PyTorch's pool, which hands out its streams in rotation."""
     return {device: AcceleratorStream(device, high_priority=False)._stream for device in devices}
 
 
 @contextlib.contextmanager
 def on_streams(streams: Mapping[torch.device, Any]) -> Iterator[None]:
-    """Makes these the calling thread's current streams of their devices; the current device stays the same."""
+    """Makes these streams current on their devices for the calling thread; the current device does not change."""
     before = {device: current_stream(device) for device in streams}
     try:
         for device, stream in streams.items():
@@ -215,7 +215,7 @@ def accelerator_in_use() -> torch.device | None:
 
 
 def record_current(device: torch.device, timing: bool = False) -> AcceleratorEvent:
-    """Returns an event behind the present work on the calling thread's current stream."""
+    """Records an event after the work enqueued so far on the calling thread's current stream."""
     return _recorded(device, None if device.type == "cpu" else current_stream(device), timing)
 
 
@@ -235,7 +235,7 @@ def is_capturing(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def _beside_captures(device: torch.device) -> Iterator[None]:
-    """Lets the calling thread query events although a stream is being captured, which would end the capture."""
+    """Lets the calling thread query events during a graph capture, which the query would otherwise invalidate."""
     exchange = _exchange_capture_mode() if device.type == "cuda" else None
     if exchange is None:
         yield
@@ -253,7 +253,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, and HIP's number for it
 
 @functools.cache
 def _exchange_capture_mode() -> Callable[[Any], int] | None:
-    """Returns the driver's function, which PyTorch uses in C++ only; None if there is none."""
+    """Returns the driver function, which PyTorch uses only in C++, or None if the driver lacks it."""
     prefix, names = ("hip", ("libamdhip64.so",)) if torch.version.hip else ("cu", ("libcuda.so.1", "libcuda.so"))
     for name in names:
         with contextlib.suppress(OSError, AttributeError):
@@ -272,7 +272,7 @@ def memory_at(address: int, nbytes: int, device: torch.device, dtype: torch.dtyp
 
 
 def copy_pieces(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies tensors of the same sizes on one device, on its current stream and in as few kernels as it can."""
+    """Copies tensors of equal sizes on one device, on its current stream and with as few kernels as possible."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     elif targets:

@@ -1,9 +1,9 @@
 """Times at which a device reached and finished work, on the clock of the recording.
 
 A call or a phase of a training step is enclosed by two events on the device's streams. Nothing waits for them: one
-thread of the process (`DeviceWatch`) asks from time to time which have passed, and converts their times when they have.
-Each device has a `DeviceClock`, which compares the device's time with the host's by events on a stream without other
-work, which pass at once.
+thread of the process (`DeviceWatch`) polls them from time to time and converts the times of those that have passed.
+Each device has a `DeviceClock`, which relates the device's time to the host's by events on an otherwise idle stream,
+where they pass at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DeviceClock:
         return _core.record_tick_at(monotonic_ns + round(after_s * 1e9))
 
     def _read(self) -> tuple[AcceleratorEvent, int]:
-        """Returns an event and the time at which it passed, from the closest bounds of several attempts."""
+        """Returns an event and the time at which it passed, from the attempt with the narrowest bounds."""
         best: tuple[int, AcceleratorEvent, int] | None = None
         for _ in range(_ATTEMPTS):
             before_ns = time.monotonic_ns()
@@ -74,7 +74,7 @@ def clock_of(device: torch.device) -> DeviceClock:
 
 
 class DeviceWatch:
-    """A thread that polls what waits for events, from the first `add` on."""
+    """A thread that polls for passed events; it starts at the first `add`."""
 
     def __init__(self) -> None:
         self._polls: dict[Callable[[], bool], torch.device] = {}
@@ -83,11 +83,11 @@ class DeviceWatch:
         self._thread: threading.Thread | None = None
 
     def add(self, poll: Callable[[], bool], device: torch.device) -> None:
-        """Calls `poll` every now and then until it returns False; does nothing if that is so already.
+        """Calls `poll` at intervals until it returns False.
 
         Args:
             poll: the function, which must not wait.
-            device: the device of the events, which is current in the call.
+            device: the device of the events, which is the current device during each call.
         """
         with self._lock:
             self._polls[poll] = device
@@ -102,7 +102,7 @@ class DeviceWatch:
             time.sleep(_POLLING_S)
             self._added.clear()
             with self._lock:
-                polls, self._polls = self._polls, {}  # what is added meanwhile is kept
+                polls, self._polls = self._polls, {}  # `add` may insert others meanwhile
             for poll, device in polls.items():
                 with activated(device):
                     is_over = _is_over(poll)
@@ -116,7 +116,7 @@ class DeviceWatch:
 def _is_over(poll: Callable[[], bool]) -> bool:
     try:
         return not poll()
-    except RuntimeError:  # from the device; the program gets it as well
+    except RuntimeError:  # from the device; the program receives it as well
         return True
 
 
@@ -132,11 +132,11 @@ class DevicePhases:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: deque[tuple[AcceleratorEvent, str, int]] = deque()
-        self._open = 0  # the stamp of the phase in which the device is
+        self._open = 0  # the stamp of the device's current phase
         self._lock = threading.Lock()
 
     def mark(self, phase: str, step: int) -> None:
-        """Marks the begin of a phase behind the present work on the current stream; "" only ends the one before."""
+        """Marks the start of a phase after the work on the current stream; "" only ends the previous phase."""
         if not _core.is_recording() or is_capturing(self._device):
             return
         with self._lock:
@@ -146,7 +146,7 @@ class DevicePhases:
             DEVICE_WATCH.add(self._poll, self._device)
 
     def _poll(self) -> bool:
-        """Records the marks that the device has passed; returns whether there are others."""
+        """Records the marks that the device has passed; returns whether others are left."""
         while self._marks and self._marks[0][0].done():
             event, phase, step = self._marks[0]
             tick = clock_of(self._device).tick_of(event)

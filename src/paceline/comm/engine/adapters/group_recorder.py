@@ -1,8 +1,8 @@
 """`GroupRecorder`: records the calls and messages of one rank in a group whose engine is not in the core.
 
 A library does not report what it sends. The bytes recorded for a call are therefore the rank's contribution, counted as
-within the host if the whole group is on it, and otherwise as between hosts. Nor does a library report which rank came
-last. An operation on a device has the device's times; see `RecordedWork.follow`.
+traffic within the host if the whole group is on one host, and otherwise as traffic between hosts. Nor does a library
+report which rank arrived last. An operation on a device has the device's times; see `RecordedWork.follow`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RecordedOperation(Protocol):
         """Takes the times of the start and the end from events on a device; see `RecordedWork.follow`."""
 
     def end_behind(self, ended: AcceleratorEvent) -> None:
-        """Gives the event of the end that `follow` did not have."""
+        """Sets the event of the end if `follow` was called without it."""
 
     def end(self, outcome: int, /) -> None:
         """Records that the operation is complete, with an `OutcomeCode`."""
@@ -65,7 +65,7 @@ class RecordedWork:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether anything is recorded, so that the events of `follow` are worth their time."""
+        """Whether anything is recorded; otherwise the events of `follow` are wasted work."""
         return _core.is_recording()
 
     def start(self) -> None:
@@ -73,15 +73,15 @@ class RecordedWork:
         self._call.start()
 
     def follow(self, device: torch.device, reached: AcceleratorEvent, ended: AcceleratorEvent | None = None) -> None:
-        """Records an operation that a device runs by the device's times; call it once, in place of `start`.
+        """Records a device operation with the device's own times; call it once, instead of `start`.
 
-        The operation has started when the device has reached it, behind the program's work; the recording shows that
-        within some 20 ms.
+        The operation starts when the device reaches it after the program's earlier work; the recording shows this
+        within about 20 ms.
 
         Args:
             device: the device.
-            reached: an event with timing behind the work of the program that precedes the operation.
-            ended: an event with timing behind the operation, or None if `end_behind` will give it.
+            reached: an event with timing after the program's work that precedes the operation.
+            ended: an event with timing after the operation, or None if `end_behind` will set it.
         """
         with self._lock:
             if not self.is_recorded or self._is_ended:
@@ -90,12 +90,12 @@ class RecordedWork:
         DEVICE_WATCH.add(self._poll, device)
 
     def end_behind(self, ended: AcceleratorEvent) -> None:
-        """Gives the event of the end, with timing, that `follow` did not have."""
+        """Sets the event of the end, with timing, if `follow` was called without it."""
         with self._lock:
             self._ended = ended
 
     def end(self, outcome: int, /) -> None:
-        """Records that the operation is complete, with an `OutcomeCode`; only the first time counts."""
+        """Records that the operation is complete, with an `OutcomeCode`; only the first call counts."""
         with self._lock:
             self._end(outcome)
 
@@ -118,7 +118,7 @@ class RecordedWork:
             self._call.start(clock_of(self._device).tick_of(self._reached))
 
     def _poll(self) -> bool:
-        """Records what the device has done; returns whether more is to come."""
+        """Records the device's progress; returns whether the operation is still in progress."""
         with self._lock:
             if self._is_ended or self._reached is None:
                 return False
@@ -129,7 +129,7 @@ class RecordedWork:
             return not self._is_ended
 
     def end_from(self, source: int, outcome: int) -> None:
-        """Records that a message is complete; a received one was sent by group rank `source`."""
+        """Records that a message is complete; group rank `source` sent it if it was received."""
         if self._receives:
             self._source = source
         self.end(outcome)

@@ -1,7 +1,8 @@
-"""`LibraryEngine`: the base of an engine over a library, which opens groups and reports this rank's exit to the others.
+"""`LibraryEngine`: the base of an engine that wraps a library; it opens groups and reports this rank's exit.
 
-Libraries do not detect who the ranks are, whether they are running, or why a call failed. The ranks publish their
-processes, their exits and, after a failure, their latest calls in the store; `FailureDiagnosis` compares these.
+A library does not report which processes the ranks are, whether they are running, or why a call failed. The ranks
+therefore publish their processes, their exits and, after a failure, their latest calls in the store; `FailureDiagnosis`
+compares these.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class MemberExit(Enum):
 
 
 def exchange_members(context: EngineContext) -> tuple[RankIdentity, ...]:
-    """Publishes this rank's host and process; returns those of all ranks, in rank order.
+    """Publishes this rank's host and process and returns those of all ranks, in rank order.
 
     Raises:
         RendezvousError: a rank gave up or died, or the ranks run different versions.
@@ -52,7 +53,7 @@ def exchange_members(context: EngineContext) -> tuple[RankIdentity, ...]:
 
 
 def announce_death(context: EngineContext) -> None:
-    """Makes the store's server report this rank's death, which ranks elsewhere cannot detect themselves."""
+    """Makes the store's server report this rank's death, which ranks on other hosts cannot detect themselves."""
     will = _key(context.rank), MemberExit.DIED.value
     if context.formation is not None and context.formation.is_open:
         context.formation.publish_on_exit(*will)
@@ -85,8 +86,8 @@ def await_members(
 ) -> None:
     """Waits until all members of a group have opened it.
 
-    An engine calls this before its library waits for them, since the library has no time-out or cannot name a missing
-    rank.
+    An engine calls this before its library waits for the members, since the library has no time-out or cannot name a
+    missing rank.
 
     Args:
         context: the engine's context.
@@ -133,7 +134,7 @@ _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class FailureDiagnosis:
-    """Finds the reason of a failure: publishes this rank's latest calls and compares them with the other ranks'.
+    """Determines why a call failed: publishes this rank's latest calls and compares them with the other ranks'.
 
     Args:
         store: the store that the ranks share.
@@ -149,7 +150,7 @@ class FailureDiagnosis:
         self._keys = [f"inquiry/{identity}/{rank}" for rank in range(len(members))]
 
     def diagnose(self, history: Sequence[HeaderFields], said: str, waited_ns: int) -> CallFailure:
-        """Returns why the latest call failed, as far as that can be determined.
+        """Returns why the latest call failed, as far as this can be determined.
 
         Args:
             history: this rank's latest calls; the last one is the call that failed.
@@ -170,7 +171,7 @@ class FailureDiagnosis:
         return CallFailure(OutcomeCode.REFUSED, said)
 
     def about_message(self, peer: int, said: str, waited_ns: int) -> CallFailure:
-        """Returns why a message to or from `peer` (-1: from any rank) failed; other arguments are as in `diagnose`."""
+        """Returns why a message to or from `peer` (-1: from any rank) failed; see also `diagnose`."""
         others = [rank for rank in range(len(self.members)) if rank != self.rank] if peer < 0 else [peer]
         try:
             left = [rank for rank in others if self._has_left(rank)]
@@ -205,7 +206,7 @@ class FailureDiagnosis:
     def _ask(self, history: Sequence[HeaderFields]) -> tuple[dict[int, str], bool]:
         """Returns the ranks' answers, including this one's, and whether the store is still available.
 
-        Waits until every rank has answered or is known to have ended, but at most for `_PATIENCE_S`.
+        Waits until every rank has answered or is known to have ended, for at most `_PATIENCE_S`.
         """
         answers = {self.rank: json.dumps(list(history))}
         deadline = time.monotonic() + _PATIENCE_S
@@ -255,7 +256,7 @@ class GatheredMembers:
         group_rank: the group rank of this process.
         hosts: the group ranks of each host.
         algorithm: the algorithm to force for every collective that offers it; None leaves the choice to the engine.
-        diagnosis: finds the reason of a failed call.
+        diagnosis: determines why a call failed.
     """
 
     members: tuple[RankIdentity, ...]
@@ -267,7 +268,7 @@ class GatheredMembers:
 
 @dataclass(frozen=True)
 class LibraryGroup:
-    """A group's connections over a library; see `engine.api.OpenGroup`."""
+    """A group whose connections a library makes; see `engine.api.OpenGroup`."""
 
     channel: EngineChannel
     messages: Messages
@@ -291,7 +292,7 @@ class LibraryGroup:
 
 
 class LibraryEngine:
-    """The base of an engine over a library; subclasses add `name` and `open_group`. See `engine.api.Engine`.
+    """The base of an engine that wraps a library; subclasses add `name` and `open_group`. See `engine.api.Engine`.
 
     Args:
         context: the ranks, their store and this rank.

@@ -1,8 +1,8 @@
 """Executor of schedules over bare sends and receives, for operations that an engine's library lacks.
 
 Steps start in order, which is stricter than a schedule requires (`comm/schedule/steps.py`), and each waits only for
-the earlier steps whose blocks it needs. Every block is one message, so both ends divide the data alike whatever the
-layout of their memory. `FlatBuffer` presents a tensor in several pieces as one contiguous buffer.
+the earlier steps whose blocks it needs. Every block is one message, so both ends divide the data in the same way
+regardless of their memory layout. `FlatBuffer` presents a tensor in several pieces as one contiguous buffer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def tensor_at(address: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> to
 
 
 class FlatBuffer:
-    """Presents pieces as one contiguous buffer, which is a copy unless they are contiguous already.
+    """Presents pieces as one contiguous buffer, which is a copy unless the pieces are already contiguous.
 
     `copy_in` fills the copy and `copy_out` writes it back; both do nothing if there is no copy.
     """
@@ -95,7 +95,7 @@ class BlockTransfer(Protocol):
 
 
 class BlockTransport(Protocol):
-    """The messages that an engine must provide: they arrive in the order of their sends and proceed independently."""
+    """Messages that an engine provides: they arrive in the order in which they are sent, and proceed independently."""
 
     def send(self, peer: int, address: int, nbytes: int) -> BlockTransfer:
         """Starts a send of `nbytes` bytes at `address` to a group rank."""

@@ -1,8 +1,8 @@
 """`SerialChannel`: the base of a channel whose engine defines only how one call is performed.
 
-It runs the calls of a group one at a time: synchronous calls on the caller's thread, others on a thread of its own.
-`WaitedMessage` is for libraries that report the completion of a message only to a waiting thread; a background message
-has its own thread.
+It runs the calls of a group one at a time: synchronous calls on the caller's thread, all others on its own thread.
+`WaitedMessage` is for libraries that report the completion of a message only to a waiting thread; each background
+message has its own thread.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class WaitedMessage:
 
 
 def message_mismatch(source: int, receiver: int, sent: tuple[int, int], expected: tuple[int, int]) -> CallFailure:
-    """Returns the failure of a message whose number of bytes and dtype, as `sent`, are not those `expected`."""
+    """Returns the failure of a message whose number of bytes and dtype as `sent` differ from those `expected`."""
     return CallFailure(
         OutcomeCode.MISMATCH,
         split_from=source,
@@ -87,7 +87,7 @@ def message_mismatch(source: int, receiver: int, sent: tuple[int, int], expected
 
 
 class Envelope:
-    """A message with a header of its size and dtype, in its own buffer, so that the receiver can check it first."""
+    """A message in its own buffer, with a header of its size and dtype that the receiver checks first."""
 
     def __init__(self, dtype: int, pieces: Pieces) -> None:
         self._buffer = FlatBuffer([pieces])
@@ -96,7 +96,7 @@ class Envelope:
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def fill(self) -> Envelope:
-        """Writes the header and copies the tensor in, for a send; returns this envelope."""
+        """Writes the header and the tensor into the buffer before a send; returns this envelope."""
         MESSAGE_HEAD.pack_into(self._memory, 0, *self._head)
         self.tensor[MESSAGE_HEAD.size :].copy_(self._buffer.copy_in().tensor())
         return self
@@ -111,11 +111,11 @@ class Envelope:
         return None
 
 
-_HISTORY = 16  # calls that are kept for a diagnosis
+_HISTORY = 16  # the number of calls kept for a diagnosis
 
 
 class LibraryError(Exception):
-    """A library refused a call or failed in it; the message is the library's own."""
+    """The library refused a call or failed during it; the message is the library's own."""
 
 
 class CallTimeout(Exception):

@@ -32,9 +32,9 @@ class MpiMessages:
     """The messages between two ranks of a group; see `engine.channel.Messages`.
 
     Args:
-        comm: a communicator for messages alone.
+        comm: a communicator for messages only.
         lock: the lock that is held during every call of MPI.
-        diagnosis: finds the reason of a failed message.
+        diagnosis: determines why a message failed.
     """
 
     def __init__(self, comm: Any, lock: threading.Lock, diagnosis: FailureDiagnosis) -> None:
@@ -112,7 +112,7 @@ class MpiMessages:
 
 
 class _Memory:
-    """A tensor and the label before it, as one MPI datatype whose addresses are absolute."""
+    """A label followed by a tensor, as one MPI datatype whose addresses are absolute."""
 
     def __init__(self, dtype: int, pieces: Pieces) -> None:
         mpi = library()
@@ -125,7 +125,7 @@ class _Memory:
         self.kind.Commit()
 
     def label(self) -> None:
-        """Writes the tensor's size and dtype into the label, for a send."""
+        """Writes the tensor's size and dtype into the label before a send."""
         MESSAGE_HEAD.pack_into(self._label, 0, *self._expected)
 
     def misfit(self, source: int, receiver: int) -> CallOutcome | None:
@@ -142,7 +142,7 @@ _MOST_ELEMENTS = 1 << 26
 _SMALL = 1 << 14
 # At this size and above, Open MPI's non-blocking all-reduce takes twice as long as a schedule over its messages.
 _SCHEDULED_BYTES = 1 << 20
-_AT_ONCE = range(20)  # tests of a request before other threads may take the lock
+_AT_ONCE = range(20)  # the number of times that a request is tested before the lock is released
 _AVG = int(ReduceOp.AVG)
 _ALL_REDUCE = int(Operation.ALL_REDUCE)
 
@@ -153,7 +153,7 @@ class MpiChannel(SerialChannel):
     Args:
         comm: the group's communicator.
         lock: the lock that is held during every call of MPI.
-        diagnosis: finds the reason of a failed call.
+        diagnosis: determines why a call failed.
         hosts: the group ranks of each host.
         algorithm: the algorithm by which all collectives run as schedules; None lets MPI run those that it can.
     """
@@ -217,7 +217,7 @@ class MpiChannel(SerialChannel):
             _CALLS[operation](self, call, deadline_ns)
 
     def _is_too_long(self, call: CollectiveCall) -> bool:
-        """Returns whether a call moves more bytes than one MPI call can, and cannot be divided into several."""
+        """Returns whether a call is too long for one MPI call and cannot be divided into several."""
         if call.operation in _DIVISIBLE:
             return False
         return sum(sum(pieces[1::2]) for pieces in (*call.inputs, *call.outputs)) > MOST_BYTES

@@ -1,4 +1,4 @@
-"""The mpi engine, which opens groups over the MPI library of a process that mpirun started.
+"""The mpi engine, which opens groups with the MPI library of a process that mpirun started.
 
 `meet` is the rendezvous of these ranks: an MPI broadcast sends all of them the address of rank 0's store.
 """
@@ -39,7 +39,7 @@ _LOOPBACK = "127.0.0.1"
 def meet(timeout_s: float) -> RendezvousResult:
     """Meets all ranks of MPI's world; returns this rank and the store.
 
-    Creates a secret, in PACELINE_SECRET, for a job without one.
+    Sets PACELINE_SECRET to a new secret if the job has none.
 
     Args:
         timeout_s: the time to wait for the other ranks, in seconds.
@@ -119,9 +119,9 @@ def start(name: str, context: EngineContext) -> MpiEngine:
 
 
 class MpiEngine(LibraryEngine):
-    """Opens groups over MPI, each with a communicator for collectives and one for messages.
+    """Opens groups with MPI. Each group has one communicator for collectives and one for messages.
 
-    The communicators are never freed, since freeing one makes all ranks wait for each other.
+    The communicators are never freed, since freeing a communicator makes all ranks wait for each other.
     """
 
     name = "mpi"

@@ -1,6 +1,6 @@
 """The MPI library of this process: loads and initialises it, waits for its requests, and maps dtypes and reductions.
 
-MPI's requests have no deadline, so `complete` polls them. Reductions that MPI lacks are made from those of the core.
+MPI's requests have no deadline, so `complete` polls them. Reductions that MPI lacks are performed by the core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_BYTES = 1 << 30
 
 @functools.cache
 def library() -> Any:
-    """Loads mpi4py's `MPI`; initialises it only if the program has imported it before.
+    """Returns mpi4py's `MPI` module. Importing it here does not initialise MPI.
 
     Raises:
         ImportError, RuntimeError: there is no mpi4py, or it finds no MPI library.

@@ -1,9 +1,9 @@
 """Bootstrap of the native engine: exchanges addresses through the store, derives the topology, connects a host's ranks.
 
-A host's first rank creates the host directory, the memory by which each rank finds all others
-(native/shm/host_directory.hpp). Its descriptor is passed down a tree over connections that both ends authenticate with
-the job's secret, so every rank that has the directory has proved the secret. A rank makes one connection and accepts at
-most `FAN_OUT`, whatever the number of ranks.
+A host's first rank creates the host directory, the shared memory in which each rank finds all others
+(native/shm/host_directory.hpp). Its descriptor is passed down a tree of connections. Both ends of a connection
+authenticate with the job's secret, so only ranks that have the secret receive the directory. A rank makes one
+connection and accepts at most `FAN_OUT`, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Topology:
         return next(ranks for ranks in self.hosts if self.rank in ranks)
 
     def hosts_of(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Returns the group ranks of the group of `ranks` by host, without hosts that have none."""
+        """Returns the group ranks of the group of `ranks` by host; hosts without any of them are left out."""
         group_rank_of = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         by_host = [sorted(group_rank_of[rank] for rank in host if rank in group_rank_of) for host in self.hosts]
         return [group_ranks for group_ranks in by_host if group_ranks]
@@ -60,7 +60,7 @@ class Topology:
 
 FAN_OUT = 16
 _CHANNEL = "directory"
-_BYTE = b"\x01"  # a message must contain a byte beside its descriptor
+_BYTE = b"\x01"  # a message must contain a byte in addition to its descriptor
 _LOOK_S = 0.5
 _PAUSE_S = 0.005
 _MOST_NAMED = 4
@@ -76,7 +76,7 @@ def join_host_mesh(
         topology: the ranks and their hosts.
         names: the abstract Unix sockets on which the ranks of this host listen.
         listener: the socket on which this rank listens.
-        deadline: the time of the monotonic clock, in seconds, until which to wait for the others.
+        deadline: the time of the monotonic clock, in seconds, until which to wait for the other ranks.
 
     Raises:
         RendezvousError: a rank gave up or died.
@@ -128,7 +128,7 @@ def _await_all(
 
 
 def _send_directory(directory: int, children: tuple[int, ...], connection: Connection, hello: PeerHello) -> None:
-    with plain(connection) as child, contextlib.suppress(OSError):  # a child that died is reported by the mesh
+    with plain(connection) as child, contextlib.suppress(OSError):  # the mesh reports a child that died
         if is_same_user(child) and hello.rank in children:
             acknowledge(child)
             socket.send_fds(child, [_BYTE], [directory])
@@ -196,7 +196,7 @@ def join(
 
     Args:
         formation: the default group's formation.
-        settings: values, by name, that must be the same on all ranks.
+        settings: the values, by name, that must be the same on all ranks.
         timeout_s: the time to wait for the other ranks, in seconds.
 
     Raises:

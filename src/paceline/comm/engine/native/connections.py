@@ -1,9 +1,9 @@
 """TCP connections between a group's ranks on different hosts.
 
 A rank listens on one address, only while a group forms, and connects from that same address. Of two ranks, the higher
-one connects to the lower one: once for control and messages, and once for each stream of data. In a job with one port a
-machine may be unable to accept connections; then the lower rank requests a connection in the other direction, by a note
-in the store.
+one connects to the lower one: once for control and messages, and once per data stream. In a job with one port, a
+machine may be unable to accept connections; the lower rank then writes a request in the store for a connection in the
+other direction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.errors import RendezvousError, RendezvousTimeoutError, and_more
 
 
 class ReverseConnectRequests:
-    """Requests for connections in the other direction, in the store, between the ranks of one group while it forms.
+    """Requests in the store for connections in the other direction, between the ranks of one group while it forms.
 
     Args:
         store: the store of the group.
@@ -44,14 +44,14 @@ class ReverseConnectRequests:
         self._store, self._number, self._rank = store, number, rank
 
     def request(self, peer: int, why: str) -> None:
-        """Requests that a peer connects to this rank, with the reason why this rank cannot connect to the peer."""
+        """Requests that a peer connect to this rank; `why` is the reason why this rank cannot connect to the peer."""
         self._store.set(f"{self._key(peer)}/{self._rank}", why)
         self._store.set(self._key(peer), b"")
 
     def requesters(self, among: Iterable[int]) -> dict[int, str]:
         """Returns the ranks of `among` that request a connection from this one, with their reasons."""
         key = self._key(self._rank)
-        if not self._store.check([key]):  # usually there are no requests, and one query is enough
+        if not self._store.check([key]):  # usually there are no requests, so one query suffices
             return {}
         return {
             peer: self._store.get(f"{key}/{peer}").decode()
@@ -65,8 +65,8 @@ class ReverseConnectRequests:
 
 _CHANNEL = "links"
 _LOOK_S = 0.5
-# The time for a machine with one port to accept a connection: two attempts of the kernel before a connection in the
-# other direction is requested, and four attempts if that direction is the last resort.
+# The time for a machine with one port to accept a connection: two attempts by the kernel before a connection in the
+# other direction is requested, and four if this direction is the last resort.
 _REACH_S, _LAST_REACH_S = 1.5, 10.0
 _MOST_NAMED = 4
 
@@ -93,7 +93,7 @@ def connect(
         address: the address to listen on and to connect from.
         streams: the number of connections for data, in addition to the one for control.
         timeout_s: the time to wait for the other ranks, in seconds.
-        closed: addresses of machines known to accept no connections; newly detected ones are added.
+        closed: the addresses of machines that are known to accept no connections; newly detected ones are added.
 
     Raises:
         ValueError: the job has no secret, although `address` can be reached from other machines.
@@ -150,13 +150,13 @@ class _OwnEnd:
 
 @dataclass
 class _Links:
-    """The connections of a rank while its group forms; `cleanup` closes them if that fails.
+    """The connections of a rank while its group forms; `cleanup` closes them if the formation fails.
 
     Attributes:
         own_end: this rank's end.
         addresses: the hosts and ports at which the ranks of other hosts listen.
         lanes: the numbers of the connections to each peer.
-        closed: addresses of machines known to accept no connections.
+        closed: the addresses of machines that are known to accept no connections.
         found: the connections by peer and lane.
         requested: the peers from which this rank has requested a connection.
     """
@@ -178,14 +178,14 @@ class _Links:
     def find_silent(self, peers: Iterable[int]) -> None:
         """Tests concurrently whether the peers' hosts accept connections at the one port.
 
-        Otherwise each host that drops packets would cost `_REACH_S` when it is dialled.
+        Otherwise each host that drops packets would take `_REACH_S` when this rank connects to it.
         """
         hosts = {self.addresses[peer][0] for peer in peers} - self.closed
         if self._port is not None and len(hosts) > 1:
             self.closed |= silent_hosts(hosts, self.own_end.address, _REACH_S)
 
     def dial(self, peer: int, peer_failed: str | None = None) -> None:
-        """Connects to a peer; in a job with one port, requests a connection from the peer if that fails.
+        """Connects to a peer. If this fails in a job with one port, requests a connection from the peer.
 
         Args:
             peer: the peer.
@@ -239,7 +239,7 @@ class _Links:
             hello, connection = arrived
             self.cleanup.enter_context(connection)
             if (hello.rank > rank or hello.rank in self.requested) and (hello.rank, hello.lane) in expected:
-                self.found[hello.rank, hello.lane] = connection  # the peer has given up earlier ones
+                self.found[hello.rank, hello.lane] = connection  # the peer has abandoned earlier ones
 
     def _reach_s(self, is_last: bool) -> float | None:
         if self._port is None:
@@ -252,7 +252,7 @@ class _Links:
         self._requests.request(peer, why)
 
     def _answer_requests(self, peers: Iterable[int]) -> None:
-        """Connects to the peers that request it because they cannot connect to this rank."""
+        """Connects to the peers that have requested it because they cannot connect to this rank."""
         if self._port is not None:
             for peer, why in self._requests.requesters(peers).items():
                 self._drop(peer)
