@@ -2,8 +2,9 @@
 
 This module does not import torch, since the launcher checks its variables with it.
 
-BBR, the default congestion control on many machines, paces packets. Within a data centre its timers cost more than the
-network (bench/hosts.py shows half the rate between two hosts), and a loss-based control fills the link just as well.
+BBR, the default congestion control on many machines, paces packets. Within a data centre its timers take more time than
+the network (bench/hosts.py shows half the throughput between two hosts), and loss-based congestion control uses the
+link just as fully.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ def own_address(peer: str | None, interface: str | None = None) -> str:
     """Returns the address to listen on and to connect from.
 
     Args:
-        peer: the host at which the ranks met, or None. The address is the source of the route there or, if that does
-            not leave this machine, of the default route.
-        interface: the name of an interface, or one of this machine's addresses, to use instead of a route; by default
-            the value of PACELINE_IFACE.
+        peer: the host at which the ranks met, or None. The address is the source address of the route to this host or,
+            if that route does not leave this machine, of the default route.
+        interface: the name of an interface, or one of this machine's addresses, to use instead of a route; the default
+            is the value of PACELINE_IFACE.
 
     Raises:
-        ValueError: `interface` is neither, or has no address.
+        ValueError: `interface` is neither of these, or it has no address.
         OSError: there is no route to other machines.
     """
     interface = interface or os.environ.get(IFACE_VARIABLE)
@@ -100,14 +101,14 @@ _NAME_BYTES = 16
 
 
 def set_congestion_control(connection: Connection) -> None:
-    """Sets the TCP congestion control of `connection`, whose handshake must be complete to have a round-trip time.
+    """Sets the TCP congestion control of `connection`, which must be established so that it has a round-trip time.
 
-    PACELINE_CONGESTION names the control (as in net.ipv4.tcp_available_congestion_control). Without that variable it
-    remains the system's default, except that BBR is replaced by cubic or, failing that, reno if the round trip takes
-    less than a millisecond.
+    PACELINE_CONGESTION names the congestion control (one of net.ipv4.tcp_available_congestion_control). Without this
+    variable it remains the system's default, except that cubic (or reno if there is no cubic) replaces BBR if the round
+    trip takes less than a millisecond.
 
     Raises:
-        ValueError: the kernel lacks the control that PACELINE_CONGESTION names, or does not allow this user to set it.
+        ValueError: the kernel lacks the congestion control in PACELINE_CONGESTION, or does not let this user set it.
     """
     wanted = os.environ.get(CONGESTION_VARIABLE)
     if wanted:
@@ -120,7 +121,7 @@ def set_congestion_control(connection: Connection) -> None:
 
 
 def require_control(name: str) -> None:
-    """Requires that this kernel has the congestion control and allows this user to set it.
+    """Checks that this kernel has the congestion control and lets this user set it.
 
     Raises:
         ValueError: it does not.
@@ -165,12 +166,12 @@ def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) ->
     """Returns the network that PACELINE_NETWORK describes, or None if it is not set.
 
     The text is JSON with optional parts. `node` is the link of every host, by default as measured; `nodes` has the
-    links of single hosts, numbered from 0 in the order of the ranks; `pairs` has separate links between two hosts, in
-    both directions; `groups` are racks or regions, each with its hosts and their shared uplink. A link is written as
+    links of single hosts, numbered from 0 in the order of the ranks; `pairs` has separate links between two hosts, for
+    both directions; `groups` has racks or regions, each with its hosts and their shared uplink. A link is written as
     `1gbit,0.1ms,loss=0.1%`.
 
     Raises:
-        ValueError: the text does not have that form, or names hosts that do not exist.
+        ValueError: the text is malformed, or names hosts that do not exist.
     """
     if not text:
         return None
@@ -190,7 +191,7 @@ def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) ->
 
 @dataclass(frozen=True)
 class DescribedLinks:
-    """The links that PACELINE_NETWORK describes, independent of the job's hosts; see `read_network`."""
+    """The links that PACELINE_NETWORK describes, before they are matched with the job's hosts; see `read_network`."""
 
     node: NetworkLink | None
     nodes: Mapping[int, NetworkLink]
@@ -245,17 +246,17 @@ STREAMS_VARIABLE = "PACELINE_STREAMS"
 _MOST_STREAMS = 64
 
 ALL_TO_ALL_NBYTES = 1 << 20
-"""The size that is assumed for every all_to_all.
+"""The size in bytes that is assumed for every all_to_all.
 
-A rank does not have the sizes of the others' parts, and all ranks must choose the same algorithm.
+All ranks must choose the same algorithm, but a rank does not have the sizes of the other ranks' parts.
 """
 
-# Typical costs of shared memory within a host, and of fast Ethernet between hosts.
+# Typical costs of shared memory within a host and of fast Ethernet between hosts.
 UNMEASURED = CostModel(LinkCost(2e-6, 1e-10), LinkCost(3e-5, 5e-10), 1e-10)
 
 
 def known_algorithm(algorithm: str | None) -> str | None:
-    """Returns `algorithm` if it exists; None stands for the fastest.
+    """Returns `algorithm` if it exists or is None, which stands for the fastest.
 
     Raises:
         ValueError: there is no such algorithm.

@@ -17,7 +17,7 @@ from paceline.comm.rendezvous.rendezvous import RendezvousResult
 class _Entry(NamedTuple):
     device_type: str
     module: str
-    can_meet: bool = False  # whether the module has `meet`, for ranks that the engine's own launcher started
+    can_meet: bool = False  # whether the module has `meet`, the rendezvous of ranks that the engine's launcher started
 
 
 _DEVICE_ENGINE = "paceline.comm.engine.torch_backend.device_engine"
@@ -29,7 +29,7 @@ _ENGINES: Mapping[str, _Entry] = {
     "nccl": _Entry("cuda", _DEVICE_ENGINE),
 }
 _FOR_CPU = "paceline"
-_STAGE = ("paceline", "gloo")  # engines for CPU tensors over which those of accelerators travel through host memory
+_STAGE = ("paceline", "gloo")  # engines for CPU tensors that can also carry accelerator tensors, through host memory
 _FOR_OTHERS = {"cuda": "nccl"}
 _FORM = "one engine for each type of device is chosen like 'cpu:paceline,cuda:nccl'"
 
@@ -55,9 +55,9 @@ class BackendChoice:
 def choose(backend: str | None) -> BackendChoice:
     """Returns the engines that `backend` names, as in "mpi" or "cpu:paceline,cuda:nccl".
 
-    With None it returns the best engine that can be used for each type of device. CPU tensors always have an engine,
-    since objects are sent as CPU tensors; it is `paceline` if `backend` names none. Over that engine, tensors on other
-    accelerators travel through host memory; see `staged_types`.
+    With None it returns the best usable engine for each type of device. CPU tensors always have an engine, since
+    objects are sent as CPU tensors; it is `paceline` if `backend` names none. Tensors on accelerators without an engine
+    travel through host memory over the engine for CPU tensors; see `staged_types`.
 
     Raises:
         ValueError: there is no such engine, it does not serve that device, or two engines are named for one device.
@@ -95,7 +95,7 @@ def is_staged(device_type: str, name: str) -> bool:
 
 
 def staged_types(backend: BackendChoice) -> dict[str, str]:
-    """Returns the engines that take tensors through host memory, by the types of the accelerators."""
+    """Returns the engines that take tensors through host memory, by the type of the accelerator."""
     chosen = {device_type: name for device_type, name in backend.engines.items() if is_staged(device_type, name)}
     if backend.engines["cpu"] in _STAGE:
         others = [device_type for device_type in _accelerators() if device_type not in backend.engines]
@@ -130,9 +130,9 @@ def start(name: str, context: EngineContext) -> Engine:
 
 
 def launcher_meeting(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousResult] | None:
-    """Returns the function by which ranks meet that an engine's own launcher (mpirun) started and numbered.
+    """Returns the rendezvous function of an engine whose own launcher (mpirun) starts and numbers the ranks.
 
-    The function takes a time-out in seconds. Returns None if no engine of `backend` has such a launcher.
+    The function takes a time-out in seconds. None is returned if no engine of `backend` has such a launcher.
 
     Raises:
         ValueError: as for `require`.
@@ -166,7 +166,7 @@ def _spelled(engines: Mapping[str, str]) -> str:
 
 
 def _entry(name: str) -> _Entry | None:
-    """Returns the engine of this name: one of ours, or the process group that PyTorch has for an accelerator."""
+    """Returns Paceline's engine of this name, or the one for the accelerator process group of this name in PyTorch."""
     if name in _ENGINES:
         return _ENGINES[name]
     served = _process_groups().device_types(name) if _process_groups().is_registered(name) else ()
@@ -174,7 +174,7 @@ def _entry(name: str) -> _Entry | None:
 
 
 def _process_groups() -> ModuleType:
-    """Returns the module about PyTorch's process groups, which imports torch.distributed."""
+    """Returns the module for PyTorch's process groups, which imports torch.distributed."""
     return importlib.import_module("paceline.comm.engine.torch_backend.process_groups")
 
 

@@ -1,7 +1,7 @@
-"""The hierarchical algorithm over two engines: one within each host, and another between the hosts' leaders.
+"""The hierarchical algorithm with two engines: one within each host, and another between the hosts' leaders.
 
-A host's leader is its first rank in the group. Operations without a step between leaders (all-to-all and all gathers
-and scatters) and messages use the engine that connects all ranks.
+A host's leader is its first rank in the group. Messages and the operations without a step between leaders (all-to-all
+and every kind of gather and scatter) use the engine that connects all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TwoLevelGroup:
     parts: Sequence[OpenGroup]
 
     def record_as(self, group: int) -> None:
-        """Records the collectives of the whole group, as its members call them, and messages."""
+        """Records the collectives of the whole group, as its members call them, and its messages."""
         self.channel.record_as(group)
         self.messages.record_messages_as(group)
 
@@ -72,7 +72,7 @@ def open_two_levels(
     timeout_s: float,
     identity: int,
 ) -> OpenGroup:
-    """Opens the group of `ranks`, which are ranks of the default group as in `Engine.open_group`.
+    """Opens the group of `ranks`, which are ranks of the default group; see `Engine.open_group`.
 
     Args:
         inside: the engine that connects all ranks and reduces within each host.
@@ -113,7 +113,7 @@ class TwoLevelChannel(SerialChannel):
     """Reduces and broadcasts through the leaders.
 
     Args:
-        diagnosis: finds the reason of a failed call.
+        diagnosis: determines why a call failed.
         whole: the channel of all ranks, which runs every other operation.
         hosts: the group ranks of each host.
         rank: the group rank of this process.
@@ -196,7 +196,7 @@ class TwoLevelChannel(SerialChannel):
             self._check(part.opened.channel.run(own), part.ranks)
 
     def _check(self, outcome: CallOutcome | None, ranks: Sequence[int]) -> None:
-        """Ends the call if a part of it failed, with the part's ranks translated to the whole group's."""
+        """Ends the call if a part of it failed, with the part's ranks translated to ranks of the whole group."""
         if outcome is None:
             return
         calls = [(0, 0, 0, 0, -1, 0)] * self._size

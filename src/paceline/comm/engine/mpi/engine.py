@@ -39,7 +39,7 @@ _LOOPBACK = "127.0.0.1"
 def meet(timeout_s: float) -> RendezvousResult:
     """Meets all ranks of MPI's world; returns this rank and the store.
 
-    Sets PACELINE_SECRET to a new secret if the job has none.
+    Sets PACELINE_SECRET on all ranks to a new secret if the job has none.
 
     Args:
         timeout_s: the time to wait for the other ranks, in seconds.

@@ -2,8 +2,8 @@
 
 Rank 0 measures round trips, within a time budget, to a rank of its own host and to one of another host. If there are a
 few hosts, their first ranks also measure every pair of hosts, to find links that differ from the others. They do so in
-the rounds of a tournament (`comm/schedule/network.py`), both directions of a pair in turn. Links that seem uneven are
-measured again, and the shortest time counts, since a busy host seems slow too.
+the rounds of a tournament (`comm/schedule/network.py`), one direction of a pair after the other. Links that seem uneven
+are measured again, and the shortest time counts, since a busy host also looks slow.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _REDUCED = 1 << 20
 
 
 class Probe:
-    """Exchanges messages with one rank."""
+    """Messages of a measurement between this rank and one other."""
 
     def __init__(self, formation: Formation, topology: Topology, links: Messages, peer: int) -> None:
         self._formation = formation
@@ -84,15 +84,16 @@ class Probe:
 
 
 def is_far(alpha_s: float) -> bool:
-    """Returns whether a link's latency is too long to measure its rate with long messages."""
+    """Returns whether a link's latency is too high to measure its bandwidth with long messages."""
     return alpha_s >= _FAR_S
 
 
 def measure(probe: Probe) -> LinkCost:
-    """Measures round trips within a time budget; the shortest counts, since a rank may be busy for a moment.
+    """Measures round trips within a time budget; only the shortest counts, since a rank may be busy for a moment.
 
-    Each round trip begins with the number of bytes that follow, and the answer is empty. The number 0 (see `Probe.end`)
-    ends the measurement. The first round trip does not count, since the other rank may still be busy elsewhere.
+    Each round trip begins with the number of bytes that follow, and its answer is an empty message. The number 0 (see
+    `Probe.end`) ends the measurement. The first round trip is discarded, since the other rank may not have reached the
+    measurement yet.
     """
 
     def best_of(nbytes: int, most: int, budget_s: float) -> float:
@@ -112,7 +113,7 @@ def measure(probe: Probe) -> LinkCost:
     alpha_s = best_of(_NO_DATA, 10, _SHORT_S) / 2
     if is_far(alpha_s):
         return LinkCost(alpha_s, UNMEASURED.between_hosts.beta_s_per_byte)
-    # A large message is offered before it is sent, so it takes two round trips. A slow link uses shorter messages.
+    # A large message is offered before it is sent, which takes two round trips. A slow link uses shorter messages.
     nbytes, took_s = _LONG, best_of(_LONG, _TRIES, _LONG_S)
     if took_s < _LONG_S / 4:
         nbytes, took_s = _BULK, best_of(_BULK, _TRIES, _LONG_S)
@@ -132,7 +133,7 @@ def answer(probe: Probe) -> None:
 
 
 def are_few(topology: Topology) -> bool:
-    """Returns whether there are several links to compare, and few enough hosts and ranks to synthesise schedules."""
+    """Returns whether there are several links to compare and few enough hosts and ranks to synthesise schedules."""
     return 2 < len(topology.hosts) <= MOST_HOSTS and len(topology.members) <= MOST_RANKS
 
 
@@ -176,7 +177,7 @@ def measure_pairs(
 
 
 def differences(n: int, found: Mapping[Pair, LinkCost]) -> str:
-    """Returns the differences between the links of n hosts in the form of PACELINE_NETWORK, or "" without any."""
+    """Returns the differences between the links of n hosts in the form of PACELINE_NETWORK, or "" if there are none."""
     if not found:
         return ""
     return describe_differences(
@@ -226,7 +227,7 @@ def _play_rounds(
 
 
 def note(found: dict[Pair, LinkCost], pair: Pair, cost: LinkCost) -> None:
-    """Keeps the shortest times of a pair; a measured rate replaces one that was not measured."""
+    """Keeps the shortest times of a pair; a measured bandwidth replaces an unmeasured one."""
     before = found.get(pair, cost)
     if is_far(before.alpha_s) != is_far(cost.alpha_s):
         before = cost = min(before, cost, key=lambda candidate: candidate.alpha_s)
@@ -245,18 +246,18 @@ def _await(formation: Formation, topology: Topology, keys: list[str], deadline: 
 def agree_on_costs(
     formation: Formation, topology: Topology, links: Messages, known: KnownCosts, timeout_s: float
 ) -> tuple[CostModel, Network | None]:
-    """Returns the same costs on all ranks: rank 0's PACELINE_COSTS, or else those that rank 0 has known or measures.
+    """Returns the same costs on all ranks: rank 0's PACELINE_COSTS, or else the costs in rank 0's `known` or measured.
 
-    The network is returned as well if it is uneven: by PACELINE_NETWORK on rank 0 (see `read_network`) or, if no costs
-    are given or known, by the measured links between a few hosts.
+    The network is returned as well if it is uneven according to PACELINE_NETWORK on rank 0 (see `read_network`) or, if
+    no costs are given or known, according to the measured links between a few hosts.
 
-    Measured costs are added to `known` on all ranks, so that the next group of these hosts forms sooner.
+    The costs are added to `known` on all ranks, so the next group of these hosts forms sooner.
 
     PACELINE_COSTS is JSON: {"within_host": [alpha, beta], "between_hosts": [alpha, beta], "gamma": gamma}, with alpha
-    in seconds a message, and beta and gamma in seconds a byte.
+    in seconds per message, and beta and gamma in seconds per byte.
 
     Raises:
-        ValueError: PACELINE_COSTS or PACELINE_NETWORK does not have its form.
+        ValueError: PACELINE_COSTS or PACELINE_NETWORK is malformed.
         RendezvousError: a rank gave up or died.
         RendezvousTimeoutError: rank 0 did not publish the costs in time.
     """
@@ -312,12 +313,12 @@ def _answer_all(formation: Formation, topology: Topology, links: Messages, deadl
 
 
 def _partners(topology: Topology) -> list[int]:
-    """Returns the ranks with which rank 0 measures: another one of its host, if there is one, and one of the next."""
+    """Returns the ranks with which rank 0 measures: another rank of its host, if any, and one of the next host."""
     return [*topology.hosts[0][1:2], topology.hosts[1][0]]
 
 
 def _measured_ranks(topology: Topology) -> tuple[str, ...]:
-    """Returns the name and the number of measured ranks of each host with which the model is measured."""
+    """Returns the hosts with which the model is measured, each as its name and its number of measured ranks."""
     return tuple(f"{topology.members[ranks[0]].host} {min(len(ranks), 2)}" for ranks in topology.hosts[:2])
 
 

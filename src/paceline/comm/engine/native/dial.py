@@ -1,4 +1,4 @@
-"""Both ends of a connection between ranks, which is valid once the accepting end has acknowledged the proof."""
+"""Both ends of a connection between ranks; it is valid once the accepting end has acknowledged the proof."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dial(
     deadline: float,
     secret: bytes | None = None,
 ) -> Connection:
-    """Connects and proves this rank's identity; retries while the other end drops connections unread.
+    """Connects and proves this rank's identity; retries while the other end drops connections without reading them.
 
     Each pause before another attempt is twice as long as the previous one, and at most half of the remaining time.
 

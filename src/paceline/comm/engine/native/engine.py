@@ -36,11 +36,11 @@ from paceline.linux import is_out_of_descriptors
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of a group that are on this host, connected by a mesh, with memory that they share beyond a call.
+    """The ranks of a group on this host, which a mesh connects, and memory that they share for longer than a call.
 
     Attributes:
         mesh: the connections between them.
-        places: the rank in the mesh of each group rank, or -1 for ranks on other hosts.
+        places: the mesh rank of each group rank, or -1 for ranks on other hosts.
         rank: this process's group rank.
     """
 
@@ -54,7 +54,7 @@ class HostRanks:
         return [rank for rank, place in enumerate(self.places) if place >= 0]
 
     def share(self, nbytes: int) -> tuple[_core.SharedMemory, int]:
-        """Creates zeroed memory for the ranks of this host; returns it and the number by which they find it.
+        """Creates zeroed memory for the ranks of this host; returns it and the number with which they find it.
 
         Raises:
             OSError: no memory or descriptors are left.
@@ -62,7 +62,7 @@ class HostRanks:
         return _core.share_memory(self.mesh, nbytes)
 
     def find(self, owner: int, number: int, nbytes: int, timeout_s: float) -> _core.SharedMemory | None:
-        """Returns the memory that group rank `owner` created, or None on time-out or if the owner is lost.
+        """Returns the memory that group rank `owner` created, or None on time-out or if the owner has died or left.
 
         Raises:
             OSError: no memory or descriptors are left.
@@ -70,15 +70,15 @@ class HostRanks:
         return _core.find_memory(self.mesh, self.places[owner], number, nbytes, timeout_s)
 
     def withdraw(self, number: int) -> None:
-        """Withdraws the number of memory that this rank created, after all ranks have found it."""
+        """Withdraws the number of this rank's memory after all ranks have found the memory."""
         _core.withdraw_memory(self.mesh, number)
 
 
-# The size of each of a rank's four slots in a group: the part of a tensor in a slot stays in the second-level cache.
+# The size of each of a rank's four slots in a group: the part of a tensor in a slot stays in the L2 cache.
 SLOT_BYTES = 128 << 10
 _DEFAULT_STREAMS = 1
 _MOST_NAMED = 8  # ranks in an error message
-_START = "native"  # names the formation of an engine that starts after the default group has formed
+_START = "native"  # the name of the formation if the engine starts after the default group has formed
 _LINKS = 1 << 63  # distinguishes the id of a group's rings from the id of its slots
 
 
@@ -89,7 +89,7 @@ class NativeGroup:
     Attributes:
         channel: runs the group's collectives.
         messages: passes messages between two of its ranks.
-        host_ranks: shares memory on this host; None after `close`, since it would keep the connections' memory.
+        host_ranks: the group's ranks on this host; None after `close`, to release the memory of the connections.
     """
 
     channel: EngineChannel
@@ -121,11 +121,11 @@ class NativeEngine:
     """Connects the ranks of the default group and of all other groups, until `close` is called.
 
     Args:
-        formation: the default group's formation, over whose store later groups form too.
+        formation: the default group's formation; its store also serves the formation of later groups.
         timeout_s: the time to wait for the other ranks, in seconds.
         peer: the host at which the ranks met, if it is known.
         interface: the interface or address to which other hosts connect; see `own_address`.
-        algorithm: the algorithm to force for every collective that offers it, which runs by schedule on one host too.
+        algorithm: the algorithm to force for every collective that offers it, even among ranks of one host.
         known_costs: the link costs that earlier engines measured, to which this one adds its own.
 
     Raises:
@@ -206,7 +206,7 @@ class NativeEngine:
             connections = connect(formation, topology, ranks, identity, address, self._streams, timeout_s, self._closed)
         remaining_s = max(0.1, deadline - time.monotonic())
         # Ranks of one host with different algorithms must not find each other, so that opening the group fails. Between
-        # hosts the calls themselves detect the difference.
+        # hosts, the calls themselves detect the difference.
         local_id = identity ^ zlib.crc32(algorithm.encode()) if algorithm is not None else identity
         links = _core.ScheduleGroup.create(
             self._mesh, local_id | _LINKS, group_rank, mesh_ranks, connections, remaining_s, ranks

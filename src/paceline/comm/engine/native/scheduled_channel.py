@@ -1,4 +1,4 @@
-"""`ScheduledChannel`: runs a group's collectives as schedules, each by the algorithm that should be fastest.
+"""`ScheduledChannel`: runs a group's collectives as schedules, each with the algorithm predicted to be the fastest.
 
 Calls whose times differ much from the prediction, which the core detects (native/call/foresight.hpp), are logged once.
 """
@@ -25,7 +25,7 @@ from paceline.comm.schedule.synthesis import can_synthesise, choose_all_reduce, 
 
 
 class PredictionMiss(NamedTuple):
-    """Calls of one kind whose times were far from the prediction, as returned by `_core.ScheduleGroup.surprise`.
+    """Calls of one kind whose times were far from the prediction; a result of `_core.ScheduleGroup.surprise`.
 
     Attributes:
         operation, algorithm, dtype: the kind of the calls, by the codes of the core.
@@ -61,13 +61,13 @@ class ScheduledChannel(EngineChannel):
     """Runs the calls of one group by schedules over its links.
 
     Args:
-        links: the group's links, over which the native executor runs schedules.
+        links: the group's links; the native executor runs schedules over them.
         rank: the group rank of this process.
         hosts: the group ranks of each host.
-        model: the link costs, the same on all ranks, since all must choose the same algorithm.
+        model: the link costs, which are the same on all ranks so that all choose the same algorithm.
         forced: the algorithm to use for every operation that offers it; None leaves the choice to `model`.
-        network: the group's network if its links differ. All-reduces then choose by simulation, also among schedules
-            synthesised for this network.
+        network: the group's network if its links differ. The algorithm of an all-reduce is then chosen by simulation,
+            and schedules synthesised for this network are among the candidates.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ScheduledChannel(EngineChannel):
         self._size = sum(map(len, hosts))
         self._model = model
         self._forced = forced
-        # The caches are bounded, which suffices because programs repeat a few sizes.
+        # The caches are bounded, which suffices because programs repeat a small number of sizes.
         self._uneven = network if network is not None and can_synthesise(network) else None
         self._synthesised = synthesise(self._uneven) if self._uneven is not None else []
         self._choice = functools.lru_cache(1024)(self.choose)
@@ -135,12 +135,12 @@ class ScheduledChannel(EngineChannel):
         self._log_miss()
 
     def _log_miss(self) -> None:
-        """Logs once, on rank 0, calls that took much more or less time than predicted."""
+        """Logs once, on rank 0, the calls that took much more or much less time than predicted."""
         if self._rank == 0 and (found := self._links.surprise()) is not None:
             logging.getLogger(__name__).info(describe_miss(PredictionMiss(*found)))
 
     def _planned(self, call: CollectiveCall) -> tuple[_core.Schedule, CollectiveCall, int]:
-        """Returns the call with its schedule and its predicted time in nanoseconds, 0 without a prediction."""
+        """Returns the call's schedule, the call, and its predicted time in nanoseconds (0 if there is none)."""
         if call.wire:
             return self._schedule(WIRES[call.wire - 1], call.operation, call.root), call, 0
         choice = self._choice(call.operation, self._nbytes(call))
@@ -148,7 +148,7 @@ class ScheduledChannel(EngineChannel):
         return self._schedule(choice.algorithm, call.operation, call.root), call, predicted_ns
 
     def _nbytes(self, call: CollectiveCall) -> int:
-        """Returns the number of bytes of a rank's longest buffer, by which the algorithm is chosen."""
+        """Returns the number of bytes of a rank's longest buffer, which determines the algorithm."""
         if call.operation == Operation.ALL_TO_ALL:
             return ALL_TO_ALL_NBYTES
         nbytes = call.count * ITEM_SIZES[call.dtype]

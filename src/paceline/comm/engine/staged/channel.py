@@ -1,12 +1,12 @@
-"""`StagedGroup`: a group for tensors on an accelerator, which uses a group for CPU tensors, and its `StagedChannel`.
+"""`StagedGroup` and `StagedChannel`: a group for accelerator tensors, built on a group for CPU tensors.
 
 A thread of the channel divides each call into chunks. A chunk passes through three stages: one stream copies it to host
-memory, the thread makes its call there, and another stream copies it back. While the thread is in the call of one
-chunk, the streams copy the chunks around it.
+memory, the thread makes the call on the copy, and another stream copies the result back. While the thread is in the
+call of one chunk, the streams copy the chunks before and after it.
 
 The streams wait for the work that the program had enqueued when it made the call, and `StagedWork.wait` makes the
-program's current stream wait for the results. It blocks the program's thread until the last copy back is enqueued,
-because a stream cannot wait for an event that does not exist yet.
+program's current stream wait for the results. It blocks the program's thread until the last copy back has been
+enqueued, because a stream cannot wait for an event that does not exist yet.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ SLOT_BYTES = 8 << 20
 """The size of a slot, which holds one chunk. Smaller chunks overlap better, and larger ones need fewer calls."""
 
 SLOTS = 3
-"""The number of chunks that are in progress at a time; a group takes `SLOTS * SLOT_BYTES` of pinned memory. More slots
-are slower: the core then reads chunks that have left the processor's cache.
+"""The number of chunks in progress at a time; a group takes `SLOTS * SLOT_BYTES` bytes of pinned memory.
+
+More slots are slower, because the core then reads chunks that have left the processor's cache.
 """
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
-_SPINS = 50  # the number of times that the thread asks for an event before it pauses
+_SPINS = 50  # the number of times that the thread polls an event before it pauses
 _RETIRE_S = 0.001
 _CLOSE_S = 1.0
 _HEADER_FIELDS = 7
@@ -68,14 +69,14 @@ class StagedWork:
         self.start = start
         self.recorded = recorded
         self.timeout_ns = layout.call.timeout_ns
-        self.chunks: int | None = None  # None until all ranks' sizes are known
+        self.chunks: int | None = None  # None until the ranks have exchanged their sizes
         self.issued = 0
         self._enqueued = threading.Event()
         self._outcome: CallOutcome | None = None
         self._end: AcceleratorEvent | None = None
 
     def end(self, outcome: CallOutcome | None, end: AcceleratorEvent | None = None) -> None:
-        """Marks the call as failed, or as enqueued as far as `end`."""
+        """Marks the call as failed, or as enqueued with `end` as the event after its last copy."""
         self._outcome, self._end = outcome, end
         self._enqueued.set()
         _core.announce_ending()  # wakes the thread that reports completions
@@ -103,7 +104,7 @@ class StagedWork:
 
 @dataclass
 class _Chunk:
-    """A chunk in progress: after the event `copied`, if there is one, the thread may use its slot."""
+    """A chunk in progress; the thread may use its slot after the event `copied`, if there is one."""
 
     work: StagedWork
     number: int
@@ -113,10 +114,10 @@ class _Chunk:
 
 
 class StagedChannel(EngineChannel):
-    """Runs calls of device tensors over `inner`, in the order in which they are made; any thread may call it.
+    """Runs calls on device tensors over `inner`, in the order in which they are made; any thread may call it.
 
     Args:
-        inner: a channel of the same ranks for CPU tensors, which this one alone uses and does not close.
+        inner: the channel of the same ranks for CPU tensors, which only this channel uses and which it does not close.
         device: the device of the tensors.
         recorder: records the calls.
         rank: the group rank of this process.
@@ -137,18 +138,18 @@ class StagedChannel(EngineChannel):
         self._to_host = AcceleratorStream(device)
         self._to_device = AcceleratorStream(device)
         self._memory: PinnedMemory | None = None
-        self._slot_free: list[AcceleratorEvent | None] = [None] * SLOTS  # behind the copies that read the slot
+        self._slot_free: list[AcceleratorEvent | None] = [None] * SLOTS  # recorded after the copies that read the slot
         self._next_slot = 0
         self._sequence = 0
         self._arrived = threading.Condition()
-        self._works: deque[StagedWork] = deque()  # those that have chunks left to issue
+        self._works: deque[StagedWork] = deque()  # the works that have chunks left to issue
         self._unfinished: deque[tuple[StagedWork, AcceleratorEvent]] = deque()
         self._thread: threading.Thread | None = None
         self._failure: CallOutcome | None = None  # once set, it is permanent
         self._closed = False
 
     def run(self, call: CollectiveCall, /) -> CallOutcome | None:
-        """Runs a call, for which the current stream waits; the thread waits until its last copy is enqueued."""
+        """Runs a call; the current stream waits for it, and the thread waits until its last copy is enqueued."""
         work = self._queue(call, is_async=False)
         work.wait(to_nanoseconds(LONGEST_S))
         return work.outcome()
@@ -178,7 +179,7 @@ class StagedChannel(EngineChannel):
     def close(self) -> None:
         """Ends queued calls and the thread; idempotent. The inner channel must be closed first.
 
-        If the device takes long for copies that are enqueued, the thread completes them in the background.
+        If the device takes long to complete enqueued copies, the thread waits for them in the background.
         """
         self._break(CallFailure(OutcomeCode.INTERRUPTED))
         with self._arrived:
@@ -215,7 +216,7 @@ class StagedChannel(EngineChannel):
         return work
 
     def _run(self) -> None:
-        chunks: deque[_Chunk] = deque()  # of which the copies to the host are enqueued
+        chunks: deque[_Chunk] = deque()  # the chunks whose copies to the host are enqueued
         with activated(self._device):
             while self._await_work(bool(chunks)):
                 try:
@@ -224,14 +225,14 @@ class StagedChannel(EngineChannel):
                         if chunks:
                             self._advance(chunks[0])
                             chunks.popleft()
-                except Exception as error:  # an error of the device, which nobody else would report
+                except Exception as error:  # a device error that nothing else would report
                     self._give_up(error)
                 if self._failure is not None:
                     self._drop(chunks)
             self._close_memory()
 
     def _await_work(self, has_chunks: bool) -> bool:
-        """Waits for a call, and meanwhile retires calls that the device has completed; returns False to end."""
+        """Waits for a call and meanwhile retires calls completed by the device; returns False to end the thread."""
         while True:
             try:
                 self._retire()
@@ -260,7 +261,7 @@ class StagedChannel(EngineChannel):
                 self._to_host.follow(work.start)
                 self._to_device.follow(work.start)
             elif work.chunks is None:
-                return  # the other ranks' sizes are known after the first chunk
+                return  # the ranks exchange their sizes with the first chunk
             chunks.append(self._issue(work, layout))
             if work.chunks is not None and work.issued == work.chunks:
                 with self._arrived:
@@ -287,7 +288,7 @@ class StagedChannel(EngineChannel):
         return _Chunk(work, number, slot, self._to_host.record() if copies else free, stamp)
 
     def _advance(self, chunk: _Chunk) -> None:
-        """Makes the call of a chunk when its data has arrived, and enqueues the copies back to the device."""
+        """Makes a chunk's call once its data is in host memory, and enqueues the copies back to the device."""
         try:
             self._make_call(chunk)
         finally:
@@ -322,7 +323,7 @@ class StagedChannel(EngineChannel):
             work.end(None, event)
 
     def _await_device(self, chunk: _Chunk) -> CallOutcome | None:
-        """Waits until the device has copied the chunk; returns the failure if the call is over before."""
+        """Waits until the device has copied the chunk; returns the failure if the call ends first."""
         event = chunk.copied
         if event is None:
             return self._failure
@@ -344,7 +345,7 @@ class StagedChannel(EngineChannel):
         return self._failure
 
     def _agree(self, work: StagedWork, layout: StagedLayout) -> CallOutcome | None:
-        """Compares the ranks' calls before the first of several chunks, and finds the number of chunks."""
+        """Compares the ranks' calls before the first of several chunks and determines the number of chunks."""
         headers = self._exchange(work, layout)
         if not isinstance(headers, list):
             return headers
@@ -358,18 +359,18 @@ class StagedChannel(EngineChannel):
         return None
 
     def _explained(self, work: StagedWork, layout: StagedLayout, chunk: int, outcome: CallOutcome) -> CallOutcome:
-        """Returns the outcome of a chunk's call as the outcome of the whole call."""
+        """Converts the outcome of a chunk's call to the outcome of the whole call."""
         if outcome.code == OutcomeCode.MISMATCH and outcome.split_from >= 0:
             before = chunk * layout.part_nbytes
             return _copied(
                 outcome, split_sent=before + outcome.split_sent, split_expected=before + outcome.split_expected
             )
         if outcome.code == OutcomeCode.MISMATCH and self.inner.failure() == OutcomeCode.OK:
-            # All ranks have the same outcome here. Some may have begun a call of several chunks.
+            # All ranks have the same outcome here. Some of them may have begun a call of several chunks.
             headers = self._exchange(work, layout)
             if isinstance(headers, list):
                 return _mismatch(headers)
-        # The other ranks' latest calls are those of chunks, which mean nothing to the program.
+        # The other ranks' latest calls are calls of chunks, which mean nothing to the user.
         return outcome if outcome.code == OutcomeCode.MISMATCH else _copied(outcome, calls=(), algorithms=())
 
     def _exchange(self, work: StagedWork, layout: StagedLayout) -> list[list[int]] | CallOutcome:
@@ -400,7 +401,7 @@ class StagedChannel(EngineChannel):
         return _copied(outcome, calls=(), algorithms=())
 
     def _fail(self, work: StagedWork, outcome: CallOutcome) -> None:
-        """Ends a work whose other chunks are dropped, and the later ones if the channel is broken."""
+        """Ends a work and drops its other chunks; ends the later works too if the channel is broken."""
         with self._arrived:
             if self._works and self._works[0] is work:
                 self._works.popleft()
@@ -419,7 +420,7 @@ class StagedChannel(EngineChannel):
         self.inner.abort()
 
     def _drop(self, chunks: deque[_Chunk]) -> None:
-        """Ends all calls with the channel's failure."""
+        """Drops the chunks and ends all calls with the channel's failure."""
         with self._arrived:
             works = [*(chunk.work for chunk in chunks), *self._works]
             self._works.clear()
@@ -455,7 +456,7 @@ class StagedChannel(EngineChannel):
         try:
             self._to_host.synchronize()
             self._to_device.synchronize()
-        except RuntimeError:  # after an error of the device, nothing more can be done with its memory
+        except RuntimeError:  # after a device error, its memory cannot be released
             return
         self._retire()
         if self._memory is not None:
@@ -463,7 +464,7 @@ class StagedChannel(EngineChannel):
 
 
 def _differ(header: Sequence[int], mine: Sequence[int]) -> bool:
-    """Returns whether two ranks' calls do not fit; the lengths in an all_to_all may differ."""
+    """Returns whether two ranks' calls do not match; the lengths in an all_to_all may differ."""
     return list(header[:-1]) != list(mine[:-1])
 
 
@@ -472,12 +473,12 @@ def _mismatch(headers: Sequence[Sequence[int]]) -> CallFailure:
     return CallFailure(OutcomeCode.MISMATCH, calls=calls, algorithms=[0] * len(calls))
 
 
-# Those that the outcomes of the core have too.
+# The fields that the core's outcomes also have.
 _FIELDS = [field.name for field in fields(CallFailure) if field.name not in ("code", "said", "seen")]
 
 
 def _copied(outcome: CallOutcome, **changes: object) -> CallFailure:
-    """Returns a copy of an outcome with other values in some fields."""
+    """Returns a copy of an outcome with the given fields changed."""
     if not isinstance(outcome, CallFailure):
         outcome = CallFailure(OutcomeCode(outcome.code), **{name: getattr(outcome, name) for name in _FIELDS})
     return replace(outcome, **changes)  # type: ignore[arg-type]
@@ -490,7 +491,7 @@ class StagedGroup:
     """A group on a device; see `engine.api.OpenGroup`.
 
     Args:
-        inner: the group of the same ranks for CPU tensors, which this one closes.
+        inner: the group of the same ranks for CPU tensors, which this group closes.
         device: the device of the tensors.
         members: the members, by group rank.
         group_rank: the group rank of this process.
@@ -506,7 +507,7 @@ class StagedGroup:
         self.messages = StagedMessages(inner.messages, device, self._recorder, group_rank)
 
     def record_as(self, group: int) -> None:
-        """Records calls and messages, but not those of chunks; see `engine.channel.EngineChannel`."""
+        """Records calls and messages, but not the calls of their chunks; see `engine.channel.EngineChannel`."""
         self._recorder.group = group
 
     def abort(self) -> None:
@@ -520,14 +521,14 @@ class StagedGroup:
         return self.channel.failure() or self.inner.failure()
 
     def close(self) -> None:
-        """Closes the group; idempotent. Copies that are enqueued are completed first."""
+        """Closes the group after its enqueued copies are complete; idempotent."""
         self.inner.close()
         self.channel.close()
         self.messages.close(CallFailure(OutcomeCode.INTERRUPTED))
 
 
 def announce_once(device: torch.device, backend: str, rank: int) -> None:
-    """Prints, once a process and on rank 0, that tensors on the device travel through host memory."""
+    """Prints, once per process and only on rank 0, that tensors on the device travel through host memory."""
     global _announced
     if _announced or rank != 0:
         return

@@ -20,7 +20,7 @@ from paceline.comm.engine.codes import ITEM_SIZES
 from paceline.comm.schedule.steps import Operation
 
 _NO_FLAGS = 0
-_MANY = 8  # pieces that are worth a kernel which makes them one, so that one copy moves them
+_MANY = 8  # the number of pieces from which a kernel that joins them for a single copy pays off
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
 
@@ -41,10 +41,10 @@ class StagedBuffer:
 
 
 class DeviceBytes:
-    """The memory of dense tensors on one device as one sequence of bytes.
+    """The memory of dense tensors on one device, presented as one sequence of bytes.
 
     Args:
-        pieces: the tensors, which must be dense, and which this object keeps alive.
+        pieces: the dense tensors, which this object keeps alive.
     """
 
     def __init__(self, pieces: Pieces) -> None:
@@ -81,15 +81,15 @@ class StagedLayout:
 
     @property
     def longest_nbytes(self) -> int:
-        """The length of the longest buffer, which this rank's number of chunks depends on."""
+        """The length of the longest buffer in bytes, which determines this rank's number of chunks."""
         return max((buffer.nbytes for buffer in (*self.inputs, *self.outputs)), default=0)
 
     def chunks_of(self, nbytes: int) -> int:
-        """Returns the number of chunks of a buffer of `nbytes`; an empty one has a chunk too, as the call is made."""
+        """Returns the number of chunks of a buffer of `nbytes` bytes; an empty buffer also has one, for the call."""
         return max(1, -(-nbytes // self.part_nbytes))
 
     def parts(self, chunk: int) -> Iterator[tuple[StagedBuffer, int, int, int]]:
-        """Yields each buffer with the chunk's offset in the slot, and its start and stop in the buffer, in bytes."""
+        """Yields each buffer with the chunk's offset in the slot and its start and stop in the buffer, in bytes."""
         for place, buffer in enumerate((*self.inputs, *self.outputs)):
             start = min(chunk * self.part_nbytes, buffer.nbytes)
             yield buffer, place * self.part_nbytes, start, min(start + self.part_nbytes, buffer.nbytes)
@@ -116,7 +116,7 @@ def divide(call: CollectiveCall, rank: int, size: int, slot_nbytes: int) -> Stag
     """
     operation = call.operation
     inputs, outputs = [DeviceBytes(pieces) for pieces in call.inputs], [DeviceBytes(pieces) for pieces in call.outputs]
-    # The number of buffers on the rank that has most of them: the parts must be equal on all ranks.
+    # The number of buffers on the rank with the most buffers: the parts must be equal on all ranks.
     most = 1
     read: list[StagedBuffer] = []
     if operation in (Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE):
@@ -138,13 +138,13 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PinnedMemory:
-    """Host memory for copies, pinned where the device's module can do that, until `close` is called.
+    """Host memory for copies, pinned if the device's module supports this, until `close` is called.
 
     Args:
-        nbytes: the size.
+        nbytes: the size in bytes.
         device: the device that copies.
-        is_shared: whether to share the memory with the other ranks of the host if it can be pinned then, as it can for
-            CUDA. The core reduces such memory without another copy.
+        is_shared: whether to share the memory with the other ranks of the host if shared memory can be pinned, as it
+            can for CUDA. The core reduces such memory without another copy.
 
     Attributes:
         bytes: the memory as a flat tensor of uint8.
@@ -155,11 +155,11 @@ class PinnedMemory:
         if is_shared and device.type == "cuda":
             self.bytes = _core.shared_tensor(nbytes)
             self._registered = int(_cuda().cudaHostRegister(self.bytes.data_ptr(), nbytes, _NO_FLAGS)) == 0
-        if not self._registered:  # a limit on locked memory may forbid it for memory that is not CUDA's own
+        if not self._registered:  # a limit on locked memory may forbid pinning memory that CUDA did not allocate
             self.bytes = pinned_bytes(nbytes, device)
 
     def close(self) -> None:
-        """Releases the memory, which no copy may use any more; idempotent."""
+        """Releases the memory, which no copy may still be using; idempotent."""
         if self._registered:
             self._registered = False
             _cuda().cudaHostUnregister(self.bytes.data_ptr())
@@ -167,7 +167,7 @@ class PinnedMemory:
 
 
 def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Returns `nbytes` bytes from PyTorch's cache of pinned memory, or ordinary memory if the device has none."""
+    """Returns `nbytes` bytes of PyTorch's cached pinned memory, or of ordinary memory if the device has none."""
     if device.type == "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     try:

@@ -1,8 +1,8 @@
-"""`StagedMessages`: messages of tensors on an accelerator, each of which travels through a host buffer of its size.
+"""`StagedMessages`: messages of accelerator tensors, each of which travels through a host buffer of its own size.
 
-A receive begins at once, and its copy to the device is enqueued when the program waits for it or asks whether it is
-complete. A send begins when its copy to the host is complete, on the thread that waits for it or, if it runs in the
-background, on a thread of the group. Sends begin in the order in which they were made.
+A receive begins at once, and its copy to the device is enqueued when the program waits for it or polls it. A send
+begins when its copy to the host is complete, on the thread that waits for it or, if it runs in the background, on a
+thread of the group. Sends begin in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class OutgoingDeviceMessage:
     """A send in progress; see `engine.channel.PendingMessage`.
 
     Args:
-        copied: the event behind the copy to host memory.
+        copied: the event after the copy to host memory.
         host: the host memory, which is kept until the message is complete.
-        start: a function that begins the message of the host memory.
+        start: a function that begins the send of the host memory.
         advance: a function that begins the group's sends whose turn it is.
         rank: the group rank of this process.
-        timeout_ns: the time that the copy may take, and after it the message.
+        timeout_ns: the time that the copy, and then the message, may take, in nanoseconds.
         recorded: the message in the recording.
     """
 
@@ -64,7 +64,7 @@ class OutgoingDeviceMessage:
         self._failure: CallOutcome | None = None
 
     def begin(self) -> bool:
-        """Begins the message if it is copied, fails it if the copy is late; returns whether either has happened."""
+        """Begins the message if it has been copied, and fails it if the copy is late; returns whether it did either."""
         if self._message is None and self._failure is None:
             if self._copied.done():
                 assert self._start is not None
@@ -105,7 +105,7 @@ class OutgoingDeviceMessage:
         return self._failure if self._message is None else self._message.outcome()
 
     def source(self) -> int:
-        """Returns -1, since the message is no receive."""
+        """Returns -1, since the message is not a receive."""
         return -1
 
     def _end(self) -> None:
@@ -122,7 +122,7 @@ class IncomingDeviceMessage:
         host: the message's host memory.
         target: the memory on the device.
         stream: the stream for copies to the device.
-        start: the event behind the program's earlier work on the memory.
+        start: the event after the program's earlier work on the memory.
         recorded: the message in the recording.
     """
 
@@ -169,11 +169,11 @@ class IncomingDeviceMessage:
         return self._message.source()
 
     def is_copied(self) -> bool:
-        """Returns whether the copy to the device is complete, or needs no memory because it was not enqueued yet."""
+        """Returns whether the copy to the device is complete or has not been enqueued, so that it uses no memory."""
         return self._copied is None or self._copied.done()
 
     def _copy(self) -> AcceleratorEvent | None:
-        """Enqueues the copy to the device once; returns the event behind it, or None if the message failed."""
+        """Enqueues the copy to the device once; returns the event after it, or None if the message failed."""
         with self._lock:
             if self._copied is None:
                 failure = self._message.outcome()
@@ -191,7 +191,7 @@ class StagedMessages(Messages):
     """Messages of a group's device tensors over `inner`; see `engine.channel.Messages`.
 
     Args:
-        inner: the messages of the same ranks for CPU tensors, which this object alone uses and does not close.
+        inner: the messages of the same ranks for CPU tensors, which only this object uses and which it does not close.
         device: the device of the tensors.
         recorder: records the messages.
         rank: the group rank of this process.

@@ -1,9 +1,9 @@
-"""Collectives of PyTorch's process groups: each call becomes one operation of a group, on flat tensors.
+"""Collectives of PyTorch's process groups: each call becomes one operation of a process group, on flat tensors.
 
 The operation depends only on facts that are the same on all ranks, never on the addresses of a rank's tensors. Tensors
-in pieces that are not adjacent in memory pass through a flat buffer. Data that is only moved is passed as bytes. The
-group may lack a dtype, which is then reduced as another one with the same result: booleans as bytes of 0 and 1, complex
-numbers as pairs of floats, unsigned sums as signed ones.
+in pieces that are not adjacent in memory pass through a flat buffer. Data that is only moved is passed as bytes. A
+dtype that the process group lacks is reduced as another dtype with the same result: booleans as bytes of 0 and 1,
+complex numbers as pairs of floats, unsigned sums as signed sums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.comm.engine.codes import DTYPES, ReduceOp
 from paceline.comm.schedule.steps import Operation
 
 TorchGroup: TypeAlias = Any
-"""A `torch.distributed.distributed_c10d.Backend`, whose operations are missing in PyTorch's annotations."""
+"""A `torch.distributed.distributed_c10d.Backend`, whose operations are missing from PyTorch's annotations."""
 
 TorchWork: TypeAlias = Any
 """A `torch.distributed.Work`."""
@@ -104,13 +104,13 @@ _Ops: TypeAlias = Mapping[ReduceOp, c10d.ReduceOp.RedOpType]
 _OPS: _Ops = {
     ReduceOp.SUM: c10d.ReduceOp.SUM,
     ReduceOp.AVG: c10d.ReduceOp.AVG,
-    ReduceOp.PREMUL_SUM: c10d.ReduceOp.SUM,  # the tensors have been multiplied already
+    ReduceOp.PREMUL_SUM: c10d.ReduceOp.SUM,  # the tensors have already been multiplied
     ReduceOp.PRODUCT: c10d.ReduceOp.PRODUCT,
     ReduceOp.MIN: c10d.ReduceOp.MIN,
     ReduceOp.MAX: c10d.ReduceOp.MAX,
 }
 _SUMS: _Ops = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)}
-_WRAPPING = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.PRODUCT)}  # alike for signed and unsigned numbers
+_WRAPPING = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.PRODUCT)}  # the same for signed and unsigned numbers
 _OF_BOOLEANS = dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), c10d.ReduceOp.MAX)
 _OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), c10d.ReduceOp.MIN)
 
@@ -134,7 +134,7 @@ def find_reduction(dtype: int, reduce_op: int, has_float8: bool = False) -> Torc
 
     Args:
         dtype, reduce_op: the codes of the dtype and of the reduction.
-        has_float8: whether the library and the device reduce numbers of 8 bits.
+        has_float8: whether the library and the device reduce 8-bit floats.
     """
     kind = DTYPES[dtype]
     name = str(kind).removeprefix("torch.")
@@ -145,7 +145,7 @@ def find_reduction(dtype: int, reduce_op: int, has_float8: bool = False) -> Torc
 
 @dataclass(frozen=True)
 class CallSettings:
-    """The settings of a call that are not part of `CollectiveCall`.
+    """The settings of a call in addition to `CollectiveCall`.
 
     Attributes:
         rank: the group rank of this process.
@@ -178,7 +178,7 @@ class StartedCall:
 
 
 def start_call(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
-    """Starts a call other than a barrier; on a device, what it copies first runs on the current stream."""
+    """Starts a call other than a barrier; on a device, its preceding copies run on the current stream."""
     return _CALLS[call.operation](group, call, settings)
 
 
@@ -222,7 +222,7 @@ def _reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> 
     values = buffer.tensor(settings.reduction.dtype)
     if settings.rank == call.root:
         return StartedCall(group.reduce([values], options), [buffer])
-    return StartedCall(group.reduce([values.clone()], options))  # groups may leave partial sums there
+    return StartedCall(group.reduce([values.clone()], options))  # process groups may leave partial sums in the tensor
 
 
 def _all_gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
@@ -269,7 +269,7 @@ def _all_to_all(group: TorchGroup, call: CollectiveCall, settings: CallSettings)
     sent, received = ([sum(pieces[1::2]) for pieces in side] for side in (call.inputs, call.outputs))
     given = settings.buffer(call.inputs).copy_in().tensor()
     output = settings.buffer(call.outputs)
-    # The sizes are passed even if they are equal, since a library may have another operation for those.
+    # The sizes are passed even if they are equal, since a library may use another operation for equal sizes.
     return StartedCall(group.alltoall_base(output.tensor(), given, received, sent, options), [output])
 
 
@@ -286,5 +286,5 @@ _CALLS: Mapping[Operation, Callable[[TorchGroup, CollectiveCall, CallSettings], 
 
 
 def is_empty(call: CollectiveCall) -> bool:
-    """Returns whether a call moves nothing on any rank, as all of them know without the others."""
+    """Returns whether a call moves no data on any rank, as each rank can determine by itself."""
     return call.operation not in (Operation.BARRIER, Operation.ALL_TO_ALL) and call.count == 0

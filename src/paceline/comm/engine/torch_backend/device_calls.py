@@ -1,7 +1,7 @@
-"""`CallStream`: a process group on a device, which the first call opens, and the stream on which its calls run.
+"""`CallStream`: a process group on a device, opened by its first call, and the stream on which its calls run.
 
-The program's streams wait for calls, but none of its threads does. `CallWatch` therefore has a thread that watches
-calls in progress and aborts those that cannot complete. `DeviceWork` is a call for which the group waits.
+The program's streams wait for calls, but its threads do not. `CallWatch` therefore has a thread that watches the calls
+in progress and aborts those that cannot complete. `DeviceWork` is a call that the program can wait for.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from paceline.comm.engine.torch_backend.process_groups import OwnedProcessGroup,
 from paceline.comm.store.store import PrefixStore, Store
 
 ConstructGroup = Callable[[TorchStore, int, int], OwnedProcessGroup]
-"""Constructs a process group from a store for it alone, the rank, and the number of ranks."""
+"""Constructs a process group from a store for its exclusive use, the rank, and the number of ranks."""
 
 StartCall = Callable[[TorchGroup], StartedCall]
 """Starts a call of a process group on the current stream."""
 
 _CLOSED = CallFailure(OutcomeCode.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
-# A rank whose process has ended may have done its part of a call, which then completes soon.
+# A rank whose process has ended may have finished its part of a call, which then completes soon.
 _GRACE_S = 1.0
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 _POLLING_S = 0.01
@@ -57,14 +57,14 @@ _POLLING_S = 0.01
 
 @dataclass
 class CallInFlight:
-    """A call that is on the stream, or being put there; times are those of `time.monotonic`.
+    """A call that is on the stream or is being put on it; times are those of `time.monotonic`.
 
     Attributes:
         header: the call as in failure reports.
-        started, deadline: the time at which the program made the call, and that by which it must complete.
+        started, deadline: the time at which the program made the call, and the time by which it must complete.
         recorded: the call in the recording.
-        event: the position behind the call on the stream; None until it is there.
-        is_captured: whether the call is part of a graph, so that nothing can be known about its end.
+        event: the position after the call on the stream; None until the call is on the stream.
+        is_captured: whether the call is part of a graph, so that its completion cannot be observed.
         failure: why the call failed; None while it runs and after it succeeded.
     """
 
@@ -96,15 +96,16 @@ class StreamRanks:
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """The settings of a call stream that are the same for all of an engine's.
+    """The settings that all call streams of an engine share.
 
     Attributes:
-        construct: constructs the process group.
+        construct: a function that constructs the process group.
         library: the library's name, for messages.
-        advice: a sentence without its full stop that says how to find out more about an error of the library.
-        identify: returns a text that identifies a device in all processes, or "" if processes may share it.
+        advice: advice on how to find out more about an error of the library, as a sentence without its full stop.
+        identify: a function that returns a text that identifies a device in all processes, or "" if processes may share
+            it.
         store: the store in which ranks report how they ended.
-        is_closing: returns whether the engine is being closed.
+        is_closing: a function that returns whether the engine is being closed.
     """
 
     construct: ConstructGroup
@@ -121,9 +122,9 @@ class CallStream:
     Args:
         settings: the engine's settings.
         device: the device that holds the tensors of the calls.
-        store: a store for this call stream alone.
+        store: a store for the exclusive use of this call stream.
         ranks: the ranks that the call stream connects.
-        greet: starts a first call, in which the library connects the ranks.
+        greet: a function that starts a first call, in which the library connects the ranks.
     """
 
     def __init__(
@@ -164,14 +165,14 @@ class CallStream:
         """Puts a call on the stream. The first call opens the process group, which waits for the other ranks.
 
         Args:
-            start: starts the call.
+            start: a function that starts the call.
             header: the call as in failure reports; its sequence number is set here.
             timeout_ns: the time after which the call is aborted, in nanoseconds.
             recorded: the call in the recording.
-            after: the position behind which the call runs; by default, the present work on the current stream.
+            after: the position after which the call runs; by default, the work enqueued so far on the current stream.
 
         Raises:
-            RuntimeError: the current stream is being captured, and no call of the group precedes.
+            RuntimeError: the current stream is being captured, and this is the first call of the group.
             TypeError, ValueError: PyTorch refuses the arguments, as it does on all ranks.
         """
         started = time.monotonic()
@@ -222,7 +223,7 @@ class CallStream:
             if not is_timed:
                 flight.recorded.start()
             if call.work is not None:
-                call.work.wait()  # makes this stream wait, and not the thread
+                call.work.wait()  # makes this stream wait, but not the thread
             for result in call.written:
                 result.copy_out()
             flight.event = self.stream.record(timing=is_timed)
@@ -230,7 +231,7 @@ class CallStream:
             flight.recorded.follow(device, reached, flight.event)
 
     def _open(self, flight: CallInFlight) -> None:
-        """Connects the ranks on another thread, since the library may wait for one that will never be there."""
+        """Connects the ranks on another thread, since the library may wait for a rank that will never arrive."""
         ranks, device = self._ranks, self.stream.device
         mine = DevicePeer.here(self._settings.identify(device), str(device))
         peers = exchange_peers(
@@ -267,7 +268,7 @@ class CallStream:
         if isinstance(error, SharedGpuError):
             return CallFailure(OutcomeCode.REFUSED, said=str(error))
         if (different := self._difference(at_once=True)) is not None:
-            return different  # for which another rank has ended its part
+            return different  # the reason why another rank has ended its process group
         until = time.monotonic() + _GRACE_S  # a connection breaks before the process of the other rank has ended
         while self._peers is not None and time.monotonic() < until:
             if gone := self._peers.gone():
@@ -276,7 +277,7 @@ class CallStream:
         return CallFailure(OutcomeCode.REFUSED, said=f"{_first_line(error)}. {self._settings.advice}")
 
     def look(self) -> bool:
-        """Drops completed calls, and breaks the stream if a call cannot complete; returns whether to look again."""
+        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call it again."""
         if self.failure is not None:
             return False
         try:
@@ -284,7 +285,7 @@ class CallStream:
             with self._breaking:
                 for _ in range(min(completed, len(self._flights))):
                     self._flights.popleft().recorded.end(OutcomeCode.OK)
-        except RuntimeError as error:  # from the device; the program gets it as well
+        except RuntimeError as error:  # from the device; the program receives it as well
             self._break(CallFailure(OutcomeCode.REFUSED, said=_first_line(error)))
             return False
         self._progress.publish()
@@ -301,14 +302,14 @@ class CallStream:
         return False
 
     def _completed(self) -> int:
-        """Returns the number of calls in flight that are complete; as they are in order, few of them are asked."""
+        """Returns the number of complete calls in flight; they complete in order, so few of them are polled."""
         flights = tuple(self._flights)
         return bisect.bisect_left(range(len(flights)), True, key=lambda index: not _has_passed(flights[index]))
 
     def _difference(self, at_once: bool = False) -> CallFailure | None:
-        """Returns the failure if this rank and the following one have made different calls, which NCCL may not notice.
+        """Returns the failure if this rank and the following one have made different calls, which NCCL may not detect.
 
-        All ranks compare themselves so, and a difference is found although the calls are complete.
+        Every rank makes this comparison. It finds a difference even if the calls are complete.
         """
         calls = self._progress.difference(at_once)
         if not calls:
@@ -328,7 +329,7 @@ class CallStream:
         )
 
     def _mismatch(self, calls: Sequence[HeaderFields]) -> CallFailure:
-        """Returns the failure of ranks that make these calls, by their indices."""
+        """Returns the failure of ranks whose calls, by index, are these."""
         by_group_rank = self._by_group_rank(calls)
         me = self._ranks.group_ranks[self._ranks.index]
         return CallFailure(OutcomeCode.MISMATCH, reporter=me, calls=by_group_rank, algorithms=[0] * len(by_group_rank))
@@ -414,13 +415,13 @@ class CallStream:
         self._break(CallFailure(OutcomeCode.ABORTED))
 
     def leave(self) -> None:
-        """Accepts no more calls and ends one that still waits for other ranks to connect; idempotent."""
+        """Accepts no more calls and ends a call that still waits for other ranks to connect; idempotent."""
         self._leaving = True
 
     def drain(self) -> None:
-        """Waits until all calls are complete, or have failed at their time-outs or because a rank has died.
+        """Waits until all calls are complete or have failed, at their time-outs or because a rank has died.
 
-        The watch must still be running. A call that failed is reported by a warning, since its results are undefined.
+        The watch must still be running. Failed calls are reported by a warning, since their results are undefined.
         """
         self.leave()
         in_flight = len(self._flights)
@@ -440,8 +441,8 @@ class CallStream:
     def close(self, deadline: float) -> None:
         """Ends the process group, waiting for the other ranks to do so until `deadline`; idempotent.
 
-        The deadline is a time of `time.monotonic`. All streams of an engine are closed at once, each on a thread of its
-        own, since another rank may close them in another order.
+        The deadline is a time of `time.monotonic`. All streams of an engine are closed concurrently, each on its own
+        thread, since another rank may close them in a different order.
         """
         with self._breaking:
             if self._closed:
@@ -469,7 +470,7 @@ def _has_passed(flight: CallInFlight) -> bool:
 def _is_complete(flight: CallInFlight) -> bool:
     try:
         return _has_passed(flight)
-    except RuntimeError:  # an error of the device
+    except RuntimeError:  # a device error
         return False
 
 
@@ -513,7 +514,7 @@ class CallWatch:
     def _run(self) -> None:
         while True:
             self._called.wait()
-            self._called.clear()  # before the pause, since `close` may be called at any time after this
+            self._called.clear()  # cleared before the pause, since `close` may be called at any time
             if self._closing.wait(_WATCH_INTERVAL_S):
                 return
             for calls in self._streams:
@@ -525,12 +526,12 @@ class CallWatch:
                     self._called.set()
 
 
-# A time-out of at least this length is no limit: the program's stream waits for the call, and its thread continues.
+# A time-out of at least this length is not a limit: the program's stream waits for the call, and its thread continues.
 _NO_LIMIT_NS = 1 << 61
 
 
 class DeviceWork:
-    """A call that was put on `calls`, or failed before that; see `channel.StreamPending`."""
+    """A call that was put on `calls` or failed before that; see `channel.StreamCall`."""
 
     def __init__(self, flight: CallInFlight, calls: CallStream) -> None:
         self._flight = flight
@@ -562,5 +563,5 @@ class DeviceWork:
         return poll_until(self.done, timeout_ns)
 
     def outcome(self) -> CallFailure | None:
-        """Returns why the call failed, if that is known yet."""
+        """Returns why the call failed, or None if no failure has been detected so far."""
         return self._flight.failure

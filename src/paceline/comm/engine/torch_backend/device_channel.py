@@ -1,10 +1,10 @@
 """A group's collectives and messages on a device.
 
 NCCL has no tags, and it runs the calls of a process group in order, so two ranks that both send first would wait for
-each other forever. Therefore each direction between two ranks has its own call stream. Its first message opens it on a
-thread, since the other rank may be late; later ones go to the stream at once. Messages of one direction are received in
-the order in which they are sent, whatever their tags; that both ranks use the same tags in the same order is checked
-while messages pass, through the store.
+each other forever. Therefore each direction between two ranks has its own call stream. Its first message opens the
+stream on a separate thread, since the other rank may be late; later messages are put on the stream at once. Messages of
+one direction are received in the order in which they are sent, regardless of their tags. The two ranks compare the
+order of their tags through the store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.comm.schedule.steps import Operation
 from paceline.durations import event_timeout_s
 
 OpenCallStream = Callable[[Sequence[int], str, StartCall], CallStream]
-"""Creates a call stream of some group ranks; the text names it in the store, and the function starts a first call."""
+"""Creates a call stream of some group ranks, given its name in the store and a function that starts a first call."""
 
 _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 
@@ -48,8 +48,8 @@ def connect_all(group: TorchGroup, device: torch.device) -> StartedCall:
 
 
 def connect_pair(group: TorchGroup, device: torch.device, sends: bool) -> StartedCall:
-    """Starts a message that connects the sender, which is rank 0, and the receiver."""
-    with contextlib.suppress(AttributeError, RuntimeError):  # otherwise NCCL makes another communicator for messages
+    """Starts a message that connects the sender (rank 0) and the receiver."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # otherwise NCCL creates another communicator for messages
         group.eager_connect_single_device(device)
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     return StartedCall(group.send([byte], 1, 0) if sends else group.recv([byte], 0, 0))
@@ -66,7 +66,7 @@ class DeviceChannel(EngineChannel):
         watch: the engine's watch.
         rank: the group rank of this process.
         library: the library's name and version, for messages.
-        has_float8: whether the library and the device reduce numbers of 8 bits.
+        has_float8: whether the library and the device reduce 8-bit floats.
         recorder: the recorder of the group.
     """
 
@@ -81,7 +81,7 @@ class DeviceChannel(EngineChannel):
         self._recorder = recorder
 
     def run(self, call: CollectiveCall) -> CallFailure | None:
-        """Runs a call, for which the current stream waits and, if it is a barrier, the thread too."""
+        """Runs a call; the current stream waits for it and, if it is a barrier, so does the thread."""
         work = self.submit(call)
         if call.operation == Operation.BARRIER:
             while not work.finish(call.timeout_ns):
@@ -129,7 +129,7 @@ class DeviceChannel(EngineChannel):
     def _reduction(self, call: CollectiveCall) -> TorchReduction | None:
         if call.operation not in _REDUCING:
             return None
-        # An average over one rank is a sum, which NCCL also has for numbers of 8 bits.
+        # An average over one rank is a sum, which NCCL also has for 8-bit floats.
         is_sum = call.reduce_op == ReduceOp.AVG and self._calls.size == 1
         reduction = find_reduction(call.dtype, ReduceOp.SUM if is_sum else call.reduce_op, self._has_float8)
         if reduction is None:
@@ -142,7 +142,7 @@ class DeviceChannel(EngineChannel):
 
 
 class DeviceMessage:
-    """A send or a receive, which waits for its `MessageLane` to be open before it is put on the stream."""
+    """A send or a receive, which is put on the stream once its `MessageLane` is open."""
 
     def __init__(self, source: int) -> None:
         self._source = source
@@ -163,7 +163,7 @@ class DeviceMessage:
         return self._enqueued.is_set()
 
     def wait(self, timeout_ns: int) -> bool:
-        """Waits until the lane is open, which requires the other rank, and then as `DeviceWork.wait`."""
+        """Waits until the lane is open, which requires the other rank, and then waits as `DeviceWork.wait` does."""
         started_ns = time.monotonic_ns()
         if not self._enqueued.wait(event_timeout_s(timeout_ns)):
             return False
@@ -171,7 +171,7 @@ class DeviceMessage:
         return self._work.wait(timeout_ns - (time.monotonic_ns() - started_ns))
 
     def outcome(self) -> CallFailure | None:
-        """Returns why the message failed, if that is known yet."""
+        """Returns why the message failed, or None if no failure has been detected so far."""
         return None if self._work is None else self._work.outcome()
 
     def source(self) -> int:
@@ -182,8 +182,8 @@ class DeviceMessage:
 class MessageLane:
     """The messages of one direction between two ranks.
 
-    The first message opens the call stream on a thread, which then puts the messages on it that were made meanwhile.
-    Later messages are put there by the threads that make them.
+    The first message opens the call stream on a separate thread, which then puts all messages made in the meantime on
+    the stream. Later messages are put on it by the threads that make them.
     """
 
     def __init__(self, calls: CallStream, watch: CallWatch) -> None:
@@ -195,7 +195,7 @@ class MessageLane:
         self._is_open = False
 
     def put(self, message: DeviceMessage, put: Callable[[AcceleratorEvent | None], DeviceWork]) -> None:
-        """Puts a message behind earlier ones; `put` puts it on the stream, behind a position if one is given.
+        """Puts a message behind earlier ones; `put` puts it on the stream, after a position if one is given.
 
         Raises:
             RuntimeError: the lane is not open, and the current stream is being captured.
@@ -277,7 +277,7 @@ class DeviceMessages:
                 return StartedCall(group.send([buffer.copy_in().tensor()], 1, 0))
             return StartedCall(group.recv([buffer.tensor()], 0, 0), [buffer])
 
-        # The tag is where a call has its root, so that ranks with different tags are found when the call times out.
+        # The tag takes the place of a call's root, so a time-out reveals ranks with different tags.
         header: HeaderFields = (0, 0, dtype, 0, tag, nbytes)
         message = DeviceMessage(source)
         lane.put(message, lambda after: calls.enqueue(start, header, timeout_ns, recorded, after))

@@ -1,5 +1,6 @@
-"""The engine for tensors on an accelerator, which opens groups, each for one device: `nccl` for CUDA and ROCm, and the
-process groups that PyTorch or an extension has for other accelerators.
+"""The engine for tensors on accelerators, whose groups are for one device each.
+
+It uses `nccl` for CUDA and ROCm, and the process groups of PyTorch or of an extension for other accelerators.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from paceline.comm.engine.torch_backend.device_calls import (
 from paceline.comm.engine.torch_backend.device_channel import DeviceChannel, DeviceMessages, connect_all
 from paceline.comm.store.store import PrefixStore
 
-_CLOSING_S = 5.0  # the time for the other ranks to end their part of a process group whose calls are complete
+_CLOSING_S = 5.0  # the time for the other ranks to shut down a process group whose calls are complete
 _COLLECTIVES = "all"
 _FLOAT8_SINCE = (2, 24)
 
@@ -109,12 +110,12 @@ class DeviceGroup:
 
 
 class DeviceEngine:
-    """Connects the ranks' devices until `close` is called; a group connects at its first call.
+    """Connects the ranks' devices until `close` is called; the first call of a group connects its ranks.
 
     Args:
         name: the name of the engine and of PyTorch's backend.
         context: the ranks, their store and this rank.
-        construct: constructs a process group; see `device_calls.ConstructGroup`.
+        construct: a function that constructs a process group; see `device_calls.ConstructGroup`.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class DeviceEngine:
         announce_leave(self._context)
 
     def _end(self, *groups: DeviceGroup) -> None:
-        """Ends groups together, since a process group may wait for other ranks that end theirs in another order."""
+        """Ends groups concurrently, since ranks may end their process groups in different orders."""
         groups = tuple(group for group in groups if group in self._groups)
         streams = [calls for group in groups for calls in group.streams()]
         self._groups = [group for group in self._groups if group not in groups]
@@ -217,7 +218,7 @@ class DeviceEngine:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Returns whether the library and the device reduce numbers of 8 bits, as NCCL 2.24 does on GPUs since sm90."""
+    """Returns whether the library and the device reduce 8-bit floats, as NCCL 2.24 does on GPUs from sm90 on."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.nccl.version()[:2] >= _FLOAT8_SINCE and torch.cuda.get_device_capability(device) >= (9, 0)

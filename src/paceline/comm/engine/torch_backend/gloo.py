@@ -1,6 +1,6 @@
-"""The gloo engine: torch's ProcessGroupGloo for CPU tensors, whose calls run one at a time.
+"""The gloo engine: torch's ProcessGroupGloo for CPU tensors, with calls that run one at a time.
 
-Operations that gloo lacks (reduce-scatter, all-to-all, and reductions of some dtypes) run by schedule over its
+Operations that gloo lacks (reduce-scatter, all-to-all, and reductions of some dtypes) run as schedules over its
 messages. A message between two ranks begins with its dtype and length.
 """
 
@@ -37,7 +37,7 @@ from paceline.errors import RendezvousTimeoutError, and_more
 from paceline.routes import resolver_name
 
 SHORTEST = timedelta(milliseconds=1)  # gloo's time-outs are in whole milliseconds
-_ROUNDED_NS = 1_000_000  # the time by which gloo's wait, in whole milliseconds, may end before its deadline
+_ROUNDED_NS = 1_000_000  # how much earlier than its deadline a gloo wait, in whole milliseconds, may end
 _COLLECTIVES_TAG = 0  # the program's messages have tags from 1
 
 
@@ -71,7 +71,7 @@ class GlooTransport:
 
 @contextlib.contextmanager
 def translated(deadline_ns: int) -> Iterator[None]:
-    """Turns gloo's errors, which are all RuntimeErrors, into `CallTimeout` or `LibraryError`."""
+    """Converts gloo's errors, which are all RuntimeErrors, to `CallTimeout` or `LibraryError`."""
     try:
         yield
     except RuntimeError as error:
@@ -94,12 +94,12 @@ _CPU = torch.device("cpu")
 
 
 class GlooChannel(SerialChannel):
-    """A group's collectives over gloo.
+    """Runs a group's collectives with gloo.
 
     Args:
         group: torch's group.
-        store: the group's store, kept alive here because the group does not keep it.
-        diagnosis: finds the reason of a failed call.
+        store: the group's store, kept alive here because the group holds no reference to it.
+        diagnosis: determines why a call failed.
         rank: the group rank of this process.
         hosts: the group ranks of each host.
         algorithm: the algorithm by which all collectives run as schedules; None to use gloo's own where it has them.
@@ -146,7 +146,7 @@ class GlooChannel(SerialChannel):
 
 
 def _is_supported(call: CollectiveCall) -> bool:
-    """Returns whether gloo has the operation, and the reduction for the dtype."""
+    """Returns whether gloo has the operation and, for the dtype, the reduction."""
     if call.operation in _SCHEDULED or not call.count:
         return False
     if call.reduce_op == NO_REDUCTION:
@@ -155,7 +155,7 @@ def _is_supported(call: CollectiveCall) -> bool:
 
 
 class GlooMessages:
-    """Messages over gloo, each of which begins with its dtype and length."""
+    """Messages through gloo, each of which begins with its dtype and length."""
 
     def __init__(self, group: c10d.ProcessGroupGloo, diagnosis: FailureDiagnosis, rank: int) -> None:
         self._group = group
@@ -220,12 +220,12 @@ def missing_piece(name: str) -> str | None:
 
 
 def start(name: str, context: EngineContext) -> GlooEngine:
-    """Starts the engine, which connects nothing yet; each group opens its own connections."""
+    """Starts the engine without connecting the ranks; each group opens its own connections."""
     return GlooEngine(context)
 
 
 class GlooEngine(LibraryEngine):
-    """Opens groups over gloo, each with a ProcessGroupGloo of its own."""
+    """Opens groups, each with its own ProcessGroupGloo."""
 
     name = "gloo"
 
@@ -262,7 +262,7 @@ class GlooEngine(LibraryEngine):
 
 
 def _address(context: EngineContext) -> str:
-    """Returns the address to bind: gloo authenticates nothing, so on one host it is the loopback."""
+    """Returns the address to bind. gloo does not authenticate, so on one host it is the loopback address."""
     one_host = len({member.host for member in context.members}) == 1
     if one_host and not context.interface and _is_loopback(context.peer):
         return "127.0.0.1"

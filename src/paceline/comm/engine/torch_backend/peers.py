@@ -1,8 +1,8 @@
 """The other ranks of a process group: their processes, their progress, and whether they are alive.
 
-`exchange_peers` exchanges processes and devices through the store before the library connects the ranks.
-`RankProgress` publishes each rank's latest call there, so that a time-out can name the missing ranks. `PeerWatch` polls
-the processes of this machine, and the store for ranks of others, since NCCL itself waits for a dead rank forever.
+`exchange_peers` exchanges processes and devices through the store before the library connects the ranks. `RankProgress`
+publishes each rank's latest calls there, so that a time-out can name the missing ranks. `PeerWatch` polls the processes
+on this machine, and the store for ranks on other machines, since NCCL itself waits for a dead rank forever.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class RankProgress:
     """Publishes this rank's latest calls, at most twice a second, and reads the other ranks'.
 
     Args:
-        store: a store for this alone.
+        store: a store for the exclusive use of this object.
         index: the index of this rank among the ranks.
         size: the number of ranks.
-        kept: the number of calls that are published, so that ranks can compare them.
+        kept: the number of latest calls that are published for comparison.
     """
 
     def __init__(self, store: Store, index: int, size: int, kept: int = 64) -> None:
@@ -47,7 +47,7 @@ class RankProgress:
         self._calls: deque[HeaderFields] = deque(maxlen=kept)
         self._published = 0
         self._published_at = self._compared_at = time.monotonic()
-        self._comparisons = 0  # that are left to be made
+        self._comparisons = 0  # the number of comparisons left to make
         self._interval_s = _PUBLISH_INTERVAL_S * max(1.0, size / _RANKS_AT_FULL_RATE)
 
     def arrive(self, call: HeaderFields) -> None:
@@ -61,11 +61,11 @@ class RankProgress:
 
     @property
     def is_compared(self) -> bool:
-        """Whether `difference` need not be called again before the next call, since it has seen the other rank's."""
+        """Whether `difference` has compared the latest call, so that it need not be called before the next one."""
         return self.is_published and self._comparisons == 0
 
     def publish(self, at_once: bool = False) -> None:
-        """Publishes the latest calls; unless `at_once`, only half a second after the previous time."""
+        """Publishes the latest calls; unless `at_once`, only if half a second has passed since the previous time."""
         now = time.monotonic()
         if not self.is_published and (at_once or now - self._published_at > self._interval_s):
             calls = list(self._calls)
@@ -75,17 +75,17 @@ class RankProgress:
                 self._store.set(str(self._index), json.dumps(calls))
 
     def missing(self, call: HeaderFields) -> list[int]:
-        """Returns the indices of ranks that have not made `call`, after giving late ranks a second to publish it."""
+        """Returns the indices of ranks that have not made `call`, after one second for late ranks to publish it."""
         self.publish(at_once=True)
         time.sleep(2 * _PUBLISH_INTERVAL_S)
         return [index for index, (sequence, *_) in enumerate(self.latest()) if sequence < call[0]]
 
     def difference(self, at_once: bool = False) -> dict[int, HeaderFields]:
-        """Returns the first calls of this rank and of the following one that have the same number and differ.
+        """Returns the first calls of this rank and of the following one that have the same number but differ.
 
-        They are returned by the indices of the ranks; nothing is returned if there are none among the published ones.
-        Unless `at_once`, the store is asked as often as this rank publishes, and then a few times more until the other
-        rank has published as many calls.
+        The result maps the indices of the two ranks to these calls; it is empty if no published calls differ. Unless
+        `at_once`, the store is polled as often as this rank publishes, and then a few times more until the other rank
+        has published as many calls.
         """
         now = time.monotonic()
         if self._size == 1:
@@ -101,7 +101,7 @@ class RankProgress:
         for mine in tuple(self._calls):
             other = theirs.get(mine[0], mine)
             if other != mine:
-                self.publish(at_once=True)  # so that others can find it too
+                self.publish(at_once=True)  # so that other ranks can find it too
                 return {self._index: mine, following: other}
         return {}
 
@@ -135,7 +135,7 @@ class SharedGpuError(Exception):
 
 @dataclass(frozen=True)
 class DevicePeer:
-    """A rank's process, identified for other processes of its machine, and its device."""
+    """A rank's process, identified for the other processes on its machine, and its device."""
 
     machine: str
     pid: int
@@ -144,7 +144,7 @@ class DevicePeer:
 
     @staticmethod
     def here(gpu: str, device: str) -> DevicePeer:
-        """Returns the calling process; `gpu`, if it is not empty, identifies its device in all processes."""
+        """Returns the calling process; `gpu`, unless empty, identifies its device in all processes."""
         processes = os.stat("/proc/self/ns/pid").st_ino
         return DevicePeer(f"{host_id()}/{processes}", os.getpid(), gpu, device)
 
@@ -160,7 +160,7 @@ def exchange_peers(
     """Waits for all `members` and returns their processes and devices.
 
     Args:
-        store: a store for this exchange alone.
+        store: a store for the exclusive use of this exchange.
         members: the ranks of the communicator, in order.
         index: the index of this rank among them.
         mine: this rank's process and device.
@@ -224,8 +224,8 @@ class PeerWatch:
     Args:
         peers: the ranks' processes.
         index: the index of this rank among them.
-        has_exited: a function from an index to whether the store has that rank's exit; it is asked about ranks of other
-            machines, a few of them every five seconds.
+        has_exited: a function that returns whether the exit of the rank with this index is in the store; it is called
+            for the ranks on other machines, a few of them every five seconds.
     """
 
     def __init__(self, peers: Sequence[DevicePeer], index: int, has_exited: Callable[[int], bool]) -> None:

@@ -1,7 +1,7 @@
 """Process groups of PyTorch, constructed directly, without torch.distributed's groups.
 
-A thread of PyTorch's ends the process when a call on a device fails or times out. Here time-outs are Paceline's to
-enforce. Groups are therefore made with the settings that prevent this, and `OwnedProcessGroup.abort` ends them.
+A PyTorch thread ends the process when a call on a device fails or times out. Here Paceline enforces the time-outs.
+Groups are therefore constructed with settings that disable this thread, and `OwnedProcessGroup.abort` ends them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.store.store import Store
 
-# PyTorch's own limit for a call, which must never be the one that ends it; in milliseconds, it fits into 31 bits.
+# PyTorch's own time limit for a call, which must never expire; in milliseconds, it fits into 31 bits.
 NEVER = timedelta(days=20)
 _ABORTING_S = 10.0
 _POLLING_S = 0.01
@@ -33,14 +33,14 @@ _WITHOUT_WATCHDOG: Mapping[str, str | None] = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # otherwise an error of the device ends the process
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # each direction has a group for that reason
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # each direction has its own group for this reason
 }
 _environment = threading.Lock()
 
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Sets the variables that PyTorch reads when a group is constructed; groups of the program's own keep theirs."""
+    """Sets the variables that PyTorch reads when a group is constructed; the program's own groups are not affected."""
     with _environment:
         before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
         _set_variables(_WITHOUT_WATCHDOG)
@@ -59,7 +59,7 @@ def _set_variables(variables: Mapping[str, str | None]) -> None:
 
 
 class TorchStore(c10d.Store):
-    """Paceline's store with the interface of PyTorch's, for one process group.
+    """Paceline's store with the interface of PyTorch's store, for one process group.
 
     Args:
         store: the store.
@@ -108,7 +108,7 @@ class OwnedProcessGroup:
 
     Args:
         group: the group.
-        store: its store, kept alive here because the group does not keep it.
+        store: its store, kept alive here because the group holds no reference to it.
     """
 
     def __init__(self, group: Any, store: c10d.Store) -> None:
@@ -120,20 +120,20 @@ class OwnedProcessGroup:
         """Returns the name of an error that the library has reported about a call in progress, or None."""
         try:
             error = self.group.get_error()
-        except (AttributeError, RuntimeError):  # releases and groups that do not report errors
+        except (AttributeError, RuntimeError):  # some releases and groups do not report errors
             return None
         return None if error.name == "SUCCESS" else f"{error.name}"
 
     def abort(self) -> None:
-        """Ends the group at once; its calls end with undefined results. Idempotent, and any thread may call it."""
+        """Ends the group at once; the results of its calls are undefined. Idempotent; any thread may call it."""
         if not self._ended:
             self._ended = True
             run_bounded(self._end_now, time.monotonic() + _ABORTING_S, "abort")
 
     def shut_down(self, deadline: float, stopped: Callable[[], bool]) -> bool:
-        """Ends the group after its calls are complete on all ranks; returns whether it did before `deadline`.
+        """Ends the group after its calls are complete on all ranks; returns whether this succeeded before `deadline`.
 
-        Otherwise, or when `stopped` returns True, it is aborted. Idempotent.
+        Otherwise, or once `stopped` returns True, the group is aborted. Idempotent.
         """
         if self._ended:
             return True
@@ -146,7 +146,7 @@ class OwnedProcessGroup:
         return False
 
     def _end(self) -> None:
-        with contextlib.suppress(RuntimeError):  # groups that need no end raise that they do not support it
+        with contextlib.suppress(RuntimeError):  # groups that need no shutdown raise that they do not support it
             self.group.shutdown()
 
     def _end_now(self) -> None:
@@ -157,11 +157,11 @@ class OwnedProcessGroup:
 def run_bounded(
     function: Callable[[], object], deadline: float, name: str, stopped: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Runs a function that a library may never end on a thread; returns whether it ended before `deadline`.
+    """Runs a function that may never return on a thread; returns whether it returned before `deadline`.
 
     Args:
         function: the function.
-        deadline: the time of `time.monotonic` at which to give up. The thread is then left behind.
+        deadline: the time of `time.monotonic` at which to give up. The thread then keeps running.
         name: a name for the thread.
         stopped: a function that is called while waiting and returns whether to give up.
 
@@ -189,7 +189,7 @@ def run_bounded(
 
 
 def device_types(backend: str) -> list[str]:
-    """Returns the types of accelerators that the process group of this name serves, in torch.distributed's registry."""
+    """Returns the types of accelerators that this process group serves, according to torch.distributed's registry."""
     served = [
         device_type
         for device_type, name in c10d.Backend.default_device_backend_map.items()
@@ -214,8 +214,8 @@ def backend_for(device_type: str) -> str | None:
 def construct(backend: str, store: TorchStore, rank: int, size: int) -> OwnedProcessGroup:
     """Constructs the process group of a backend for an accelerator.
 
-    A group that connects here rather than in its first call waits for the other ranks, for longer than the caller may
-    want to: `run_bounded` limits this.
+    A group that connects during construction rather than in its first call waits for the other ranks, possibly for too
+    long: `run_bounded` limits this.
     """
     with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
         return OwnedProcessGroup(_constructed(backend, store, rank, size), store)
