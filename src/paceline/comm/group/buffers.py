@@ -1,4 +1,4 @@
-"""Addresses of a call's tensors, which the engine reads and writes, with copies of the tensors that are not plain.
+"""Addresses of a call's tensors for the engine to read and write, and copies of tensors that are not plain.
 
 The engine writes to memory without PyTorch, so `count_writes` reports the writes to autograd.
 """
@@ -14,7 +14,7 @@ from paceline import _core
 from paceline.comm.engine.channel import DevicePieces
 from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
 
-Count = Callable[[Iterable[object]], None]  # of tensors
+Count = Callable[[Iterable[object]], None]  # takes tensors
 
 _increment = torch._C._increment_version
 
@@ -26,7 +26,7 @@ def _one_by_one(tensors: Iterable[object]) -> None:
 
 
 def _increment_versions() -> Count:
-    """Returns PyTorch's own function, or a loop over it in releases where it takes a single tensor."""
+    """Returns PyTorch's own function, or a loop over it in releases in which it takes a single tensor."""
     try:
         _increment([torch.empty(0, device="cpu")])
     except TypeError:
@@ -34,8 +34,9 @@ def _increment_versions() -> Count:
     return cast("Count", _increment)
 
 
-# Counts a write to each of the tensors. Views and `detach()` share the count. A backward that needs an earlier value of
-# a tensor then raises instead of computing wrong gradients. Counting a write twice does no harm.
+# Counts a write to each of the tensors. A tensor shares its count with its views and with the results of `detach()`. A
+# backward pass that needs an earlier value of a tensor then raises instead of computing wrong gradients. Counting a
+# write twice is harmless.
 count_writes: Count = _increment_versions()
 
 
@@ -49,7 +50,7 @@ def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
     """Returns one tensor or a sequence of them as a list.
 
     Raises:
-        TypeError: the argument is neither.
+        TypeError: the argument is neither a tensor nor a sequence.
     """
     if isinstance(tensors, torch.Tensor):
         return [tensors]
@@ -85,7 +86,7 @@ MemoryLayout: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, b
 
 
 def memory_layout(tensor: torch.Tensor) -> MemoryLayout:
-    """Returns a dense tensor's address and layout: tensors at one address may differ in length, strides or dtype."""
+    """Returns a dense tensor's address and layout; tensors at the same address may have different layouts."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
@@ -111,25 +112,25 @@ def count_elements(tensors: Sequence[torch.Tensor]) -> int:
 
 
 class Buffers:
-    """The memory of a call's tensors; tensors that are not plain go through a copy.
+    """The memory of a call's tensors; tensors that are not plain are replaced by copies.
 
     Args:
-        scale: a factor for the values to be read, applied in a copy.
+        scale: a factor by which a copy of the tensors to be read is multiplied.
         any_order: whether to pass the elements of channels-last tensors in memory order. The caller guarantees that
             the layout is the same on every rank.
     """
 
     def __init__(self, scale: float | torch.Tensor | None = None, any_order: bool = False) -> None:
         self.kept: list[torch.Tensor] = []
-        self.written: list[torch.Tensor] = []  # the caller's tensors; `kept` may have copies of them
+        self.written: list[torch.Tensor] = []  # the caller's tensors; `kept` may contain copies of them
         self.has_copies = False
-        self.residual: torch.Tensor | None = None  # kept for as long as the call
+        self.residual: torch.Tensor | None = None  # kept alive as long as the call
         self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.scale = scale
         self._any_order = any_order
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Returns the address and the number of bytes of each tensor, to be read."""
+        """Returns the address and the number of bytes of each tensor that the call reads."""
         first = len(self.kept)
         flat: list[int] = []
         for tensor in tensors:
@@ -139,7 +140,7 @@ class Buffers:
         return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:])
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Returns the address and the number of bytes of each tensor, to be written, or read and written."""
+        """Returns the address and the number of bytes of each tensor that the call writes, or reads and writes."""
         first = len(self.kept)
         flat: list[int] = []
         self.written += tensors
@@ -154,7 +155,7 @@ class Buffers:
 
     @property
     def finish(self) -> Callable[[], None] | None:
-        """A function to call when the call is complete, or None if nothing was copied."""
+        """Returns a function to run when the call is complete, or None if nothing was copied."""
         return self._write_back if self._copy_back else None
 
     def _usable(self, tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Plans of collectives: the arguments checked in full, and the call described for the engine.
+"""Plans of collectives: calls whose arguments have been checked in full, described for the engine.
 
 The functions accept torch's reductions and option objects (`AllreduceOptions` and the like), which are recognised by
 their attributes, so that this module works with every release of torch.
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 CallPlan = tuple[CollectiveCall, Buffers]
-"""A call, and the owner of its buffers, which copies back results that were written to a copy."""
+"""A call and its `Buffers`, which copy back results that were written to a copy."""
 
 
-_MOST_TAG = 2**31 - 1  # the core's tags are of 32 bits
+_MOST_TAG = 2**31 - 1  # the core's tags have 32 bits
 
 
 _UNSET = timedelta(0)
 
 
-# torch's reductions that need no factor, by which most of its calls are recognised at once.
+# torch's reductions without a factor; most calls of torch programs use one of these, so they are looked up first.
 _TORCHS_KIND: Any = getattr(getattr(torch.distributed, "ReduceOp", None), "RedOpType", None)
 
 
@@ -56,8 +56,8 @@ _BY_TORCHS_KIND: dict[object, ReduceOp] = {
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 
 
-# For each type that is not complex: its code, and for each reduction the reduction's code, or -1 if the core cannot
-# reduce the tensors directly. The codes are plain integers, since members of an enum are slow to hash and to convert.
+# For each dtype that is not complex: its code, and for each reduction the reduction's code, or -1 if the core cannot
+# reduce such tensors directly. The codes are plain integers, since enum members are slow to hash and to convert.
 QUICK_CODES: dict[torch.dtype, tuple[int, list[int]]] = {
     dtype: (code, [int(op) if op is not _PREMUL_SUM and _core.reduces(code, op) else -1 for op in ReduceOp])
     for dtype, code in DTYPE_CODES.items()
@@ -66,7 +66,7 @@ QUICK_CODES: dict[torch.dtype, tuple[int, list[int]]] = {
 
 
 def plan_all_reduce(tensors: Tensors, op: Reduction, timeout_ns: int, any_order: bool = False) -> CallPlan:
-    """Returns the plan of an all_reduce; the argument `any_order` is that of `Buffers`."""
+    """Returns the plan of an all_reduce; see `Buffers` for `any_order`."""
     listed = as_list(tensors, "all_reduce")
     code, reduce_code, buffers = checked_reduction(listed, op, "all_reduce", any_order)
     outputs = [buffers.write(listed)]
@@ -76,7 +76,7 @@ def plan_all_reduce(tensors: Tensors, op: Reduction, timeout_ns: int, any_order:
 
 
 def plan_broadcast(tensors: Tensors, root: int, timeout_ns: int, any_order: bool = False) -> CallPlan:
-    """Returns the plan of a broadcast from group rank `root`; the argument `any_order` is that of `Buffers`."""
+    """Returns the plan of a broadcast from group rank `root`; see `Buffers` for `any_order`."""
     listed = as_list(tensors, "broadcast")
     code = dtype_code(listed, "broadcast")
     buffers = Buffers(any_order=any_order)
@@ -138,7 +138,7 @@ def plan_reduce_scatter(
     count = count_elements(written)
     require_counts(read, count, group, "reduce_scatter", "input_list")
     flat_inputs = [buffers.read(part) for part in read]
-    buffers.scale = None  # the factor applies to the inputs only
+    buffers.scale = None  # the factor applies only to the inputs
     flat_outputs = [buffers.write(written)]
     operation = Operation.REDUCE_SCATTER
     return CollectiveCall(operation, code, reduce_code, -1, count, timeout_ns, flat_inputs, flat_outputs), buffers
@@ -191,7 +191,7 @@ def plan_barrier(timeout_ns: int) -> CallPlan:
 def checked_reduction(
     tensors: Sequence[torch.Tensor], op: Reduction, call: str, any_order: bool = False
 ) -> tuple[int, int, Buffers]:
-    """Returns the codes of the dtype and of the reduction, and buffers without tensors that hold the factor of `op`.
+    """Returns the codes of the dtype and of the reduction, and empty buffers that have the factor of `op`.
 
     Raises:
         TypeError: the reduction is not defined for the tensors.
@@ -202,7 +202,7 @@ def checked_reduction(
     reduce_code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
     if op is ReduceOp.PREMUL_SUM:
         raise TypeError(f"{call}: PREMUL_SUM needs a factor; pass paceline.PremulSum(factor)")
-    # Engines for other devices than the CPU report themselves what they cannot reduce.
+    # Engines for devices other than the CPU report unsupported reductions themselves.
     if not reduces(code, reduce_code) and all(tensor.is_cpu for tensor in tensors):
         dtype = tensors[0].dtype if tensors else torch.uint8
         raise TypeError(f"{call}: {reduce_code.name} is not defined for {dtype}; convert the tensor first")
@@ -211,14 +211,14 @@ def checked_reduction(
 
 @functools.cache
 def reduces(dtype: int, reduce_op: int) -> bool:
-    """Returns whether the core has the reduction for the type with the code `dtype`."""
+    """Returns whether the core has the reduction for the dtype with the code `dtype`."""
     return _core.reduces(dtype, reduce_op)
 
 
 def root_rank(
     group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
 ) -> int:
-    """Returns the group rank of a root or peer that is given as `rank`, of the default group, or as `group_rank`.
+    """Returns the group rank of a root or peer given as `rank` (in the default group) or as `group_rank`.
 
     Raises:
         ValueError: both are given, neither is given and there is no `default`, or the rank is not in the group.
@@ -248,7 +248,7 @@ def group_rank_of(group: ProcessGroup, rank: int) -> int:
 
 
 def require_root(group: ProcessGroup, root: int, call: str) -> None:
-    """Requires that `root` is a group rank.
+    """Checks that `root` is a group rank.
 
     Raises:
         ValueError: it is not.
@@ -260,7 +260,7 @@ def require_root(group: ProcessGroup, root: int, call: str) -> None:
 
 
 def require_peer(group: ProcessGroup, peer: int, call: str, name: str) -> None:
-    """Requires that the group rank `peer` is another rank of the group.
+    """Checks that `peer` is the group rank of another rank of the group.
 
     Raises:
         ValueError: it is this rank, or is not in the group.
@@ -290,7 +290,7 @@ def parts_by_rank(whole: torch.Tensor, count: int, group: ProcessGroup, call: st
     """Divides `whole` into one-dimensional views of `count` elements, one for each rank.
 
     Raises:
-        ValueError: `whole` has another number of elements, or is not contiguous.
+        ValueError: `whole` has a different number of elements, or is not contiguous.
     """
     if whole.numel() != count * group.size():
         raise ValueError(
@@ -339,7 +339,7 @@ def lists_by_rank(lists: Sequence[Tensors], group: ProcessGroup, call: str, argu
     """Returns the entries of `lists`, one for each rank, as lists of tensors.
 
     Raises:
-        ValueError: there is not one entry for each rank.
+        ValueError: the number of entries is not the number of ranks.
         TypeError: an entry is neither a tensor nor a list of tensors.
     """
     if isinstance(lists, torch.Tensor) or len(lists) != group.size():
@@ -351,10 +351,10 @@ def lists_by_rank(lists: Sequence[Tensors], group: ProcessGroup, call: str, argu
 def require_counts(
     lists: Sequence[list[torch.Tensor]], count: int, group: ProcessGroup, call: str, argument: str
 ) -> None:
-    """Requires that each of `lists` has `count` elements.
+    """Checks that each of `lists` has `count` elements.
 
     Raises:
-        ValueError: one of them has another number of elements.
+        ValueError: one of them has a different number of elements.
     """
     for index, tensors in enumerate(lists):
         if count_elements(tensors) != count:
@@ -372,12 +372,12 @@ class TorchOptions(Protocol):
 
 
 def are_options(argument: object) -> TypeIs[TorchOptions]:
-    """Returns whether `argument` is an option object rather than a value that could be in one."""
+    """Returns whether `argument` is an option object rather than the value of an option."""
     return hasattr(argument, "timeout")
 
 
 def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
-    """Returns the time-out in a call's arguments; None for the group's.
+    """Returns the time-out in a call's arguments, or None for the group's time-out.
 
     Args:
         opts: an option object, or the time-out itself.
@@ -389,7 +389,7 @@ def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
 
 
 def reduction_of(op: object) -> Reduction:
-    """Returns the reduction in an option object, torch's `ReduceOp` or Paceline's; SUM for None.
+    """Returns the reduction given by an option object, torch's `ReduceOp` or Paceline's; None means SUM.
 
     Raises:
         TypeError: `op` is none of these, or is a reduction that Paceline does not have.
@@ -417,7 +417,7 @@ def reduction_of(op: object) -> Reduction:
 
 
 def one_list(lists: Sequence[Tensors], call: str) -> Sequence[torch.Tensor]:
-    """Returns the only list in `lists`, in which programs for torch pass one list for each device.
+    """Returns the only list in `lists`, where programs for torch pass one list for each device.
 
     A plain list of tensors is returned unchanged.
 

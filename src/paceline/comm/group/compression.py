@@ -1,4 +1,4 @@
-"""Number formats in which calls send floats between hosts with fewer bits, and their error feedback (`Wire`)."""
+"""Number formats with which calls send floats in fewer bits between hosts, and their error feedback (`Wire`)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from paceline.comm.schedule.steps import Operation
 WireKind = Literal["bf16", "int8", "int4"]
 
 _SUMS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM, NO_REDUCTION)
-_OF_ALL_RANKS = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)  # the longest buffer has a part for each rank
+_OF_ALL_RANKS = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)  # their longest buffer has a part for each rank
 
 
 class Wire:
     """Rounds a repeatedly reduced tensor between hosts, and compensates for the rounding in later calls.
 
-    The error that a call's rounding makes on this rank is kept and added in the next call (error feedback). Over many
-    calls nothing is lost: the sum of all results differs from the exact sum by at most one call's rounding. Use one
-    object for one tensor, or for one list of tensors. A plain `wire="int8"` keeps no errors.
+    The rounding error of a call on this rank is kept and added in the next call (error feedback). The errors therefore
+    do not accumulate: the sum of all results differs from the exact sum by at most one call's rounding. Use a separate
+    object for each tensor or list of tensors. A plain `wire="int8"` keeps no errors.
 
-    The residuals take up to 4 bytes for each element on a rank. A call with another number of elements discards them.
+    The residuals take up to 4 bytes for each element on a rank. A call with a different number of elements discards
+    them.
 
     Args:
         kind: the format: "bf16", "int8" or "int4"; see docs/slow-networks.md.
 
     Attributes:
         kind: the format.
-        residual: the error still to be added, a float32 tensor, or None before the first call. A checkpoint should
-            save it and set it again; each rank has its own.
+        residual: the error to add in the next call, a float32 tensor, or None before the first call. A checkpoint
+            should save and restore it; each rank has its own.
 
     Raises:
         ValueError: there is no such format.
@@ -53,7 +54,7 @@ class Wire:
         self.residual = None
 
     def residual_of(self, count: int) -> torch.Tensor:
-        """Returns the residuals for a call of `count` elements; zeros if the previous call had another number."""
+        """Returns the residuals for a call of `count` elements; zeros if the previous call had a different number."""
         held = self.residual
         if held is None or held.numel() != count or held.dtype is not torch.float32 or not held.is_contiguous():
             held = self.residual = torch.zeros(count, dtype=torch.float32, device="cpu")
@@ -61,7 +62,7 @@ class Wire:
 
 
 WireLike = WireKind | Wire | None
-"""The argument `wire` of calls. None selects the group's own, which for most groups is exact."""
+"""The argument `wire` of calls. None selects the group's own `wire`, which for most groups is exact."""
 
 
 def checked_kind(kind: object) -> WireKind:
@@ -82,7 +83,7 @@ def is_quantisable(call: CollectiveCall) -> bool:
 
 
 def with_wire(plan: CallPlan, wire: WireLike, ranks: int) -> CallPlan:
-    """Returns the plan of an all_reduce, a reduce_scatter or an all_gather, changed to round as `wire` says.
+    """Returns the plan of an all_reduce, a reduce_scatter or an all_gather, changed to round to `wire`.
 
     Args:
         plan: the call and its buffers.

@@ -20,20 +20,20 @@ _calls: Counter[tuple[str, int]] = Counter()
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
     """Opens the debugger pdb on one rank at the line of this call; every rank calls it, and the others wait.
 
-    They wait without a time-out until `continue`, or, after `next` or `step`, until the debugged rank reaches its next
-    collective. If the debugged rank exits, they get an error at once. Under `paceline run` the debugger uses the
-    launcher's terminal, whichever rank it runs on. Ctrl-C at its prompt raises KeyboardInterrupt in the debugger and
-    ends nothing.
+    They wait without a time-out until `continue` or, after `next` or `step`, until the debugged rank reaches its next
+    collective. If the debugged rank exits, they raise an error at once. Under `paceline run` the debugger uses the
+    launcher's terminal, regardless of its rank. Ctrl-C at its prompt raises KeyboardInterrupt in the debugger and ends
+    nothing.
 
     Args:
         rank: the rank to debug, in the default group.
-        skip: the number of calls from the same line to ignore before one opens the debugger.
-        timeout_s: the minimum in seconds to which the time-out of every group is raised from now on, since the other
-            ranks wait in their next collective while this one is stepped through. None changes no time-out.
+        skip: the number of calls from the same line to ignore before the debugger opens.
+        timeout_s: the minimum, in seconds, to which the time-outs of all groups are raised from now on, since the other
+            ranks wait in their next collective while this rank is stepped through. None leaves the time-outs unchanged.
 
     Raises:
         ValueError: there is no default group, or it has no such rank.
-        RuntimeError: that rank has no standard input that could take commands.
+        RuntimeError: that rank has no standard input from which to read commands.
     """
     group = resolve(None)
     assert group is not None
@@ -58,9 +58,9 @@ def _debug(debugger: _Debugger) -> None:
 
 
 class _Debugger(pdb.Pdb):
-    """pdb on the terminal, which shows the caller's frame first although it stops in a function below it.
+    """pdb on the terminal, which first shows the caller's frame although it stops in a function that the caller called.
 
-    This makes the debugger finish before the other ranks continue. With `nosigint`, Ctrl-C after `continue` ends the
+    The debugger therefore finishes before the other ranks continue. With `nosigint`, Ctrl-C after `continue` ends the
     job as it does without a debugger.
     """
 
@@ -69,7 +69,7 @@ class _Debugger(pdb.Pdb):
         self._caller: FrameType | None = caller
 
     def interaction(self, frame: FrameType | None, *rest: TracebackType | None) -> None:
-        """Takes commands from the terminal."""
+        """Reads commands from the terminal."""
         frame, self._caller = self._caller or frame, None
         self.skip = {__name__}
         with _typing():
@@ -78,7 +78,7 @@ class _Debugger(pdb.Pdb):
 
 @contextlib.contextmanager
 def _typing() -> Iterator[None]:
-    """Connects the standard streams to the terminal, and marks this process for the launcher as the one for Ctrl-C."""
+    """Connects the standard streams to the terminal, and marks this process as the one to which Ctrl-C is sent."""
     error_file = os.environ.get("PACELINE_ERROR_FILE")
     marker = Path(f"{error_file}.debugger") if error_file else None
     with contextlib.ExitStack() as undo:
@@ -95,7 +95,7 @@ def _typing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _standard_streams(path: str) -> Iterator[None]:
-    """Opens the terminal `path` as file descriptors 0 to 2."""
+    """Opens the terminal at `path` as file descriptors 0 to 2."""
     before = [os.dup(fd) for fd in range(3)]
     terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
     try:
@@ -117,13 +117,13 @@ def _replace(descriptors: list[int]) -> None:
 def _reads_descriptor_0() -> bool:
     try:
         return sys.stdin.fileno() == 0
-    except (AttributeError, OSError, ValueError):  # stdin is missing, not a file, or closed
+    except (AttributeError, OSError, ValueError):  # stdin is missing, is not a file, or is closed
         return False
 
 
 @contextlib.contextmanager
 def _stdin_from_descriptor_0() -> Iterator[None]:
-    """Replaces `sys.stdin`, which multiprocessing leaves empty even if there is a terminal."""
+    """Replaces `sys.stdin`, which multiprocessing opens as an empty file even if there is a terminal."""
     before = sys.stdin
     with open(0, closefd=False) as sys.stdin:
         try:

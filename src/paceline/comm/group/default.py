@@ -1,7 +1,7 @@
-"""The default process group, which calls use that pass no group; this module is the only one that sets it.
+"""The default process group, used by calls without a `group` argument; only this module sets it.
 
-Its state is a `World`: the group with its store, engines and subgroups. While `init_process_group`'s world exists,
-torch.distributed's default backend for CPU tensors is Paceline too. Otherwise torch's modules that create torch's
+Its state is a `World`: the group with its store, engines and subgroups. While the world of `init_process_group` exists,
+Paceline is also torch.distributed's default backend for CPU tensors. Otherwise the torch modules that create torch's
 default group themselves (`fully_shard`, `init_device_mesh`) would silently choose gloo.
 """
 
@@ -25,9 +25,9 @@ _OURS, _TORCHS = "paceline", "gloo"
 
 
 def set_torch_default_backend() -> None:
-    """Makes Paceline torch's default for CPU tensors if the plug-in is registered and the program chose no other.
+    """Makes Paceline torch's default for CPU tensors if the plug-in is registered and the program chose no backend.
 
-    On a machine with a GPU torch's own default remains.
+    On a machine with a GPU, torch's own default does not change.
     """
     if not torch_dist.is_available() or torch.cuda.is_available():
         return
@@ -59,7 +59,7 @@ class _GroupMemberType(type):
 
 
 class GroupMember(metaclass=_GroupMemberType):
-    """Holds `WORLD`, the default group, and `NON_GROUP_MEMBER`, which stands for a group without this rank."""
+    """Namespace of `WORLD`, the default group, and `NON_GROUP_MEMBER`, which represents a group without this rank."""
 
     NON_GROUP_MEMBER = NonMember()
 
@@ -98,12 +98,12 @@ class World:
 
 
 class OwnWorld(World):
-    """A world that `init_process_group` created; it is closed at the latest when the process exits."""
+    """The world that `init_process_group` created; it is closed when the process exits, if not earlier."""
 
     def __init__(self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
         super().__init__(store, engines, group, timeout_s)
         self._owns_store = owns_store
-        # Processes of multiprocessing exit without running the functions registered with atexit.
+        # The processes of multiprocessing exit without running the functions registered with atexit.
         self._leaving = util.Finalize(None, leave, exitpriority=0)
         set_torch_default_backend()
 
@@ -124,7 +124,7 @@ _find_fallback: Callable[[], World | None] | None = None
 def set_fallback_world(find: Callable[[], World | None]) -> None:
     """Makes calls use the world that `find` returns while `init_process_group` has created none.
 
-    `find` is called each time, and may return None. The owner of the world closes it.
+    `find` is called for each such call and may return None. The owner of the world closes it.
     """
     global _find_fallback
     _find_fallback = find
@@ -137,10 +137,10 @@ def set_default_world(world: OwnWorld) -> None:
 
 
 def become_observer(size: int, why: str) -> None:
-    """Makes this process the last of `size` + 1 ranks for `get_rank` and `get_world_size`, until the next world is set.
+    """Makes `get_rank` and `get_world_size` report this process as the last of `size` + 1 ranks, until a world is set.
 
-    The default group is closed, so that collectives of a program out of step with the others fail; the error gives
-    the reason `why`.
+    The default group is closed, so that collectives of a program that is out of step with the others fail; their error
+    gives the reason `why`.
     """
     global _observed_size
     if _observed_size is None:
@@ -162,7 +162,7 @@ def leave() -> None:
 
 
 def own_world() -> OwnWorld | None:
-    """Returns the world that `init_process_group` created, or None if there is none at present."""
+    """Returns the world that `init_process_group` created, or None if there is none."""
     return _world
 
 
@@ -182,7 +182,7 @@ def default_group() -> ProcessGroup:
     """Returns the default group.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no default group.
     """
     return default_world().group
 
@@ -208,7 +208,7 @@ def resolve(group: Group) -> ProcessGroup | None:
         TypeError: `group` is not a Paceline group.
         ValueError: `group` is None, and there is no default group.
     """
-    if group is None:  # as `default_group`, without two function calls on the path of every collective
+    if group is None:  # as in `default_group`, but without two function calls on the path of every collective
         return default_world().group if _world is None else _world.group
     if isinstance(group, ProcessGroup):
         return group

@@ -1,7 +1,7 @@
 """`DeviceMesh`: ranks laid out as an array, with process groups along each dimension (data, pipeline, tensor parallel).
 
-It has the methods of torch's `DeviceMesh` that concern groups, and needs no torch.distributed. torch's own mesh works
-as well, on the backend that the plug-in registers.
+It has the methods of torch's `DeviceMesh` that concern groups, and does not need torch.distributed. torch's own mesh
+also works, with the backend that the plug-in registers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Array:
 
     Attributes:
         ranks: the ranks of the default group.
-        groups: for each dimension, the group of this rank along it.
+        groups: this rank's group along each dimension.
         flat: the meshes that `_flatten` has created, by name.
     """
 
@@ -37,7 +37,7 @@ class _Array:
 
 
 class DeviceMesh:
-    """An n-dimensional array of ranks, as `init_device_mesh` and slices of a mesh return it."""
+    """An n-dimensional array of ranks, returned by `init_device_mesh` and by slicing a mesh."""
 
     def __init__(self, array: _Array, dimensions: Sequence[int]) -> None:
         self._array = array
@@ -93,7 +93,7 @@ class DeviceMesh:
         return self.get_group(mesh_dim).rank()
 
     def get_group(self, mesh_dim: Dimension | None = None) -> ProcessGroup:
-        """Returns the group of this rank along a dimension: the ranks that differ from it in that index alone.
+        """Returns this rank's group along a dimension: the ranks that differ from it only in this index.
 
         Raises:
             ValueError: there is no such dimension, or it is omitted although there are several.
@@ -171,7 +171,7 @@ def init_device_mesh(
     Args:
         device_type: `cpu` or `cuda`.
         mesh_shape: the number of ranks along each dimension; their product is the world size. Ranks that exchange the
-            most data belong in the last dimension, since neighbours in it are neighbours on a host.
+            most data belong in the last dimension, since ranks that are adjacent in it are usually on the same host.
         mesh_dim_names: a name for each dimension.
 
     Returns:
@@ -180,7 +180,7 @@ def init_device_mesh(
     Raises:
         ValueError: the product of the shape is not the world size, or the names do not fit the shape.
         CollectiveMismatchError: the ranks passed different arguments.
-        RendezvousTimeoutError: a rank did not call this.
+        RendezvousTimeoutError: a rank did not call this function.
 
     Example::
 
@@ -207,7 +207,7 @@ def init_device_mesh(
 
 
 def _group_along(ranks: torch.Tensor, dimensions: Sequence[int], name: str) -> ProcessGroup:
-    """Creates the groups of ranks that differ in these dimensions alone; returns this rank's group."""
+    """Creates the groups of ranks whose indices differ only in these dimensions; returns this rank's group."""
     others = [d for d in range(ranks.ndim) if d not in dimensions]
     lists = ranks.permute(*others, *dimensions).reshape(-1, math.prod(ranks.shape[d] for d in dimensions))
     own, _ = new_subgroups_by_enumeration(lists.tolist(), group_desc=f"mesh dimension {name}")

@@ -1,7 +1,7 @@
-"""Decorators that keep calls which move data between ranks out of compiled graphs.
+"""Decorators that keep communication calls out of compiled graphs.
 
-torch.compile would otherwise trace into them, down to functions of the core that it cannot trace. It would also compile
-functions that PyTorch calls back while compiled code runs, such as hooks and the methods of a backend.
+torch.compile would otherwise trace into these calls, down to functions of the core that it cannot trace. It would also
+compile functions that PyTorch calls back while compiled code runs, such as hooks and the methods of a backend.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._C._dynamo import eval_frame
 from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
 
 Compiler: TypeAlias = Any
-"""The frame-evaluation callback of a thread, which compiles the functions that it calls; None without one."""
+"""The frame-evaluation callback of a thread, which compiles the functions that the thread calls, or None."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -26,9 +26,9 @@ _HAS_STRATEGIES = hasattr(_NATIVE, "_FrameExecStrategy")
 
 
 def eager(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Makes torch.compile run the function `call`, and everything it calls, uncompiled.
+    """Makes torch.compile run the function `call`, and everything that it calls, uncompiled.
 
-    The graph of a compiled function breaks at a call of it; with fullgraph=True the function raises.
+    The graph of a compiled function breaks where it calls `call`; with fullgraph=True the compiled function raises.
     """
     return _skipped(call if _HAS_STRATEGIES else _hiding(call), with_calls=True)
 
@@ -43,7 +43,7 @@ def eager_around(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def eager_methods(kind: type[_T]) -> type[_T]:
-    """Makes every method that the class itself defines `eager`, including static methods."""
+    """Applies `eager` to every method that the class itself defines, including static methods."""
     for name, method in list(vars(kind).items()):
         if isinstance(method, FunctionType):
             setattr(kind, name, eager(method))
@@ -62,7 +62,7 @@ def compiled_by(compiler: Compiler, call: Callable[_P, _T], *args: _P.args, **kw
 
 
 def own_code(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Returns a copy of `call` with a code object of its own, since torch.compile limits recompilations by code."""
+    """Returns a copy of `call` with its own code object, since torch.compile limits recompilations per code object."""
     code = cast(FunctionType, call).__code__
     return cast(Callable[_P, _T], FunctionType(code.replace(), call.__globals__, code.co_name))
 
@@ -74,7 +74,7 @@ def _skipped(call: Callable[_P, _T], *, with_calls: bool) -> Callable[_P, _T]:
         _NATIVE.set_code_exec_strategy(code, _NATIVE._FrameExecStrategy(skip, skip if with_calls else default))
     else:
         _NATIVE.skip_code(code)
-    vars(call)["_torchdynamo_disable"] = True  # for a function that is compiled and calls this one
+    vars(call)["_torchdynamo_disable"] = True  # for compiled functions that call this one
     return call
 
 

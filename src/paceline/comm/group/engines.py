@@ -1,4 +1,4 @@
-"""Engines of the groups of a process, each of which starts when the first group needs it, and the devices of a group.
+"""The engines of a process, which start when a group first needs them, and the devices of a group.
 
 `Engines` starts engines and opens groups with them. `Devices` holds one group's open groups, one for each device.
 """
@@ -32,14 +32,14 @@ Opener = Callable[[torch.device], OpenGroup]
 
 
 class Devices:
-    """The open groups of one process group, by device; the first call on a device other than the CPU opens its group.
+    """The open groups of one process group, one per device; the first call on an accelerator opens its group.
 
     Args:
         on_cpu: the open group for CPU tensors.
-        openers: functions that open the group on other devices, by the device's type.
+        openers: the functions that open the group on other devices, by device type.
         backend: the backend's name, for messages.
-        record: a function that adds an open group on a kind of device to the recording and returns its serial number.
-        advice: the advice in errors about a tensor on a device without an opener; by default it names an engine.
+        record: a function that adds an open group and its device type to the recording and returns its serial number.
+        advice: the advice in errors about a tensor on a device without an opener; by default, it names an engine.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Devices:
         with self._opening:
             if device not in self._open:
                 self._open[device] = self._opener(device, call)(device)
-                count = sum(other.type == device.type for other in self._open)  # all ranks open theirs in one order
+                count = sum(other.type == device.type for other in self._open)  # all ranks open them in the same order
                 kind = device.type if count == 1 else f"{device.type} ({count})"
                 self._recorded.append(self._record(self._open[device], kind))
             return self._open[device]
@@ -98,7 +98,7 @@ class Devices:
         return next(filter(None, (opened.failure() for opened in self._all())), OutcomeCode.OK)
 
     def _all(self) -> list[OpenGroup]:
-        # Takes no lock: a thread that opens a group on another device holds the lock while it waits for other ranks.
+        # Without the lock: a thread that opens a group on another device holds it while it waits for other ranks.
         return [self._on_cpu, *self._open.values()]
 
     def close(self) -> None:
@@ -124,17 +124,17 @@ class Devices:
         return opener
 
 
-_AGREED = 1 << 62  # marks an identity that the members agreed on, unlike those that count groups
+_AGREED = 1 << 62  # marks identities that the members agreed on, as opposed to those that count groups
 _FINDS_MEMBERS = _ENCRYPTS = "paceline"
 
 
 class Engines:
-    """Starts engines and opens groups with them, until `close` ends them.
+    """The engines of a process: starts them, opens groups with them, and ends them in `close`.
 
     Args:
         context: the context in which the engines start, without members.
         backend: the default group's backend.
-        between_hosts: the engine for data between hosts if "paceline" is the engine for CPU tensors.
+        between_hosts: the name of the engine for data between hosts if "paceline" is the engine for CPU tensors.
 
     Raises:
         ValueError: an engine lacks a prerequisite.
@@ -147,7 +147,7 @@ class Engines:
         self._started: dict[str, Engine] = {}
         self._counted = 0
         self._counted_by_members: Counter[tuple[int, ...]] = Counter()
-        self._staged: Counter[int] = Counter()  # by group: the devices whose tensors travel through host memory
+        self._staged: Counter[int] = Counter()  # by group: the number of devices with staged tensors
         if _FINDS_MEMBERS not in backend.engines.values():
             members = exchange_members(context)
             self._context = dataclasses.replace(context, members=members)
@@ -170,10 +170,10 @@ class Engines:
         return self._context.members
 
     def start(self, backend: BackendChoice) -> None:
-        """Starts the engine for CPU tensors; every rank calls this. Other engines start with the first tensor for them.
+        """Starts the engine for CPU tensors; every rank calls this. Other engines start at the first tensor for them.
 
         Raises:
-            ValueError: an engine, started or not, lacks a prerequisite.
+            ValueError: an engine lacks a prerequisite, even one that is not started yet.
         """
         for device_type, name in backend.engines.items():
             if device_type == "cpu":
@@ -182,7 +182,7 @@ class Engines:
                 registry.require(name, self._context.rank)
 
     def count_group(self, ranks: Sequence[int]) -> int:
-        """Returns the identity of the next group that every rank of the default group counts, member or not."""
+        """Returns the identity of the next group that all ranks of the default group count, members or not."""
         self._counted += 1
         return self._counted << 32 | zlib.crc32(repr([*ranks]).encode())
 
@@ -200,7 +200,7 @@ class Engines:
         identity: int,
         algorithm: str | None = None,
     ) -> dict[str, Opener]:
-        """Returns functions that open the group of `ranks` on a device, by the device's type."""
+        """Returns the functions that open the group of `ranks` on a device, by device type."""
 
         def open_on(name: str, device: torch.device, identity: int = identity) -> OpenGroup:
             engine = self._engine(name)
@@ -241,7 +241,7 @@ class Engines:
 
 
 def permitted(backend: BackendChoice, rank: int, members: Sequence[RankIdentity]) -> BackendChoice:
-    """Returns `backend` with the engines that the job's security level and its one port allow between the members.
+    """Returns `backend` reduced to the engines that the job's security level and single port allow among the members.
 
     If the program named no backend, tensors of an accelerator whose engine is not allowed travel through host memory.
 
@@ -260,7 +260,7 @@ def permitted(backend: BackendChoice, rank: int, members: Sequence[RankIdentity]
 
 
 def require_permitted(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
-    """Requires that the job's security level and its one port allow an engine to connect the members.
+    """Checks that the job's security level and single port allow an engine to connect the members.
 
     Raises:
         ValueError: they do not.
@@ -272,7 +272,7 @@ def require_permitted(engine: str, rank: int, members: Sequence[RankIdentity]) -
 
 
 def require_one_host(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
-    """Requires that an engine without encryption connects only ranks of one host.
+    """Checks that an engine without encryption connects only ranks of one host.
 
     Raises:
         ValueError: there are several hosts.
@@ -287,7 +287,7 @@ def require_one_host(engine: str, rank: int, members: Sequence[RankIdentity]) ->
 
 
 def require_ports(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
-    """Requires, in a job with one port, that an engine with ports of its own connects only ranks of one host.
+    """Checks, in a job with a single port, that an engine with its own ports connects only ranks of one host.
 
     Raises:
         ValueError: there are several hosts.
@@ -308,5 +308,5 @@ def staged_identity(identity: int, index: int) -> int:
 
 
 def agreed_identity(number: int) -> int:
-    """Returns the identity of a group that only its members count, from a `number` below 2^61 that they agreed on."""
+    """Returns the identity of a group from a `number` below 2^61 on which its members have agreed."""
     return _AGREED | number

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a host share: tensors for `all_reduce`, and blocks for other parts of Paceline."""
+"""Memory shared by the ranks of a host: tensors for `all_reduce`, and blocks for other parts of Paceline."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns an uninitialised CPU tensor that `all_reduce` reduces in place for all ranks, without a staging copy.
 
-    This pays off for large tensors (a megabyte and up) that every rank creates this way and passes to `all_reduce`
-    whole. For all other purposes it is an ordinary tensor of `dtype` (default: PyTorch's default dtype) and shape
-    `size`.
+    This pays off for large tensors (from about a megabyte) that every rank creates with this function and passes to
+    `all_reduce` whole. In all other respects the result is an ordinary tensor of `dtype` (default: PyTorch's default
+    dtype) and shape `size`.
 
-    If an `all_reduce` of it fails because a rank died, timed out or aborted the group, it becomes an ordinary tensor:
-    other ranks may still write to the shared memory, so the tensor moves to private memory at the same address. It
-    remains usable with any group; create a new one to regain the speed.
+    If an `all_reduce` of the tensor fails because a rank died, timed out or aborted the group, other ranks may still
+    write to the shared memory. The tensor then moves to private memory at the same address and becomes an ordinary
+    tensor. It remains usable with any group; create a new one to regain the speed.
 
     Raises:
         MemoryError: the system has too little shared memory left.
@@ -63,12 +63,12 @@ def applies_updates(group: ProcessGroup) -> bool:
 
 
 def share_on_host(group: ProcessGroup, nbytes: int) -> _core.SharedMemory:
-    """Returns `nbytes` of zeroed memory shared by the ranks of this host; every rank of `group` must call this.
+    """Returns `nbytes` bytes of zeroed memory shared by the ranks of this host; every rank of `group` must call this.
 
-    Requires that `host_ranks(group)` is not None.
+    `host_ranks(group)` must not be None.
 
     Raises:
-        OutOfDescriptorsError, MemoryError: a rank has no descriptors or memory left; raised on every rank.
+        OutOfDescriptorsError, MemoryError: a rank has no descriptors or memory left; every rank raises the error.
     """
     ranks = host_ranks(group)
     assert ranks is not None

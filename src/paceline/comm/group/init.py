@@ -1,7 +1,7 @@
 """Functions that create and end process groups: `init_process_group`, `new_group`, `destroy_process_group`.
 
 A group forms in three steps: the ranks meet (`meet`), start the engines, and connect in a group (`form`). `form_apart`
-and `make_default` create a default group in two parts, for ranks that form their next group while they still use the
+and `make_default` create a default group in two steps, for ranks that form their next group while they still use the
 previous one.
 """
 
@@ -42,7 +42,7 @@ from paceline.comm.store.store import HashStore, Store
 from paceline.durations import Timeout, to_seconds
 from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
-DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is torch's
+DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is the one in torch
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class GroupOptions:
 
     Attributes:
         costs: the link costs that earlier groups measured, to which this group adds its own; None if there are none.
-        identity: a number, the same on all ranks, that distinguishes the group from others of these ranks (see
-            `engines.agreed_identity`); None to use the next number that the ranks count.
+        identity: a number, the same on all ranks, that distinguishes the group from other groups of these ranks (see
+            `engines.agreed_identity`); None to number the groups in the order of their creation.
     """
 
     name: str = ""
@@ -85,8 +85,8 @@ def init_process_group(
 ) -> None:
     """Creates the default process group. Every rank calls this once, and it returns when all ranks have called it.
 
-    A program that does not call it uses the default group of torch.distributed if the backend of that is "paceline".
-    While the group exists, and PyTorch finds no GPU, torch.distributed uses Paceline for CPU tensors if no backend is
+    A program that does not call it uses torch.distributed's default group if the backend of that group is "paceline".
+    While the group exists and PyTorch finds no GPU, torch.distributed uses Paceline for CPU tensors if no backend is
     named, for instance in `fully_shard`.
 
     Args:
@@ -95,7 +95,7 @@ def init_process_group(
             another engine is named for them.
         init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. It is not needed
             with "mpi" if mpirun has started the ranks.
-        timeout: the time that this call and every later one waits for the other ranks, as a timedelta or in seconds.
+        timeout: the time that this call and each later call waits for the other ranks, as a timedelta or in seconds.
             The default is 30 minutes.
         world_size, rank: the number of ranks and the rank of this process; with env:// they may be in the environment.
         store: a store that all ranks share, instead of `init_method`; it requires `world_size` and `rank`.
@@ -103,10 +103,11 @@ def init_process_group(
         pg_options: must be None; no engine has options.
         device_id: this rank's accelerator, as a device with an index or as the index. It becomes the current device,
             `barrier` uses it, and the ranks' devices are connected at once rather than at the first tensor, so that a
-            wrong one is reported here. Either all ranks give one, or none does.
-        interface: the network interface through which other hosts reach this one, by its name or one of its addresses.
-            The default is PACELINE_IFACE, or else the interface on the route to the host where the ranks meet.
-        algorithm: the algorithm of every collective that offers it: "ring", "halving_doubling", "tree", "star" or
+            wrong device is reported here. Either all ranks pass it or none does.
+        interface: the network interface through which other hosts reach this one, given by its name or one of its
+            addresses. The default is PACELINE_IFACE, or else the interface on the route to the host where the ranks
+            meet.
+        algorithm: the algorithm for every collective that offers it: "ring", "halving_doubling", "tree", "star" or
             "hierarchical". The default is PACELINE_ALGORITHM, or else shared memory on one host and the fastest
             algorithm between hosts.
         between_hosts: the engine ("gloo", "mpi") with which the first rank of each host reduces and broadcasts the
@@ -115,11 +116,11 @@ def init_process_group(
             others. The job is started with `paceline run --elastic`, or consists of this process.
         security: "encrypt" encrypts all connections to other hosts, "auth" only authenticates them, and "none" does
             neither. The default is PACELINE_SECURITY, or else connections at public addresses are encrypted.
-        port: the one TCP port of each machine at which the others reach its ranks and its store, the same on every
-            rank; see docs/hosts.md. The default is PACELINE_PORT, or else each listener has a port of its own.
+        port: the single TCP port at which each machine accepts connections to its ranks and its store, the same on
+            every rank; see docs/hosts.md. The default is PACELINE_PORT, or else each listener has its own port.
         wire: the format ("bf16", "int8", "int4") to which this group rounds sums of floats between hosts, for tensors
-            of at least 1,024 elements and calls without a `wire` of their own; see docs/slow-networks.md. Other groups
-            are exact unless they have a `wire` of their own.
+            of at least 1,024 elements in calls that pass no `wire`; see docs/slow-networks.md. Other groups are exact
+            unless they have a `wire` of their own.
 
     Raises:
         ValueError: the default group exists already, or an argument is wrong; the message gives the fix.
@@ -159,8 +160,8 @@ def init_process_group(
 def destroy_process_group(group: Group = None) -> None:
     """Ends `group` without waiting for the other ranks.
 
-    A default group that torch.distributed created continues until `torch.distributed.destroy_process_group()`; only
-    the groups created from its ranks here end.
+    A default group that torch.distributed created exists until `torch.distributed.destroy_process_group()`; this
+    function ends only the groups that Paceline created from its ranks.
 
     Args:
         group: the group to end; if None, the default group and all groups of its ranks.
@@ -198,15 +199,15 @@ def new_group(
 
     Args:
         ranks: the members' ranks in the default group, in the order of their group ranks; all ranks if None.
-        timeout: the time-out of calls on the group; the default group's if None.
-        backend: the backend as for `init_process_group`; the default group's if None.
+        timeout: the time-out of calls on the group; the default group's time-out if None.
+        backend: the backend as for `init_process_group`; the default group's backend if None.
         pg_options: must be None; no engine has options.
         use_local_synchronization: whether only the members call this. Ranks that are in several such groups call it in
             the same order.
         group_desc: the group's name in messages.
         device_id: this rank's accelerator as for `init_process_group`.
-        sort_ranks: whether group ranks follow the order of the ranks rather than that of `ranks` (torch's default).
-        algorithm: the algorithm as for `init_process_group`; the default group's if None.
+        sort_ranks: whether the group ranks follow numerical order (torch's default) rather than the order of `ranks`.
+        algorithm: the algorithm as for `init_process_group`; the default group's algorithm if None.
         wire: the format as for `init_process_group`; exact if None, even if the default group has a `wire`.
 
     Returns:
@@ -214,7 +215,7 @@ def new_group(
 
     Raises:
         ValueError: a rank is out of range or listed twice.
-        RendezvousTimeoutError: a member did not call this.
+        RendezvousTimeoutError: a member did not call this function.
     """
     world = default_world()
     require_no_options(pg_options, "new_group")
@@ -252,9 +253,9 @@ def open_group(
     algorithm: str | None = None,
     wire: WireKind | None = None,
 ) -> ProcessGroup:
-    """Opens a group of `ranks` of the default group, one of which is this rank.
+    """Opens a group of `ranks` of the default group, which include this rank.
 
-    The argument `identity` is that of `Engine.open_group`.
+    See `Engine.open_group` for `identity`.
     """
     world = default_world()
     chosen = world.engines.backend if backend is None else choose(backend)
@@ -274,7 +275,7 @@ def open_on(
     identity: int | None = None,
     wire: WireKind | None = None,
 ) -> ProcessGroup:
-    """Opens the group of `ranks` and waits until all of them have; each of them calls this."""
+    """Opens the group of `ranks` and waits until all of them have opened it; each of them calls this."""
     engines.start(backend)
     backend = permitted(backend, engines.rank, engines.members)
     if identity is None:
@@ -296,7 +297,7 @@ def open_on(
         wire=wire,
     )
     try:
-        # No rank may end the group, or its store, before all ranks are connected in it.
+        # No rank may end the group or its store before all ranks are connected.
         group.barrier()
     except BaseException:
         group.close()
@@ -305,7 +306,7 @@ def open_on(
 
 
 def form_apart(store: Store, rank: int, world_size: int, timeout_s: float, options: GroupOptions) -> World:
-    """Forms a group of the engine "paceline" independently of any default group; any thread may call this.
+    """Forms a group of the engine "paceline" independently of the default group; any thread may call this.
 
     Args:
         store: the store through which the ranks meet; the caller closes it.
@@ -323,7 +324,7 @@ def form_apart(store: Store, rank: int, world_size: int, timeout_s: float, optio
 
 
 def make_default(world: World) -> None:
-    """Makes the group of `form_apart` the default group. Requires that there is none at present."""
+    """Makes the group of `form_apart` the default group. There must be no default group."""
     recorder.identify(world.group.rank(), world.group.size())
     set_default_world(OwnWorld(world.store, False, world.engines, world.group, world.timeout_s))
 
@@ -355,7 +356,7 @@ def form(joined: RendezvousResult, backend: BackendChoice, timeout_s: float, opt
 def meet(
     backend: BackendChoice, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
 ) -> RendezvousResult:
-    """Returns this rank and the store; if the caller gives no address, the engine's launcher (mpirun) provides both."""
+    """Returns this rank and the store; without an address, the engine's own launcher (mpirun) provides both."""
     has_address = init_method is not None or store is not None or "RANK" in os.environ
     meet_by_launcher = None if has_address else launcher_meeting(backend, rank)
     try:
@@ -406,7 +407,7 @@ def make_current(device_id: torch.device | int | None, backend: BackendChoice) -
 def require_elastic(
     backend: str | None, init_method: str | None, store: Store | None, world_size: int, rank: int
 ) -> None:
-    """Requires arguments with which an elastic job can start.
+    """Checks that an elastic job can start with these arguments.
 
     Raises:
         ValueError: an argument is given that the launcher sets, or the launcher does not run an elastic job.
@@ -428,7 +429,7 @@ def require_elastic(
 
 
 def require_between(between_hosts: str | None, backend: BackendChoice, algorithm: str | None) -> None:
-    """Requires that `between_hosts` fits the other arguments.
+    """Checks that `between_hosts` is compatible with the other arguments.
 
     Raises:
         ValueError: it does not name one engine for CPU tensors, or the backend or the algorithm excludes it.
@@ -445,7 +446,7 @@ def require_between(between_hosts: str | None, backend: BackendChoice, algorithm
 
 
 def require_wire(wire: object, backend: BackendChoice, between_hosts: str | None, elastic: bool = False) -> None:
-    """Requires that a group's `wire` is a format that fits the other arguments.
+    """Checks that a group's `wire` is a format that is compatible with the other arguments.
 
     Raises:
         ValueError: it is not.
@@ -463,7 +464,7 @@ def require_wire(wire: object, backend: BackendChoice, between_hosts: str | None
 
 
 def require_no_options(pg_options: None, call: str) -> None:
-    """Requires that `pg_options`, an argument for torch's backends, is None.
+    """Checks that `pg_options`, an argument for torch's backends, is None.
 
     Raises:
         ValueError: it is not.

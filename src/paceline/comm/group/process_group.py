@@ -1,9 +1,9 @@
 """Process groups: the ranks that take part in a collective, with every call that a group can make.
 
-A call takes one of two ways to the engine. Most calls are synchronous, on plain CPU tensors, and for small tensors
-checking and describing them takes longer than moving them. The fast way (`all_reduce`, `broadcast`, `try_fast_call`,
-and `all_reduce_memory` for gradients) therefore checks only what every call must check and passes addresses. Everything
-unusual, and everything wrong, falls through to `call_plan.py`, which checks the arguments in full, and from there to
+A call takes one of two paths to the engine. Most calls are synchronous, on plain CPU tensors, and for small tensors
+checking and describing a call takes longer than moving the data. The fast path (`all_reduce`, `broadcast`,
+`try_fast_call`, and `all_reduce_memory` for gradients) therefore makes only the checks that every call needs and passes
+addresses. Unusual and invalid arguments take the slow path through `call_plan.py`, which checks them in full, and
 `ProcessGroup._run`.
 """
 
@@ -74,7 +74,7 @@ ANY_SOURCE = -1
 _LEAST_ROUNDED = 1024
 """The number of elements below which a group's own `wire` does not round a sum.
 
-Norms and counts are among such short tensors, and rounding them would save no time.
+Such short tensors include norms and counts, and rounding them would save no time.
 """
 
 _ROUNDED_ONCE = (torch.float16, torch.bfloat16)  # the core adds them in float32
@@ -83,7 +83,7 @@ _NO_OP = object()  # stands for the reduction of an operation that has none
 
 
 class ProcessGroup:
-    """The ranks that take part in a collective. `init_process_group` and `new_group` make groups.
+    """The ranks that take part in a collective. `init_process_group` and `new_group` create groups.
 
     Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is rank r's rank in the default group. Methods that
     torch.distributed's groups also have accept torch's option objects. Called without `async_op` they return a `Work`,
@@ -96,11 +96,11 @@ class ProcessGroup:
         timeout: the time that calls wait for the other ranks.
         name: the group's name in messages.
         backend: the backend's name, which `get_backend` returns.
-        openers: functions that open the group on other devices, by the device's type.
-        advice: the advice in errors about a tensor on a device without an opener; by default it names an engine.
-        engine_members: the members of the engine's group if it has more ranks than this group.
-        identity: a number for the recording that is the same on all members; 0 if they share none.
-        wire: the format to which sums of floats are rounded between hosts; None if they are exact.
+        openers: the functions that open the group on other devices, by device type.
+        advice: the advice in errors about a tensor on a device without an opener; by default, it names an engine.
+        engine_members: the members of the engine if it connects more ranks than this group has.
+        identity: a number for the recording that is the same on all members, or 0 if there is none.
+        wire: the format to which sums of floats are rounded between hosts, or None for exact sums.
 
     Attributes:
         ranks: the members' ranks in the default group, in the order of their group ranks.
@@ -108,8 +108,8 @@ class ProcessGroup:
         backend: the backend's name.
         timeout_ns: the time that calls wait for the other ranks, in nanoseconds.
         bound_device_id: the accelerator of this rank that `bind` has connected, or None.
-        wire: the format to which all_reduce and reduce_scatter round floats between hosts unless a call passes its
-            own. all_gather stays exact: it moves parameters, whose drift would go unnoticed.
+        wire: the format to which all_reduce and reduce_scatter round floats between hosts unless a call passes its own.
+            all_gather stays exact: it moves parameters, and their drift would go unnoticed.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class ProcessGroup:
         self.timeout_ns = to_nanoseconds(timeout)
 
     def bind(self, device: torch.device | None) -> None:
-        """Connects the group on this rank's accelerator, on which all ranks call this; does nothing if it is None.
+        """Connects the group on this rank's accelerator; all ranks call this. Does nothing if `device` is None.
 
         Raises:
             CollectiveError: the devices cannot be connected; the group is closed.
@@ -226,7 +226,7 @@ class ProcessGroup:
         self._devices.abort()
 
     def failure(self) -> OutcomeCode:
-        """Returns the reason why the group is unusable, or OK. Only failures already known to this rank count."""
+        """Returns the reason why the group is unusable, or OK if this rank has not detected any failure."""
         return OutcomeCode(self._devices.failure())
 
     def close(self) -> None:
@@ -248,9 +248,9 @@ class ProcessGroup:
         any_order: bool = False,
         wire: WireLike = None,
     ) -> Work | None:
-        """Reduces `tensors` over all ranks, in place; the argument `any_order` is that of `Buffers`."""
+        """Reduces `tensors` over all ranks, in place; see `Buffers` for `any_order`."""
         if timeout is None and wire is self.wire is None and not async_op and not profiler._is_profiler_enabled:
-            # Most calls take this path, on which every line counts.
+            # Most calls take this path, where every line adds latency.
             try:
                 outcome = self._channel.all_reduce_tensor(tensors, op, self.timeout_ns)
             except TypeError:  # the core does not accept None
@@ -282,8 +282,8 @@ class ProcessGroup:
     ) -> Work | None:
         """Reduces `count` elements at the addresses and numbers of bytes in `pieces`, as `all_reduce` does.
 
-        It is for callers that repeat a call and have checked its tensors once. The tensors are in `kept`, on one
-        device.
+        It is for callers that repeat a call and have checked its tensors once. `kept` holds the tensors, which are on
+        one device.
         """
         call = CollectiveCall(Operation.ALL_REDUCE, dtype, op, -1, count, self.timeout_ns, [], [pieces])
         if wire is None and not async_op and kept and kept[0].is_cpu and not profiler._is_profiler_enabled:
@@ -308,7 +308,7 @@ class ProcessGroup:
     ) -> None:
         """Reduces memory as `reduce_scatter` does tensors (see `all_reduce_memory`); a rank receives `count` elements.
 
-        With an `update`, which only groups accept for which `applies_updates` is true, no output is needed.
+        With an `update`, which only groups with a true `applies_updates` accept, no output is needed.
         """
         buffers = Buffers()
         buffers.kept += kept
@@ -351,7 +351,7 @@ class ProcessGroup:
         async_op: bool | None = None,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Reduces `tensors` over all ranks into those of the root; the tensors of other ranks do not change."""
+        """Reduces `tensors` over all ranks into the root's `tensors`; the tensors of other ranks do not change."""
         if are_options(root):
             return self.reduce(tensors, root.rootRank, reduction_of(root), True, time_limit(root))
         require_root(self, root, "reduce")
@@ -374,7 +374,7 @@ class ProcessGroup:
         timeout: Timeout | None = None,
         wire: WireLike = None,
     ) -> Work | None:
-        """Copies every rank's `tensors` to all ranks; `outputs[r]` receives those of rank r."""
+        """Copies every rank's `tensors` to all ranks, those of rank r to `outputs[r]`."""
         if (
             async_op is False
             and timeout is None
@@ -489,7 +489,7 @@ class ProcessGroup:
         return [bytes(as_memory(buffer)) for (buffer,) in received]
 
     def explain(self, operation: str, nbytes: int) -> str:
-        """Returns a text with the algorithm that the group uses for a call of `nbytes`, and the reason.
+        """Returns a text with the algorithm that the group uses for a call of `nbytes` bytes, and the reason.
 
         Raises:
             ValueError: there is no operation of that name.
@@ -510,8 +510,8 @@ class ProcessGroup:
         )
 
     def sums_as_tree(self, tensor: torch.Tensor) -> bool:
-        """Returns whether `sum_as_tree` accepts a tensor like this one; the result is the same on all ranks."""
-        # On one host the core adds along the tree. Schedules and the other engines add in orders of their own.
+        """Returns whether `sum_as_tree` accepts tensors like this one; the result is the same on all ranks."""
+        # On one host the core adds along the tree. Schedules and other engines add in different orders.
         return isinstance(self._channel, _core.HostGroup) and tensor.is_cpu and tensor.dtype not in _ROUNDED_ONCE
 
     def sum_as_tree(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
@@ -545,7 +545,7 @@ class ProcessGroup:
         async_op: bool = True,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Receives into `tensors` a message with this tag from group rank `src`, or from any rank if that is -1.
+        """Receives a message with this tag from group rank `src`, or from any rank if `src` is -1, into `tensors`.
 
         The work's `source_rank()` is the sender's group rank.
         """
@@ -553,7 +553,7 @@ class ProcessGroup:
 
     @property
     def group_name(self) -> str:
-        """The name that the group was created with, for messages."""
+        """The name with which the group was created, for messages."""
         return self.name
 
     group_desc = group_name
@@ -591,7 +591,7 @@ class ProcessGroup:
         return _as_work(self.all_reduce(_unpack_single(tensors), reduction, True, limit))
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: TorchOptions | None = None) -> Work:
-        """Reduces tensors of several types over all ranks, in place."""
+        """Reduces tensors of several dtypes over all ranks, in place."""
         reduction, limit = reduction_of(opts), time_limit(opts)
         works = [self.all_reduce(tensor, reduction, True, limit) for tensor in tensors]
         return _as_work(join_works(works, "allreduce_coalesced", tensors))
@@ -614,7 +614,7 @@ class ProcessGroup:
         input_list: Sequence[torch.Tensor],
         opts: TorchOptions | None = None,
     ) -> Work:
-        """Copies every rank's tensors to all ranks: `output_lists[r]` receives those of rank r."""
+        """Copies every rank's tensors to all ranks, those of rank r to `output_lists[r]`."""
         written = [output for outputs in output_lists for output in outputs]
         columns = zip(*output_lists, strict=True)
         works = [
@@ -640,7 +640,7 @@ class ProcessGroup:
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: TorchOptions | None = None
     ) -> Work:
-        """Reduces the ranks' tensors, the parts for all ranks concatenated in rank order, and leaves each its part."""
+        """Reduces `input` over all ranks and writes each rank's part of the result to its `output`."""
         parts = parts_by_rank(input, output.numel(), self, "reduce_scatter_single", "input")
         return _as_work(self.reduce_scatter(output, parts, reduction_of(opts), True, time_limit(opts)))
 
@@ -673,14 +673,14 @@ class ProcessGroup:
         *,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Copies rows of `input` to each rank: the numbers in the split sizes, or equal parts without split sizes."""
+        """Copies rows of `input` to each rank: as many as the split sizes give, or equal parts without split sizes."""
         outputs = rows_by_rank(output, output_split_sizes or None, self, "all_to_all_single", "output")
         inputs = rows_by_rank(input, input_split_sizes or None, self, "all_to_all_single", "input")
         work = self.all_to_all(outputs, inputs, True, time_limit(opts, timeout))
         return _as_work(join_works([work], "all_to_all_single", [output]))
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Work:
-        """Receives from the rank whose message arrives first; the work's `source_rank()` returns that rank."""
+        """Receives the message that arrives first; the work's `source_rank()` is its sender's group rank."""
         return self.recv(_unpack_single(tensors), -1, tag, True)
 
     # Names of these methods in other releases of torch.
@@ -692,7 +692,7 @@ class ProcessGroup:
     alltoall_base = all_to_all_single
 
     def fast_all_reduce(self, tensor: object, op: object) -> CallOutcome | Literal[False] | None:
-        """Reduces as a channel's `all_reduce_tensor` does, with any channel and any release of PyTorch."""
+        """Reduces a tensor as a channel's `all_reduce_tensor` does, but with any channel and any release of PyTorch."""
         if not isinstance(tensor, torch.Tensor) or not isinstance(op, ReduceOp):
             return False
         quick = QUICK_CODES.get(tensor.dtype)
@@ -729,8 +729,8 @@ class ProcessGroup:
             parts: the required numbers of parts of the inputs and of the outputs.
             op: the reduction, if the operation has one.
             root: the root's group rank, if the operation has a root.
-            are_whole: True if one tensor holds all parts of the inputs, and one all parts of the outputs; False if each
-                part is a tensor.
+            are_whole: True if one tensor holds all parts of the inputs and another holds all parts of the outputs;
+                False if each part is a separate tensor.
         """
         quick = None if profiler._is_profiler_enabled else QUICK_CODES.get(dtype)
         if quick is None:
@@ -772,14 +772,14 @@ class ProcessGroup:
         return self.try_fast_call(operation, input.dtype, count, (input,), (output,), (ranks, ranks), are_whole=True)
 
     def try_fast_barrier(self) -> bool:
-        """Waits for all ranks and returns True; while a profiler records, does nothing and returns False."""
+        """Waits for all ranks and returns True; does nothing and returns False while a profiler is recording."""
         if profiler._is_profiler_enabled:
             return False
         self._run_equal(Operation.BARRIER, 0, NO_REDUCTION, -1, 0, 0, [], [], ())
         return True
 
     def run_on_cpu(self, call: CollectiveCall, kept: Sequence[torch.Tensor]) -> None:
-        """Makes a call that writes to `kept`, checked CPU tensors. Requires that no profiler is recording."""
+        """Makes a call that writes to `kept`, which are checked CPU tensors. No profiler may be recording."""
         if self._closed:
             raise self.closed_error()
         count_writes(kept)
@@ -809,11 +809,11 @@ class ProcessGroup:
             raise self._abandon(outcome, call, kept)
 
     def _run(self, plan: CallPlan, async_op: bool | None) -> Work | None:
-        """Makes a planned call on the engine for its tensors' device.
+        """Makes a planned call with the engine for its tensors' device.
 
         Args:
             plan: the call and its buffers.
-            async_op: whether to return at once; None waits and returns a finished `Work`, as torch's methods do.
+            async_op: whether to return at once; with None, waits and returns a finished `Work`, as torch's methods do.
         """
         if self._closed:
             raise self.closed_error()
@@ -838,10 +838,10 @@ class ProcessGroup:
         return Work(None, str(call.operation), buffers.kept, results=buffers.written) if async_op is None else None
 
     def prepare(self, plan: CallPlan) -> _core.PreparedCall | None:
-        """Prepares the planned call for repetition; returns None if the engine gains nothing by that.
+        """Prepares the planned call for repetition; returns None if the engine cannot prepare calls.
 
-        The call uses the buffers at their present addresses and copies nothing back. If the group's own `wire` rounds
-        it, the call has error feedback of its own.
+        The call uses the buffers at their current addresses and copies nothing back. If the group's own `wire` rounds
+        it, the call has its own error feedback.
         """
         if self._closed:
             raise self.closed_error()
@@ -849,7 +849,7 @@ class ProcessGroup:
         return self._channel_of(call, buffers).prepare(call)
 
     def _rounded(self, plan: CallPlan, wire: WireLike) -> CallPlan:
-        """Returns the plan with the group's `wire` if it sums many floats on the CPU and has no wire itself."""
+        """Returns the plan with the group's `wire` if it sums many floats on the CPU and has no `wire` of its own."""
         call, buffers = plan
         is_rounded = (
             not call.wire
@@ -868,7 +868,7 @@ class ProcessGroup:
         """Returns the `Work` of a planned call that has been submitted."""
         call, buffers = plan
         written = self.written_by(plan)
-        count_writes(written)  # at the beginning as well as at the end: autograd may save a tensor in between
+        count_writes(written)  # here as well as at the end of the call: autograd may save a tensor in between
         return Work(
             pending,
             str(call.operation),
@@ -885,7 +885,7 @@ class ProcessGroup:
         return () if call.operation is Operation.BROADCAST and call.root == self._rank else buffers.written
 
     def limit_ns(self, timeout: Timeout | None) -> int:
-        """Returns the time that a call with this argument waits, in nanoseconds."""
+        """Returns the time that a call with this `timeout` waits, in nanoseconds."""
         return self.timeout_ns if timeout is None else to_nanoseconds(timeout)
 
     def _channel_of(self, call: CollectiveCall, buffers: Buffers) -> EngineChannel:
@@ -949,7 +949,7 @@ class ProcessGroup:
         return work
 
     def abandon(self, outcome: CallOutcome, plan: CallPlan) -> CollectiveError:
-        """Returns the error of a call. After a time-out keeps its buffers, to which a library may still write."""
+        """Returns the error of a call. After a time-out, keeps its buffers alive for a library that still uses them."""
         call, buffers = plan
         if outcome.code == OutcomeCode.TIMED_OUT and not self._abandoned:
             self._abandoned.append(buffers)
@@ -969,7 +969,7 @@ class ProcessGroup:
     def _failed(self, outcome: CallOutcome, call: str, lost: str = GROUP_LOST) -> CollectiveError:
         error = to_error(outcome, self._members, self._rank, call, lost, self._engine_members)
         if isinstance(error, CollectiveTimeoutError):
-            # All ranks receive the same outcome, so on a rank that was late `outcome.missing` contains that rank.
+            # All ranks receive the same outcome, so on a late rank `outcome.missing` contains that rank itself.
             error.missing = tuple(self.ranks[rank] for rank in outcome.missing if rank != self._rank)
         return error
 
@@ -1011,7 +1011,7 @@ def _addresses(
 
 
 def _as_work(work: Work | None) -> Work:
-    """Returns `work`, or a finished one if it is None, as it is for a call without tensors."""
+    """Returns `work`, or a finished `Work` if it is None because the call had no tensors."""
     return Work(None, "a call of no tensors") if work is None else work
 
 

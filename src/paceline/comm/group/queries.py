@@ -24,7 +24,7 @@ def is_available() -> bool:
 
 
 def get_rank(group: Group = None) -> int:
-    """Returns this process's rank in `group`, -1 if it is not a member."""
+    """Returns this process's rank in `group`, or -1 if it is not a member."""
     if group is None and (last := observed_world_size()) is not None:
         return last
     resolved = resolve(group)
@@ -32,7 +32,7 @@ def get_rank(group: Group = None) -> int:
 
 
 def get_world_size(group: Group = None) -> int:
-    """Returns the number of ranks in `group`, -1 if this process is not a member."""
+    """Returns the number of ranks in `group`, or -1 if this process is not a member."""
     if group is None and (last := observed_world_size()) is not None:
         return last + 1
     resolved = resolve(group)
@@ -40,7 +40,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 def get_backend(group: Group = None) -> str:
-    """Returns the group's backend: the name of its engine, or for instance "cpu:paceline,cuda:nccl" with several.
+    """Returns the group's backend: the name of its engine or, if it has several, a list like "cpu:paceline,cuda:nccl".
 
     Raises:
         ValueError: this rank is not in the group.
@@ -90,7 +90,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     """Returns the group rank of a rank of the default group.
 
     Raises:
-        ValueError: it is not a member of the group.
+        ValueError: the rank is not a member of the group.
     """
     return group_rank_of(group, global_rank)
 

@@ -1,7 +1,7 @@
 """Functions that divide the ranks of a group among several new groups.
 
 A rank that is in none of them receives `GroupMember.NON_GROUP_MEMBER`, on which calls do nothing. torch.distributed
-returns None there, which later calls would take for the default group.
+returns None there, which later calls would interpret as the default group.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def new_subgroups(
     pg_options: None = None,
     group_desc: str | None = None,
 ) -> Subgroups:
-    """Divides the ranks of `group` (default: all) into groups of `group_size`, in order; every rank of it calls this.
+    """Divides the ranks of `group` (default: all) into groups of `group_size`, in order; all of these ranks call this.
 
     Args:
-        group_size: the number of ranks in each group; by default the number of ranks on a machine (LOCAL_WORLD_SIZE,
-            or counted).
-        timeout: the time-out of calls on the new groups; the default group's if None.
+        group_size: the number of ranks in each group; by default, the number of ranks on a machine, taken from
+            LOCAL_WORLD_SIZE or counted.
+        timeout: the time-out of calls on the new groups; the default group's time-out if None.
         backend: the backend as for `new_group`.
         pg_options: must be None; no engine has options.
         group_desc: the name of the new groups in messages.
@@ -71,7 +71,7 @@ def new_subgroups_by_enumeration(
     pg_options: None = None,
     group_desc: str | None = None,
 ) -> Subgroups:
-    """Creates a group of each list of ranks of the default group; every rank calls this, with the same lists.
+    """Creates a group from each list of ranks of the default group; every rank calls this with the same lists.
 
     A rank may be in one list or in none. The arguments and the result are those of `new_subgroups`.
 
@@ -99,7 +99,7 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | NonMember:
-    """Creates a group of each list of ranks of `parent_pg` (default: the default group); every rank of it calls this.
+    """Creates a group from each list of ranks of `parent_pg` (default: the default group); all its ranks call this.
 
     The ranks are group ranks of the parent. A rank may be in one list or in none. The other arguments are those of
     `new_subgroups`.

@@ -1,8 +1,8 @@
-"""Collectives on data of which every rank has a different amount: sparse tensors, and bytes of known lengths.
+"""Collectives on data whose amount differs between ranks: sparse tensors, and bytes of known lengths.
 
 For a sparse tensor, each rank gathers the rows (indices and values) of all ranks and adds them in rank order, so the
-result has the same bits on every rank. Bytes are lists of uint8 tensors on the CPU, whatever
-torch.set_default_device says.
+result has the same bits on every rank. Bytes are lists of uint8 tensors on the CPU, regardless of
+torch.set_default_device.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def as_tensor(data: bytes | bytearray) -> torch.Tensor:
 
 
 def as_memory(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a contiguous CPU tensor without a copy; they are valid as long as the tensor exists."""
+    """Returns the bytes of a contiguous CPU tensor without a copy; they are valid while the tensor exists."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def empty_buffers(lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Returns uninitialised uint8 tensors of these lengths, each with memory of its own.
+    """Returns uninitialised uint8 tensors of these lengths, each with its own memory.
 
     Raises:
         RuntimeError: the memory cannot be allocated.

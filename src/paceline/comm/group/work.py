@@ -2,8 +2,8 @@
 
 The completion thread starts on first use. It sleeps in the core, without the interpreter lock, until any call of the
 core completes; it polls calls of other engines, which do not report completion. A callback may make further calls and
-wait for them, as PowerSGD's does. While it runs, its thread cannot report their completion, so a second thread, one
-level deeper, does. Most processes never start that one.
+wait for them, as PowerSGD's does. While the callback runs, its thread cannot report their completion, so a second
+thread, one level deeper, reports it. Most processes never start this thread.
 
 In a `torch.profiler` profile a call appears as `paceline:all_reduce`, with its tensors' shapes, start and end. Callers
 check `torch.autograd.profiler._is_profiler_enabled` before they record anything, as PyTorch's own Python code does.
@@ -40,17 +40,16 @@ from paceline.errors import CollectiveTimeoutError
 FOR_EVER_NS = 1 << 62
 
 
-_autograd: Any = torch.autograd  # its stubs do not list what is used here
+_autograd: Any = torch.autograd  # its stubs lack the functions used here
 
 
 class Work:
-    """A call that runs in the background, as calls with `async_op=True` return it.
+    """A call that runs in the background, returned by calls with `async_op=True`.
 
     The call's tensors must not be used before `wait` has returned. Several threads may call the methods at once.
 
-    For tensors on a device with streams, `wait` without a time-out does not make the thread wait. It orders the
-    thread's current stream of the device behind the call, and each stream that uses the tensors needs a `wait` of its
-    own.
+    For tensors on a device with streams, `wait` without a time-out does not block the thread. It makes the thread's
+    current stream on the device wait for the call; each stream that uses the tensors needs its own `wait`.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class Work:
         self._lock = threading.Lock()
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._written = written
-        self._streams = current_streams(tensors)  # those of the program, on which `finish` may use its memory
-        self._finished: list[AcceleratorEvent] = []  # where `finish` has ended, on each device
+        self._streams = current_streams(tensors)  # the program's streams, on which `finish` may use its memory
+        self._finished: list[AcceleratorEvent] = []  # recorded after `finish`, one on each device
         self._settled = work is None
         if self._settled:
             self._run_finish()
@@ -118,7 +117,7 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether the call is complete, successfully or not; on a device, whether the device is done with it.
+        """Returns whether the call is complete, successfully or not; on a device, whether the device has completed it.
 
         Does not wait.
         """
@@ -135,7 +134,7 @@ class Work:
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Returns the error of a failed call; None while the call runs and after it succeeded."""
+        """Returns the error of a failed call, or None while the call runs and after it has succeeded."""
         self.is_completed()
         return self._error
 
@@ -151,7 +150,7 @@ class Work:
         and `value` of the future raise the error that `wait` raises here.
 
         For tensors on a device the future is complete once the call is on the device's streams, as with torch's
-        backends: its `wait` and its callbacks order their streams behind the call, and no thread waits for the device.
+        backends: its `wait` and its callbacks make their streams wait for the call, and no thread waits for the device.
         """
         with self._lock:
             if self._future is not None:
@@ -164,13 +163,13 @@ class Work:
         return future
 
     def is_enqueued(self) -> bool:
-        """Returns whether `wait` without a time-out makes no thread wait. Does not wait."""
+        """Returns whether `wait` without a time-out would not block the thread. Does not wait."""
         if self._work is None:
             return True
         return isinstance(self._work, StreamCall) and self._work.is_enqueued()
 
     def with_results(self, results: Sequence[torch.Tensor], finish: Callable[[], None] | None = None) -> Work:
-        """Sets the result and adds `finish` as the last step; returns this work.
+        """Sets the result, adds `finish` as the last step, and returns this work.
 
         Only the function that created the Work may call this, before returning it.
         """
@@ -195,7 +194,8 @@ class Work:
         if not self._streams:
             self._set_result(future)
             return
-        # What uses the future waits for the streams that are current here, so the program's own must not be.
+        # Users of the future wait for the streams that are current here, so these must not be the program's own
+        # streams.
         with on_streams(pooled_streams(self._streams)):
             self.pause(FOR_EVER_NS)
             self._set_result(future)
@@ -213,7 +213,7 @@ class Work:
 
     @property
     def streams(self) -> Mapping[torch.device, Any]:
-        """Returns the streams on which the program made the call, by the devices of its tensors without the CPU."""
+        """Returns the streams on which the program made the call, by the devices of its tensors except the CPU."""
         return self._streams
 
     def source_rank(self) -> int:
@@ -221,7 +221,7 @@ class Work:
         self.wait()
         return cast(PendingMessage, self._work).source() if hasattr(self._work, "source") else -1
 
-    _source_rank = source_rank  # torch's other name
+    _source_rank = source_rank  # its other name in torch
 
     def synchronize(self) -> None:
         """Waits as `wait` does."""
@@ -232,7 +232,7 @@ class Work:
     def _settle(self) -> None:
         with self._lock:
             if self._error is None and (not self._settled or self._streams):
-                self._error = self._failure()  # which a device may report only later
+                self._error = self._failure()  # a device may report it only later
             if self._settled:
                 return
             if self._error is None:
@@ -243,7 +243,7 @@ class Work:
             self._settled = True
 
     def _run_finish(self) -> None:
-        """Ends a call that has succeeded; what remains to be done on devices is behind it on the program's streams."""
+        """Runs `finish` after a successful call; its work on devices follows the call on the program's streams."""
         if self._finish is not None and self._streams and self._work is not None:
             with on_streams(self._streams):
                 self._work.wait(FOR_EVER_NS)
@@ -260,7 +260,7 @@ class Work:
 
 
 class StreamWork(Work):
-    """The present work on the current stream of a device, for which `wait` makes the host wait."""
+    """The work enqueued so far on the current stream of a device; `wait` makes the host wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(_UntilEvent(record_current(device)), f"the work on the current stream of {device}")
@@ -284,7 +284,7 @@ class _UntilEvent:
 
 
 class JoinedWork(Work):
-    """Several works as one: complete when all are complete, failed when one has failed."""
+    """Several works as one: it is complete when all are complete, and has failed if one has failed."""
 
     def __init__(self, works: Sequence[Work], name: str, results: Sequence[torch.Tensor]) -> None:
         self._works = works
@@ -324,13 +324,13 @@ class _Countdown:
 class _Failed:
     """The value of a failed call's future.
 
-    `Future.set_exception` will not do: torch's C++ code that reads a future, such as the reducer of
+    `Future.set_exception` is not suitable: torch's C++ code that reads a future, such as the reducer of
     DistributedDataParallel, pickles the value to find its tensors and reads the first one even if there is none.
     """
 
     def __init__(self, error: Exception, set_by: int | None) -> None:
         self._error = error
-        self.set_by = set_by  # the thread in which a future of a device is now looking for tensors
+        self.set_by = set_by  # the thread in which a future of a device currently looks for tensors
 
     def raise_error(self, _: object) -> None:
         """Raises the error; `wait` and `value` of the future call this."""
@@ -402,8 +402,8 @@ def when_done(call: Pending, then: Callable[[], None], device: torch.device | No
     Args:
         call: the call.
         then: the function.
-        device: a device that the call uses. It becomes the thread's current one before the thread queries an event,
-            for which CUDA would otherwise start a context on the first GPU.
+        device: a device that the call uses. It becomes the thread's current device before the thread queries an event;
+            otherwise CUDA would create a context on the first GPU.
     """
     level = getattr(_here, "level", -1) + 1
     with _starting:
@@ -419,7 +419,7 @@ class CompletionThread:
     def __init__(self, level: int = 0) -> None:
         self._level = level
         self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
-        self._device: torch.device | None = None  # the first of a call, which remains the thread's current one
+        self._device: torch.device | None = None  # the device of the first call; it stays the current device
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="paceline-completion", daemon=True)
         self._thread.start()
@@ -472,13 +472,13 @@ class CompletionThread:
     def _run_callbacks(self, completed: list[_Arrival]) -> None:
         while completed and not self._closed:
             try:
-                completed.pop(0)[1]()  # keeps no reference: a group ends when nothing refers to its calls
+                completed.pop(0)[1]()  # keeps no reference, since a group ends when nothing refers to its calls
             except Exception:
                 logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
 
 
 def _take_completed(pending: list[_Arrival]) -> list[_Arrival]:
-    """Removes the completed calls from `pending` and returns them in their order."""
+    """Removes the completed calls from `pending` and returns them in order."""
     completed: list[_Arrival] = []
     left: list[_Arrival] = []
     for arrival in pending:
@@ -496,7 +496,7 @@ _starting = threading.Lock()
 _here = threading.local()
 
 
-# Profiles of PyTorch 2.13 contain events that ended on another thread than the one that began them; 2.6's do not.
+# PyTorch 2.13 includes events in a profile that end on a different thread from the one that began them; 2.6 does not.
 _ENDS_ON_ANY_THREAD = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
@@ -507,9 +507,9 @@ class ProfiledCall:
     """One call in the profile under `name`, from the creation of this object until `end`, which any thread may call.
 
     Programs find the calls of a backend among a profile's events by `is_async`, which torch sets on every event of its
-    own backends. An event recorded from Python has it only if another thread than the one that began the event ends
-    it, so the event of a synchronous call is ended on another thread. Releases of PyTorch that show no such event get
-    ordinary ones, in which an asynchronous call ends when it has been started.
+    own backends. An event recorded from Python has it only if it ends on a different thread from the one on which it
+    began, so the event of a synchronous call is ended on another thread. In releases of PyTorch that omit such events,
+    ordinary events are recorded, in which an asynchronous call ends when it has been started.
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -530,7 +530,7 @@ class ProfiledCall:
             return
         try:
             ended = _thread().submit(self._exit)
-        except RuntimeError:  # the interpreter is exiting and its threads accept no more work
+        except RuntimeError:  # the interpreter is exiting and thread pools accept no more work
             self._exit()
         else:
             ended.result()

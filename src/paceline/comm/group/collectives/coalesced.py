@@ -1,11 +1,11 @@
 """Collectives on lists of tensors with several dtypes.
 
-The plain collectives take lists of tensors of one dtype; these make one such call for each dtype. All ranks pass the
-same dtypes and numbers of elements in the same order. With `async_op=True` a call returns one `Work` for all of its
-parts (torch.distributed returns the result of its `get_future()`).
+The plain collectives take lists of tensors of one dtype; the functions here make one such call for each dtype. All
+ranks pass the same dtypes and numbers of elements in the same order. With `async_op=True` a call returns one `Work` for
+all of its parts (torch.distributed returns the result of its `get_future()`).
 
 All raise:
-    ValueError: lists that belong together differ in length.
+    ValueError: corresponding lists differ in length.
     The errors of `collectives.py`.
 """
 
@@ -81,7 +81,7 @@ def all_gather_coalesced(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies every rank's `input_tensor_list[i]` to `output_tensor_lists[r][i]` of all ranks, r being its rank."""
+    """Copies rank r's `input_tensor_list[i]` to `output_tensor_lists[r][i]` on all ranks, for every rank r."""
     call = "all_gather_coalesced"
     chosen = resolve(group)
     if chosen is None:
@@ -200,7 +200,7 @@ def _start_by_type(
     results: Sequence[torch.Tensor],
     start: Callable[[list[int]], Work | None],
 ) -> Work | None:
-    """Starts a call for each dtype with the indices of its tensors; an empty list is one call."""
+    """Starts a call for each dtype with the indices of its tensors; an empty list takes one call."""
     return join_works([start(indices) for indices in _by_type(tensors)], call, results)
 
 

@@ -1,27 +1,27 @@
-"""The public collectives on tensors, among them barriers and the collectives with a root.
+"""The public collectives on tensors, including barriers and the collectives with a root.
 
-Every rank of a group makes the same calls in the same order. These rules hold for all of them:
+Every rank of a group makes the same calls in the same order. These rules apply to all calls:
 
 - A tensor may be on any device for which the group's backend has an engine: the CPU always, CUDA with "nccl". All
-  tensors of one call are on one device and of one dtype. A list of tensors may stand in place of any tensor, as if the
-  tensors were concatenated.
+  tensors of one call are on one device and of one dtype. A list of tensors may be passed for any tensor and is treated
+  as their concatenation.
 - `src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two.
 - `group` is a Paceline group, or None for the default group. On a rank that is not in `group` a call does nothing and
   returns None.
 - With `async_op=True` a call returns a `Work` at once, and its tensors must not be touched before the work is complete.
   Otherwise the call returns None when it is complete.
-- Tensors that a call writes to count as modified in place: a backward that needs their earlier values raises.
-- `timeout` is a timedelta or a number of seconds; the group's if None.
-- `wire` rounds floats that are summed, or moved by all_gather, on their way between hosts: "bf16", "int8", "int4", or a
-  `Wire`, which compensates for the rounding in later calls (docs/slow-networks.md). Data within a host stays exact, and
-  all ranks get the same bits.
+- Tensors that a call writes to count as modified in place: a backward pass that needs their earlier values raises.
+- `timeout` is a timedelta or a number of seconds; None means the group's time-out.
+- `wire` rounds floats that are summed, or moved by all_gather, when they are sent between hosts: to "bf16", "int8",
+  "int4", or with a `Wire`, which compensates for the rounding in later calls (docs/slow-networks.md). Data within a
+  host stays exact, and all ranks get the same bits.
 - Under torch.compile each call breaks the graph.
 
 All raise:
     TypeError: a tensor's device, layout or dtype is not supported, the reduction is not defined for its dtype, or
         `group` is not a Paceline group.
-    CollectiveMismatchError: the ranks made different calls. Every rank raises it, and it names both calls. On one host
-        the group remains usable.
+    CollectiveMismatchError: the ranks made different calls. Every rank raises this error, which names both calls. On
+        one host the group remains usable.
     CollectiveTimeoutError: a rank did not make the call within `timeout`. The group can no longer be used.
     PeerLostError: a rank died or left. The group can no longer be used, and later calls raise the same error.
 """
@@ -54,12 +54,12 @@ def barrier(
 ) -> Work | None:
     """Waits until every rank of the group has called it.
 
-    If the group has an engine for an accelerator, the host also waits for the earlier work on the current stream of
-    this rank's device, as torch.distributed's nccl barrier does. When the barrier returns, all ranks have therefore
-    finished that work. With `async_op`, `wait` waits for this rank's work only.
+    If the group has an engine for an accelerator, the barrier also waits for the earlier work on the current stream of
+    this rank's device, as torch.distributed's nccl barrier does. When it returns, all ranks have therefore finished
+    this work. With `async_op=True`, `wait` waits only for this rank's work.
 
     Args:
-        group: the default group if None.
+        group: the group; the default group if None.
         async_op: whether to return a `Work` at once.
         device_ids: the index of this rank's device, in a list; if None, the device of `init_process_group`, or else the
             current one. The indices have no effect in a group without an engine for an accelerator.
@@ -84,7 +84,7 @@ def barrier(
 
 
 def _devices_in_use(group: ProcessGroup, indices: Sequence[int] | None) -> list[torch.device]:
-    """Returns the group's accelerators with these indices, or by default this rank's; none if it has not used any."""
+    """Returns the group's accelerators with these indices, by default this rank's; empty if it has not used any."""
     if group.device_types == {"cpu"}:
         return []
     accelerator = accelerator_in_use()
@@ -97,15 +97,15 @@ def _devices_in_use(group: ProcessGroup, indices: Sequence[int] | None) -> list[
 
 @eager
 def monitored_barrier(group: Group = None, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
-    """Waits until every rank of the group has called it, and names the ranks that have not within `timeout`.
+    """Waits until every rank of the group has called it; the error of a time-out names the ranks that have not.
 
-    The error is raised on all ranks that wait, not only on rank 0 as in torch.distributed. Every call of Paceline names
+    All waiting ranks raise the error, not only rank 0 as in torch.distributed. The errors of all Paceline calls name
     the missing ranks; the message of this one begins with them.
 
     Args:
-        group: the default group if None.
-        timeout: the time to wait, as a timedelta or in seconds; the group's if None.
-        wait_all_ranks: whether to name all missing ranks rather than the first and the number of others.
+        group: the group; the default group if None.
+        timeout: the time to wait, as a timedelta or in seconds; the group's time-out if None.
+        wait_all_ranks: whether to name all missing ranks rather than the first one and the number of others.
 
     Raises:
         CollectiveTimeoutError: ranks are missing; its `missing` lists them all. The group can no longer be used.
@@ -125,7 +125,7 @@ def broadcast(
     group_src: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies the source's `tensor` into that of every other rank.
+    """Copies the source's `tensor` into the `tensor` of every other rank.
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank; read on the source, written elsewhere.
@@ -150,7 +150,7 @@ def reduce(
     group_dst: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces `tensor` over all ranks into that of the destination. Tensors of the other ranks are unchanged.
+    """Reduces `tensor` over all ranks into the destination's `tensor`. The tensors of other ranks do not change.
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank.
@@ -176,7 +176,7 @@ def gather(
     group_dst: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies every rank's `tensor` to the destination: rank r's into `gather_list[r]` there.
+    """Copies every rank's `tensor` to the destination, rank r's `tensor` into `gather_list[r]`.
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank.
@@ -184,7 +184,7 @@ def gather(
         dst, group_dst: the destination. The default is the first rank of the group.
 
     Raises:
-        ValueError: `gather_list` is missing on the destination, does not fit, or is given on another rank.
+        ValueError: `gather_list` is missing or has the wrong size on the destination, or is given on another rank.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -210,7 +210,7 @@ def scatter(
         src, group_src: the source. The default is the first rank of the group.
 
     Raises:
-        ValueError: `scatter_list` is missing on the source, does not fit, or is given on another rank.
+        ValueError: `scatter_list` is missing or has the wrong size on the source, or is given on another rank.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -237,11 +237,11 @@ def all_reduce(
     in float32.
 
     Args:
-        tensor: a tensor of the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor
-            is coalesced afterwards. Its call returns only when all ranks have made it, even with `async_op=True`,
-            since the ranks first exchange their numbers of values.
+        tensor: a tensor of the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor is
+            coalesced afterwards. The call for it returns only when all ranks have made the call, even with
+            `async_op=True`, since the ranks first exchange their numbers of values.
         op: the reduction: a `ReduceOp`, a `PremulSum`, or torch's. The default is SUM.
-        group, async_op, timeout, wire: see the rules at the head of this module.
+        group, async_op, timeout, wire: see the rules in the module's docstring.
     """
     chosen = resolve(group)
     return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout, False, wire)
@@ -256,14 +256,14 @@ def all_gather(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Copies every rank's `tensor` to all ranks: rank r's into `tensor_list[r]`.
+    """Copies every rank's `tensor` to all ranks, rank r's `tensor` into `tensor_list[r]`.
 
     Args:
-        tensor_list: a list of one tensor for each rank, of the dtype and number of elements of `tensor`.
+        tensor_list: a list of one tensor for each rank, with the dtype and number of elements of `tensor`.
         tensor: a tensor of the same dtype and number of elements on every rank.
 
     Raises:
-        ValueError: `tensor_list` does not have one entry for each rank, or an entry has another number of elements.
+        ValueError: `tensor_list` does not have one entry for each rank, or an entry has a different number of elements.
     """
     chosen = resolve(group)
     return None if chosen is None else chosen.all_gather(tensor_list, tensor, async_op, timeout, wire)
@@ -285,7 +285,7 @@ def all_gather_into_tensor(
         input_tensor: a tensor of the same dtype and number of elements on every rank.
 
     Raises:
-        ValueError: `output_tensor` has another number of elements, or is not contiguous.
+        ValueError: `output_tensor` has a different number of elements, or is not contiguous.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -306,7 +306,7 @@ def all_gather_single(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Alias of `all_gather_into_tensor`, by its name in torch 2.13."""
+    """Alias of `all_gather_into_tensor` with its name in torch 2.13."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, timeout, wire)
 
 
@@ -324,11 +324,11 @@ def reduce_scatter(
 
     Args:
         output: a tensor of the same dtype and number of elements on every rank.
-        input_list: a list of one tensor for each rank, of the dtype and number of elements of `output`.
+        input_list: a list of one tensor for each rank, with the dtype and number of elements of `output`.
         op: the reduction. The default is SUM.
 
     Raises:
-        ValueError: `input_list` does not have one entry for each rank, or an entry has another number of elements.
+        ValueError: `input_list` does not have one entry for each rank, or an entry has a different number of elements.
     """
     chosen = resolve(group)
     return None if chosen is None else chosen.reduce_scatter(output, input_list, op, async_op, timeout, wire)
@@ -344,15 +344,16 @@ def reduce_scatter_tensor(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Reduces the ranks' `input`, the parts for all ranks concatenated in rank order, and leaves each rank its part.
+    """Reduces `input` over all ranks and writes each rank's part of the result to its `output`.
 
     Args:
         output: a tensor of the same dtype and number of elements on every rank.
-        input: a contiguous tensor of any shape with `world_size` times as many elements as `output`.
+        input: a contiguous tensor of any shape with `world_size` times as many elements as `output`: the parts for all
+            ranks, concatenated in rank order.
         op: the reduction. The default is SUM.
 
     Raises:
-        ValueError: `input` has another number of elements, or is not contiguous.
+        ValueError: `input` has a different number of elements, or is not contiguous.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -373,7 +374,7 @@ def reduce_scatter_single(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Alias of `reduce_scatter_tensor`, by its name in torch 2.13."""
+    """Alias of `reduce_scatter_tensor` with its name in torch 2.13."""
     return reduce_scatter_tensor(output, input, op, group, async_op, timeout, wire)
 
 
@@ -385,16 +386,16 @@ def all_to_all(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies a tensor from each rank to each rank: `input_tensor_list[r]` to rank r.
-
-    Rank r receives it in the entry of its `output_tensor_list` for this rank.
+    """Copies a tensor from each rank to each rank: rank s's `input_tensor_list[r]` to rank r's `output_tensor_list[s]`.
 
     Args:
-        output_tensor_list, input_tensor_list: lists of one tensor for each rank, all of one dtype. Sizes may differ
-            between pairs of ranks; if a sender and its receiver disagree, every rank raises `CollectiveMismatchError`.
+        output_tensor_list, input_tensor_list: lists of one tensor for each rank, all of the same dtype. Sizes may
+            differ between pairs of ranks; if a sender and a receiver disagree, every rank raises
+            `CollectiveMismatchError`.
 
     Raises:
-        ValueError: a list does not have one entry for each rank, or this rank's entries for itself differ in size.
+        ValueError: a list does not have one entry for each rank, or the two entries for this rank itself differ in
+            size.
     """
     chosen = resolve(group)
     return None if chosen is None else chosen.all_to_all(output_tensor_list, input_tensor_list, async_op, timeout)
@@ -413,9 +414,9 @@ def all_to_all_single(
     """Copies rows of `input` to each rank, and rows from each rank into `output`, both in rank order.
 
     Args:
-        output, input: tensors of one dtype, which are divided among the ranks along the first dimension.
-        output_split_sizes, input_split_sizes: the numbers of rows from and to each rank; None or an empty list divides
-            the rows evenly.
+        output, input: tensors of the same dtype, which are divided among the ranks along the first dimension.
+        output_split_sizes, input_split_sizes: the numbers of rows from and to each rank; with None or an empty list,
+            the rows are divided evenly.
 
     Raises:
         ValueError: the split sizes do not add up to the number of rows, or the rows cannot be divided evenly.
@@ -432,11 +433,11 @@ def all_to_all_single(
 
 
 def explain(operation: str, nbytes: int, group: Group = None) -> str:
-    """Returns a table to print: the algorithm that `group` uses for a call, with the times of the alternatives.
+    """Returns a printable table of the algorithm that `group` uses for a call and the times of the alternatives.
 
     Args:
         operation: the name of a collective, such as "all_reduce".
-        nbytes: the number of bytes in a rank's longest buffer: the tensor, or all parts of a gather or scatter.
+        nbytes: the number of bytes in a rank's longest buffer, which is the tensor or all parts of a gather or scatter.
 
     Raises:
         ValueError: there is no such operation, or this rank is not in the group.

@@ -1,15 +1,15 @@
-"""Collectives for processes that have several devices each, as older releases of torch.distributed had them.
+"""Collectives for processes with several devices each, as in older releases of torch.distributed.
 
 Each rank passes a list with one tensor for each of its devices, and each tensor is a member of the collective:
 `all_reduce_multigpu` sums over all tensors of all ranks. A rank's tensors have one dtype and one number of elements,
 and may also be on a single device, such as the CPU.
 
-A process reduces its tensors along the pairwise tree by which the engine reduces those of several ranks. If the number
-of tensors of each process is a power of two, both together are the tree over as many ranks with one tensor each. The
-results are bitwise the same on every device and from run to run.
+A process reduces its tensors along the pairwise tree that the engine uses to reduce the tensors of several ranks. If
+the number of tensors of each process is a power of two, the combined tree is the one over as many ranks with one tensor
+each. The results are bitwise equal on every device and in every run.
 
-All of them raise the errors of `collectives.py`, and:
-    ValueError: a list is empty, its tensors differ, or `src_tensor` or `dst_tensor` is not in it.
+All raise the errors of `collectives.py`, and:
+    ValueError: a list is empty, its tensors differ, or it has no tensor `src_tensor` or `dst_tensor`.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def all_gather_multigpu(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies all tensors of all ranks to each device: rank r's tensor j is `output_tensor_lists[i][r * n + j]`.
+    """Copies all tensors of all ranks to each device: rank r's tensor j to `output_tensor_lists[i][r * n + j]`.
 
-    `i` counts this rank's devices and `n` is their number, the same on every rank.
+    `i` is the index of one of this rank's devices, and `n` is their number, which is the same on every rank.
     """
     call = "all_gather_multigpu"
     chosen = resolve(group)
@@ -143,7 +143,7 @@ def all_gather_multigpu(
     _require_alike(input_tensor_list, call, "input_tensor_list")
     n = len(input_tensor_list)
     _require_lists(output_tensor_lists, n, n * chosen.size(), call, "output_tensor_lists")
-    device = input_tensor_list[0].device  # one call takes one device
+    device = input_tensor_list[0].device  # a call takes tensors on one device
     first = _on(device, output_tensor_lists[0])
     by_rank = [first[r * n : (r + 1) * n] for r in range(chosen.size())]
     inputs = [tensor.detach().to(device) for tensor in input_tensor_list]
@@ -168,7 +168,7 @@ def reduce_scatter_multigpu(
 ) -> Work | None:
     """Reduces `input_tensor_lists[i][r * n + j]` over all devices i of all ranks into rank r's `output_tensor_list[j]`.
 
-    `n` is the number of devices of each rank, the same on every rank.
+    `n` is the number of devices of a rank, which is the same on every rank.
     """
     call = "reduce_scatter_multigpu"
     chosen = resolve(group)
@@ -193,7 +193,7 @@ def reduce_scatter_multigpu(
 def _between_ranks(op: Reduction) -> ReduceOp:
     """Returns the reduction between ranks, after each rank has reduced its own tensors with `op`.
 
-    It is SUM for AVG, which divides at the end, and for PREMUL_SUM, whose factor has been applied already.
+    It is SUM for AVG, which divides at the end, and for PREMUL_SUM, whose factor has already been applied.
     """
     return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
 
@@ -203,8 +203,8 @@ def _with_members(
 ) -> tuple[list[torch.Tensor], list[Work | None], Callable[[torch.Tensor], torch.Tensor]]:
     """Returns the tensors to reduce, works in progress, and a function from the reduced total to the result.
 
-    An average needs the number of members, which may differ between ranks. It is reduced with the total if the
-    dtype can represent it, and otherwise by a call of its own.
+    An average needs the number of members, which may differ between ranks. It is reduced together with the total if the
+    dtype can represent it, and otherwise in a separate call.
     """
     if op is not ReduceOp.AVG:
         return [total], [], lambda reduced: reduced
@@ -217,7 +217,7 @@ def _with_members(
 
 
 def _on(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors that are on a device, with new memory there for the others."""
+    """Returns the tensors, with new memory on the device in place of those that are elsewhere."""
     return [t if t.device == device else torch.empty_like(t, device=device) for t in tensors]
 
 
@@ -259,10 +259,10 @@ def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) ->
     """Reduces `tensors` to a new tensor with the shape and on the device of the first.
 
     The result of float16 and bfloat16 tensors is in float32, so that the caller rounds only once, at the end. For AVG
-    it is the sum, and for PREMUL_SUM the sum of the multiplied tensors.
+    the result is the sum, and for PREMUL_SUM the sum of the multiplied tensors.
 
     Raises:
-        TypeError: the reduction is not defined for their dtype.
+        TypeError: the reduction is not defined for the tensors' dtype.
         ValueError: the tensors differ in dtype or number of elements.
     """
     first = tensors[0]
@@ -305,7 +305,7 @@ def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
 def _reduce_unsigned(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     dtype = tensors[0].dtype
     signed = [tensor.contiguous().view(_SIGNED[dtype]) for tensor in tensors]
-    # With the highest bit flipped, signed numbers compare as the unsigned ones do.
+    # With the highest bit flipped, signed numbers compare as the unsigned numbers do.
     flipped = torch.iinfo(_SIGNED[dtype]).min if op in (ReduceOp.MIN, ReduceOp.MAX) else 0
     return _tree([tensor ^ flipped for tensor in signed], _COMBINE[op]).bitwise_xor_(flipped).view(dtype)
 

@@ -1,16 +1,16 @@
-"""Codec from Python objects to bytes and back: msgpack, with the memory of tensors, arrays and long bytes beside it.
+"""Codec between Python objects and bytes: msgpack, plus separate buffers for tensors, arrays and long bytes.
 
 A decoded object is equal to the original and of the same type; any other object is refused before anything is sent. A
-body is one byte (`BodyFormat`) followed by msgpack or, if the sender allowed it, a pickle. Reading msgpack creates only
-the types of `VALUES` and `ARRAYS`: no class is looked up by name, and no code runs.
+body is one byte (`BodyFormat`) followed by msgpack or, if the sender allowed it, a pickle. Decoding msgpack creates
+only the types of `VALUES` and `ARRAYS`: no class is looked up by name, and no code runs.
 
 Numbers, short bytes, ASCII strings, lists, and dicts with ASCII strings as keys are msgpack's own types. Everything
 else is a map with one integer key, the tag of its `TypeCodec`, which no other map has. The tags are part of the format.
 
-Two things are lost: an object that appears twice becomes two objects, and tensors become contiguous, in memory of their
-own. A tensor on an accelerator arrives on the receiver's accelerator of the same type: on the current device if it was
-on the sender's current one, otherwise on the device with the same index. Without such a device it arrives on the CPU.
-NumPy is used only if the program has already imported it.
+Two properties are lost: an object that appears twice becomes two objects, and tensors become contiguous and no longer
+share memory. An accelerator tensor is placed on the receiver's accelerator of the same type: on the current device if
+it was on the sender's current device, otherwise on the device with the same index. Without such a device it is placed
+on the CPU. NumPy is used only if the program has already imported it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_DEPTH = 128
 _SMALLEST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
 
 
-_SMALL_BYTES = 4096  # larger ones are sent beside the body
+_SMALL_BYTES = 4096  # longer bytes are sent in buffers of their own
 
 
 _PLAIN = frozenset({NoneType, bool, float})
@@ -74,7 +74,7 @@ class PickleRefused(ValueError):
 
 
 class UnsendableError(Exception):
-    """A value cannot be sent; `path` is the path to it, innermost step first."""
+    """A value cannot be sent; `path` is the path to it, with the innermost step first."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -107,7 +107,7 @@ def encode(value: object, name: str, allow_pickle: bool = False) -> Encoded:
 
 
 def decode(body: bytes | memoryview, buffers: Sequence[torch.Tensor], allow_pickle: bool = False) -> object:
-    """Returns the object that `encode` turned into `body` and `buffers`, whose memory it may share.
+    """Returns the object that `encode` converted to `body` and `buffers`; it may share the memory of `buffers`.
 
     Raises:
         MalformedPayload: the bytes do not encode an object.
@@ -122,25 +122,25 @@ def decode(body: bytes | memoryview, buffers: Sequence[torch.Tensor], allow_pick
         if form == BodyFormat.MSGPACK:
             tree = msgspec.msgpack.decode(body[1:])
             return tree if is_plain_msgpack(tree) else Unpacker(_KINDS, buffers).unpack(tree)
-    except Exception as error:  # data from another process may be malformed in any way
+    except Exception as error:  # data from another process may be malformed in arbitrary ways
         raise MalformedPayload(f"{type(error).__name__}: {error}") from error
     raise MalformedPayload(f"the first byte is {form}")
 
 
 @dataclasses.dataclass(frozen=True)
 class TypeCodec:
-    """The codec of a type that has a tag: `pack` takes a value apart, and `unpack` reassembles it.
+    """The codec of a type that has a tag: `pack` disassembles a value, and `unpack` reassembles it.
 
-    The result of `pack` consists of msgpack's own types and of results of the packer's methods.
+    The result of `pack` consists of msgpack's own types and of results of the `Packer` methods.
     """
 
-    type: type | None  # None if it cannot be named without importing its module
+    type: type | None  # None if the type is not available without importing its module
     pack: Callable[[Any, Packer], object]
     unpack: Callable[[Any, Unpacker], object]
 
 
 class Packer:
-    """Converts objects to msgpack's types, with large pieces of memory in `buffers`."""
+    """Converts objects to msgpack's types and puts large pieces of memory into `buffers`."""
 
     def __init__(self, kinds: Mapping[int, TypeCodec], tag_of: Callable[[type], int | None]) -> None:
         self._kinds = kinds
@@ -208,13 +208,13 @@ class Packer:
             raise
 
     def buffer(self, memory: torch.Tensor) -> int:
-        """Adds `memory` (one-dimensional, uint8) to the buffers sent beside the body, and returns its index."""
+        """Adds `memory` (one-dimensional, uint8) to the buffers sent along with the body, and returns its index."""
         self.buffers.append(memory)
         return len(self.buffers) - 1
 
 
 class Unpacker:
-    """Reassembles objects that a `Packer` took apart."""
+    """Reassembles objects that a `Packer` disassembled."""
 
     def __init__(self, kinds: Mapping[int, TypeCodec], buffers: Sequence[torch.Tensor]) -> None:
         self._kinds = kinds
@@ -253,7 +253,7 @@ class Unpacker:
         return list(zip(keys, values, strict=True))
 
     def buffer(self, number: object) -> torch.Tensor:
-        """Returns the buffer with this index that was sent beside the body."""
+        """Returns the buffer with this index that was sent along with the body."""
         if type(number) is not int or not 0 <= number < len(self._buffers):
             raise MalformedPayload(f"there is no buffer {number!r}")
         return self._buffers[number]
@@ -314,7 +314,7 @@ def _has_containers(nodes: Collection[object]) -> bool:
 
 
 def _advice_for(value: object) -> str:
-    """Returns text that describes `value` and names an alternative to send."""
+    """Returns a text that describes `value` and names an alternative to send."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return (
@@ -466,7 +466,7 @@ def _unpack_tensor(packed: Any, unpacker: Unpacker) -> torch.Tensor:
 
 
 def _own_device(type: str, index: int) -> torch.device:
-    """Returns this process's device for a tensor from a sender's; a negative index stands for the current device."""
+    """Returns this process's device for a received tensor; a negative index stands for the current device."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != type or index >= torch.accelerator.device_count():
         return torch.device("cpu")

@@ -2,20 +2,20 @@
 
 An object is None, a number, str, bytes, datetime, Decimal, UUID, Path, range, a list, tuple, dict, set, deque, Counter
 or OrderedDict of objects, a dense CPU tensor or parameter, or a NumPy array or scalar. The received object is equal and
-of the same type, with its tensors in memory of their own; sizes may differ between ranks. Everything else is pickled if
-the sender sets `allow_pickle`, and is read only if the receiver sets it too: reading a pickle can run any code.
+of the same type, with its tensors in new memory; sizes may differ between ranks. Any other object is pickled if the
+sender sets `allow_pickle`, and is unpickled only if the receiver sets it too: unpickling can run arbitrary code.
 
 Each rank of the group makes the same call. `src` and `dst` are ranks of the default group, `group_src` and `group_dst`
-of `group`. `timeout` (default: the group's) limits each of the two or three collectives of which a call consists. On a
-rank that is not in `group` a call does nothing.
+of `group`. `timeout` (default: the group's) limits each of the two or three collectives that make up a call. On a rank
+that is not in `group` a call does nothing.
 
-A sender first announces its objects with two numbers each: the length of the head in bytes and the number of buffers.
-A head consists of the buffers' lengths (uint64 each) and the object's body (`object_codec.py`). An object that cannot
-be sent is announced as -1, so that no rank waits for it.
+A sender first announces each of its objects with two numbers: the length of the head in bytes and the number of
+buffers. A head consists of the buffers' lengths (uint64 each) and the object's body (`object_codec.py`). An object that
+cannot be sent is announced as -1, so that no rank waits for it.
 
 All calls raise:
     TypeError: an object cannot be sent; the message names its place in the argument and an alternative.
-    CollectiveObjectError: another rank's object is a pickle, or malformed, or could not be sent.
+    CollectiveObjectError: another rank's object is a pickle, is malformed, or could not be sent.
     CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as for collectives on tensors.
 """
 
@@ -216,11 +216,11 @@ def send_object_list(
 ) -> None:
     """Sends the objects of `object_list`; the receiver's list must have the same length.
 
-    `use_batch` has no effect. `timeout` limits each of the two or three messages of which a call consists.
+    `use_batch` has no effect. `timeout` limits each of the two or three messages that make up a call.
 
     Raises:
         TypeError: an object cannot be sent; the receiver raises an error as well.
-        ValueError: `device` is not the CPU, or `send` raises the error.
+        ValueError: `device` is not the CPU, or `send` raises this error.
     """
     call = "send_object_list"
     chosen = resolve(group)
@@ -250,14 +250,14 @@ def recv_object_list(
 ) -> int:
     """Receives objects into `object_list`, from any rank if no source is given.
 
-    The arguments are those of `send_object_list`.
+    See `send_object_list` for the arguments.
 
     Returns:
         The sender's rank in the default group; -1 on a rank that is not in the group.
 
     Raises:
-        CollectiveObjectError: an object is a pickle, or malformed, or could not be sent.
-        ValueError: `device` is not the CPU, or `recv` raises the error.
+        CollectiveObjectError: an object is a pickle, is malformed, or could not be sent.
+        ValueError: `device` is not the CPU, or `recv` raises this error.
     """
     call = "recv_object_list"
     chosen = resolve(group)
@@ -280,12 +280,12 @@ def recv_object_list(
 
 
 class OutgoingObjects:
-    """The objects that this rank sends: their `announcement`, `heads` and, in the same order, `buffers`."""
+    """The objects that this rank sends: their `announcement`, and their `heads` and `buffers` in the same order."""
 
     def __init__(
         self, group: ProcessGroup, call: str, objects: Sequence[object], name: str, allow_pickle: bool
     ) -> None:
-        """Encodes the objects. Messages refer to them as `name`, in which `{}` stands for the object's index."""
+        """Encodes the objects. Error messages refer to them as `name`, in which `{}` stands for the object's index."""
         self.error: Exception | None = None
         encoded: list[Encoded] = []
         try:
@@ -304,10 +304,10 @@ class OutgoingObjects:
 
 
 class IncomingObjects:
-    """Objects that a rank has announced; their heads are received first, then their buffers.
+    """Objects that a rank has announced; their heads are received first, and then their buffers.
 
     Raises:
-        CollectiveObjectError: the sender could not send them, or the announcement is malformed.
+        CollectiveObjectError: the sender could not send the objects, or the announcement is malformed.
     """
 
     def __init__(self, group: ProcessGroup, call: str, sender: int, announcement: torch.Tensor) -> None:
@@ -334,7 +334,7 @@ class IncomingObjects:
         return self._heads
 
     def data_buffers(self) -> list[torch.Tensor]:
-        """Returns memory for the buffers of all objects, in order. Requires that the heads have been received.
+        """Returns memory for the buffers of all objects, in order. The heads must have been received.
 
         Raises:
             CollectiveObjectError: the memory cannot be allocated.
@@ -353,7 +353,7 @@ class IncomingObjects:
             raise self._malformed(f"announced {sum(lengths)} bytes: {error}") from error
 
     def objects(self, allow_pickle: bool) -> list[object]:
-        """Returns the objects. Requires that heads and buffers have been received.
+        """Returns the objects. The heads and buffers must have been received.
 
         Raises:
             CollectiveObjectError: an object is malformed, or is a pickle although `allow_pickle` is false.
@@ -412,7 +412,7 @@ def _broadcast(group: ProcessGroup, pieces: list[torch.Tensor], root: int, timeo
 
 
 def require_cpu(device: torch.device | str | None, call: str) -> None:
-    """Requires that `device` is the CPU or None.
+    """Checks that `device` is the CPU or None.
 
     Raises:
         ValueError: it is another device.

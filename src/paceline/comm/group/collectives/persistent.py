@@ -1,8 +1,8 @@
-"""Persistent forms of the collectives and messages: prepared once and made many times, as MPI's persistent requests.
+"""Persistent collectives and messages, which are prepared once and made many times, like MPI's persistent requests.
 
-`call = all_reduce_init(tensor)` checks the arguments and chooses the algorithm once; then `call()` does the same as
-`all_reduce(tensor)` at less cost. The arguments are those of the plain calls, and the rules at the head of
-`collectives.py` hold. On a rank that is not in the group, the persistent call does nothing.
+`call = all_reduce_init(tensor)` checks the arguments and chooses the algorithm once; `call()` then does the same as
+`all_reduce(tensor)` with less overhead. The arguments are those of the plain calls, and the rules in the docstring of
+`collectives.py` apply. On a rank that is not in the group, the persistent call does nothing.
 
 The engine "paceline" prepares a call whose tensors are dense, contiguous and on the CPU. With other engines and
 tensors, and for messages, a persistent call makes the plain call each time.
@@ -50,17 +50,18 @@ from paceline.durations import Timeout, to_nanoseconds
 class PersistentCall(_core.QuickCall):
     """A call that was prepared once, for example by `all_reduce_init`, and can be made any number of times.
 
-    `call()` makes it and returns when it is complete. `call.start()` starts it; `call.wait()` then waits until it is
-    complete, and `call.test()` polls it. Until then the tensors must not be touched and it cannot be started again.
-    Each start counts as one call of the group, which other ranks may make in any form, and all ranks make the calls of
-    a group in the same order. Preparing a call involves no other rank and may happen in any order.
+    `call()` makes the call and returns when it is complete. `call.start()` starts it; `call.wait()` then waits until it
+    is complete, and `call.test()` polls it. Until then the tensors must not be touched and the call cannot be started
+    again. Each start counts as one call of the group, which other ranks may make as a plain or a persistent call, and
+    all ranks make the calls of a group in the same order. Preparing a call involves no other rank, and calls may be
+    prepared in any order.
 
     The tensors must keep their memory and layout; their values may change between calls. A persistent call belongs to
-    its group and ends with it. In an elastic job, each view has a group of its own.
+    its group and ends with it. In an elastic job, each view has its own group.
 
     Raises:
-        ValueError: a tensor has other memory, shape, strides or dtype than before; the call is started and not
-            complete, or has not been started; or its group has ended.
+        ValueError: the memory, shape, strides or dtype of a tensor has changed; the call is already started, or has not
+            been started; or its group has ended.
         CollectiveError: the plain call would raise the same error.
     """
 
@@ -77,14 +78,14 @@ class PersistentCall(_core.QuickCall):
 
     @abstractmethod
     def _call_with_care(self) -> None:
-        """Makes the call; the core calls this if its own fast path does not apply."""
+        """Makes the call; the core calls this method if its own fast path does not apply."""
 
     @abstractmethod
     def _submit(self) -> Work:
         """Starts the call in the background."""
 
     def _who(self) -> str:
-        """Returns the beginning of a message, which names this rank."""
+        """Returns the beginning of an error message, which names this rank."""
         return ""
 
     @eager
@@ -111,13 +112,13 @@ class PersistentCall(_core.QuickCall):
             if work.is_completed():
                 self.is_started, self._work = False, None
             raise
-        self.is_started, self._work = False, None  # on a device the call may still run, in front of a next one
+        self.is_started, self._work = False, None  # on a device the call may still be running, ahead of the next one
 
     @eager
     def test(self) -> bool:
         """Returns whether the started call is complete, and raises its error if it failed. Does not wait.
 
-        Once it has returned True the call can be started again; `wait` is not needed, but does no harm.
+        Once it has returned True, the call can be started again; calling `wait` is then unnecessary but harmless.
         """
         work = self._started_work()
         if not work.is_completed():
@@ -182,7 +183,7 @@ class EngineCall(PersistentCall):
         super().__init__(name, tensors)
         self._group = group
         self._plan = plan
-        # Aliases keep the memory alive even if the program moves its own tensors to other memory.
+        # Aliases keep the memory alive even if the program moves its own tensors to different memory.
         plan[1].kept = [tensor.detach() for tensor in plan[1].kept]
         self._prepared = prepared
         self._limits: ProcessGroup | _Limits = group if timeout is None else _Limits(to_nanoseconds(timeout))
@@ -234,7 +235,7 @@ class EngineCall(PersistentCall):
         return f"rank {self._group.me.rank}: "
 
     def _refused(self, error: ValueError) -> ValueError:
-        """Returns the error to raise for a call that the engine refused with `error`."""
+        """Returns the error that reports a call that the engine refused with `error`."""
         if not self._group.is_closed:
             return ValueError(f"{self._who()}{self._name}: {error}")
         return ValueError(
@@ -275,7 +276,7 @@ def prepared_call(
     tensors: Sequence[torch.Tensor],
     timeout: Timeout | None,
 ) -> PersistentCall:
-    """Returns the planned call prepared by the group's engine, or calling `make` each time if it cannot be prepared."""
+    """Returns the planned call as prepared by the group's engine or, if it cannot prepare it, one that calls `make`."""
     prepared = None if plan[1].has_copies else group.prepare(plan)
     if prepared is None:
         return RepeatedCall(name, make, tensors)
@@ -299,7 +300,7 @@ def all_reduce_init(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> PersistentCall:
-    """Returns a persistent `all_reduce`, which compensates in its next call for the rounding of a `wire`."""
+    """Returns a persistent `all_reduce`, whose next call compensates for the rounding of a `wire`."""
     chosen = resolve(group)
     if chosen is None:
         return no_op_call("all_reduce")

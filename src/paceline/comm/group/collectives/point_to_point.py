@@ -1,14 +1,14 @@
 """Messages from one rank to another.
 
 `src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two.
-`group` is the default group if None, and on a rank that is not in `group` a call does nothing. Messages between two
-ranks with the same `tag`, an integer of at least 0, arrive in the order in which they are sent; a receive matches only
-messages with its tag. A list of tensors of one dtype may stand in place of any tensor. Both sides pass the same dtype
-and number of elements. `timeout` is a timedelta or a number of seconds; the group's if None.
+`group` is the default group if None; on a rank that is not in `group` a call does nothing. Messages between two ranks
+with the same `tag`, an integer of at least 0, arrive in the order in which they are sent; a receive matches only
+messages with its tag. A list of tensors of one dtype may be passed for any tensor. Both sides pass the same dtype and
+number of elements. `timeout` is a timedelta or a number of seconds; None means the group's time-out.
 
 All raise:
-    ValueError: the peer is this rank, not in the group, given twice or not at all; or the tag is negative, or has more
-        than 31 bits.
+    ValueError: the peer is this rank, is not in the group, is given twice or is not given; or the tag is negative or
+        has more than 31 bits.
     TypeError: a tensor's device, layout or dtype is not supported.
     CollectiveMismatchError: the two sides do not agree on the dtype or the number of elements. The group remains
         usable.
@@ -127,7 +127,7 @@ class P2POp:
         op: `isend` or `irecv`.
         tensor: the tensor to send or to receive into.
         peer, group_peer: the other rank, in the default group or in `group`; give one of the two.
-        group: the default group if None.
+        group: the group; the default group if None.
         tag: the message's tag as for `send`.
     """
 
@@ -161,7 +161,7 @@ class P2POp:
 
 @eager
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Starts all sends and receives of a list, in which their order does not matter.
+    """Starts all sends and receives of a list; their order in the list does not matter.
 
     Returns:
         A `Work` for each entry, in the order of the list, except for entries whose group does not contain this rank.
@@ -185,10 +185,10 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 
 def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str) -> int:
-    """Returns the group rank of the other side, which may be given as for `root_rank`.
+    """Returns the group rank of the other side; see `root_rank` for the ways to give it.
 
     Raises:
-        ValueError: it is this rank, or `root_rank` raises the error.
+        ValueError: it is this rank, or `root_rank` raises this error.
     """
     peer = root_rank(group, rank, group_rank, call, name)
     require_peer(group, peer, call, name)
