@@ -1,23 +1,23 @@
-"""Collectives through which gradients flow, like `torch.distributed.nn.functional`, but with correct gradients.
+"""Differentiable collectives, like `torch.distributed.nn.functional`, but with correct gradients.
 
-In the backward every rank calls the adjoint collective. The gradient of a rank's input is that of the sum of all
-ranks' losses with respect to it. This has three consequences:
+In the backward pass every rank calls the adjoint collective. The gradient of a rank's input is the gradient of the sum
+of all ranks' losses with respect to this input. This has three consequences:
 
-- Every rank must run the backward through the call, even if it does not use the result, as on the other ranks after
-  `reduce` and `gather`. A rank whose loss does not need the result can add `0 * result.sum()` to it.
-- Whether the input requires a gradient must be the same on all ranks. `broadcast` and `scatter` ensure this themselves:
-  the source announces it.
-- The ranks must make the calls in the same order, as always. Their backwards then have the same order too.
+- Every rank must run the backward pass through the call, even if it does not use the result, as the ranks other than
+  the destination of `reduce` and `gather`. A rank whose loss does not need the result can add `0 * result.sum()` to it.
+- The input must require a gradient either on all ranks or on none. `broadcast` and `scatter` ensure this themselves:
+  the source announces whether its input does.
+- The ranks must make the calls in the same order, as always. Their backward passes then also have the same order.
 
-SUM and AVG are linear collectives, which map the tensors of all ranks to the tensors of all ranks; the backward is the
-adjoint of that map. Broadcast and reduce are each other's adjoints, as are gather and scatter, and all_gather and
-reduce_scatter; all_reduce and all_to_all are their own. Every backward can therefore be differentiated again. MAX, MIN
-and PRODUCT gather the tensors and use torch's own reductions.
+With SUM and AVG a collective is a linear map from the tensors of all ranks to the tensors of all ranks; its backward
+pass is the adjoint of this map. Broadcast and reduce are each other's adjoints, as are gather and scatter, and
+all_gather and reduce_scatter; all_reduce and all_to_all are their own adjoints. Every backward pass can therefore be
+differentiated again. For MAX, MIN and PRODUCT, the tensors are gathered and reduced by torch.
 
 Under torch.compile each call breaks the graph.
 
-All calls raise the errors of the plain collectives, in the backward as well, and ValueError on a rank that is not in
-`group`. `src` and `dst` are ranks of the default group.
+All calls raise the errors of the plain collectives, in the backward pass as well, and ValueError on a rank that is not
+in `group`. `src` and `dst` are ranks of the default group.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ _UNFIT = -1
 def all_reduce(tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
     """Returns the reduction of all ranks' `tensor`, the same on every rank; `tensor` does not change.
 
-    The gradient is the true one for every reduction: for SUM the sum of the ranks' gradients, for AVG their mean, and
-    for PRODUCT that sum times the product of the other ranks' values. For MIN and MAX it is divided equally among the
-    ranks that have the extreme value. (`torch.distributed.nn.functional.all_reduce` reduces the gradients with `op`
-    itself, which is wrong for the last three.) PRODUCT, MIN and MAX gather all tensors if a gradient is required.
+    The gradient is correct for every reduction: for SUM it is the sum of the ranks' gradients, for AVG their mean, and
+    for PRODUCT their sum times the product of the other ranks' values. For MIN and MAX the sum is divided equally among
+    the ranks that have the extreme value. (`torch.distributed.nn.functional.all_reduce` reduces the gradients with `op`
+    itself, which is wrong for PRODUCT, MIN and MAX.) PRODUCT, MIN and MAX gather all tensors if a gradient is required.
 
     Raises:
         TypeError: `op` is not defined for the tensor's type.
@@ -89,7 +89,7 @@ def all_reduce(tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group 
 def reduce(tensor: torch.Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
     """Returns the reduction of all ranks' `tensor` on rank `dst`, and zeros on the others.
 
-    The gradient is that of `all_reduce`, of rank `dst`'s loss alone; the gradients of the zeros are ignored.
+    The gradient is that of `all_reduce`, but only of rank `dst`'s loss; the gradients of the zeros are ignored.
 
     Raises:
         TypeError: `op` is not defined for the tensor's type.
@@ -106,15 +106,15 @@ def reduce(tensor: torch.Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: 
 def reduce_scatter(
     output: torch.Tensor, input_list: Sequence[torch.Tensor], op: Reduction = ReduceOp.SUM, group: Group = None
 ) -> torch.Tensor:
-    """Reduces the ranks' `input_list[r]` into rank r's `output` and returns it; gradients flow through `output` itself.
+    """Reduces the ranks' `input_list[r]` into rank r's `output` and returns `output`, through which gradients flow.
 
     Args:
         output: a tensor with the shape of each input.
-        input_list: a list of one tensor for each rank, all with one shape.
+        input_list: a list of one tensor for each rank, all with the same shape.
 
     Raises:
         TypeError: `op` is not defined for the tensors' type.
-        ValueError: there is not one input for each rank, or the shapes differ.
+        ValueError: the number of inputs is not the number of ranks, or the shapes differ.
     """
     members = _members(group, "reduce_scatter")
     shapes = {tuple(tensor.shape) for tensor in (output, *input_list)}
@@ -130,7 +130,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None
 ) -> torch.Tensor:
-    """Reduces as `reduce_scatter` does, with the inputs concatenated in rank order in one tensor.
+    """Reduces as `reduce_scatter` does, but with the inputs concatenated in rank order in one tensor.
 
     Args:
         output: a tensor for this rank's part.
@@ -154,8 +154,8 @@ def reduce_scatter_tensor(
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
     """Returns rank `src`'s `tensor` on every rank; the other ranks' tensors determine only the shape and the dtype.
 
-    The gradient of rank `src`'s tensor is the sum of all ranks' gradients; that of the other tensors is zero. The
-    result requires a gradient on all ranks if rank `src`'s tensor does.
+    The gradient of rank `src`'s tensor is the sum of all ranks' gradients; the gradient of the other tensors is zero.
+    The result requires a gradient on all ranks if rank `src`'s tensor does.
     """
     members = _members(group, "broadcast")
     root = root_rank(members, src, None, "broadcast", "src")
@@ -166,9 +166,9 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tens
 
 @eager
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """Returns all ranks' `tensor` by rank on rank `dst`, and as many tensors of zeros on the others.
+    """Returns all ranks' `tensor` in rank order on rank `dst`, and as many tensors of zeros on the other ranks.
 
-    The gradient of each rank's tensor is that of its copy on rank `dst`; the gradients of the zeros are ignored.
+    The gradient of a rank's tensor is the gradient of its copy on rank `dst`; the gradients of the zeros are ignored.
     """
     members = _members(group, "gather")
     return applied(Gather, members, root_rank(members, dst, None, "gather", "dst"), tensor).unbind(0)
@@ -179,14 +179,15 @@ def scatter(tensors: Sequence[torch.Tensor] | None, src: int = 0, group: Group =
     """Returns the entry for this rank of rank `src`'s `tensors`.
 
     Args:
-        tensors: a list of one tensor for each rank on rank `src`, all with one shape and dtype. Other ranks pass None;
-            other values are ignored, and their gradient is zero.
+        tensors: on rank `src`, a list of one tensor for each rank, all with the same shape and dtype. Other ranks pass
+            None; tensors that they pass are ignored, and their gradient is zero.
 
     The gradients of all ranks are gathered on rank `src`. The result requires a gradient on all ranks if one of rank
     `src`'s tensors does.
 
     Raises:
-        ValueError: rank `src` did not pass one tensor of one shape and dtype for each rank; raised on all ranks.
+        ValueError: rank `src` did not pass one tensor for each rank, all with the same shape and dtype; raised on all
+            ranks.
     """
     members = _members(group, "scatter")
     root = root_rank(members, src, None, "scatter", "src")
@@ -201,7 +202,7 @@ def scatter(tensors: Sequence[torch.Tensor] | None, src: int = 0, group: Group =
 
 @eager
 def all_gather(tensor: torch.Tensor, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """Returns all ranks' `tensor` by rank, on every rank; all have one shape and dtype.
+    """Returns all ranks' `tensor` in rank order on every rank; all have the same shape and dtype.
 
     The gradient of a rank's tensor is the sum of the gradients of its copies on all ranks.
     """
@@ -230,7 +231,7 @@ _all_gather_base = all_gather_into_tensor  # its name in torch.distributed.nn.fu
 def all_to_all(
     output_tensor_list: Sequence[torch.Tensor], input_tensor_list: Sequence[torch.Tensor], group: Group = None
 ) -> tuple[torch.Tensor, ...]:
-    """Sends `input_tensor_list[r]` to rank r, and returns the received tensors by sending rank.
+    """Sends `input_tensor_list[r]` to rank r, and returns the received tensors in the order of their senders.
 
     `output_tensor_list` gives the shapes and is written to, but gradients flow only through the returned tensors.
     """
@@ -245,7 +246,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """Exchanges rows as `all_to_all` does tensors; gradients flow through the returned `output`.
+    """Exchanges rows as `all_to_all` exchanges tensors; gradients flow through the returned `output`.
 
     The split sizes are numbers of rows, one for each rank; None or an empty list splits the rows evenly.
 
@@ -330,7 +331,7 @@ class AllGather(Function):
 
 @eager_methods
 class ReduceScatter(Function):
-    """Returns each rank its part of the reduction of contiguous tensors; differentiable for SUM and AVG."""
+    """Gives each rank its part of the reduction of contiguous tensors; differentiable for SUM and AVG."""
 
     @staticmethod
     def forward(
@@ -374,7 +375,7 @@ class Gather(Function):
 class Scatter(Function):
     """Copies the root's tensor for this rank to `output`.
 
-    The tensors of the other ranks only determine whether those ranks run the backward.
+    The tensors of the other ranks only determine whether these ranks run the backward pass.
     """
 
     @staticmethod
@@ -416,7 +417,7 @@ class AllToAll(Function):
 
 @eager_methods
 class AllToAllSingle(Function):
-    """Copies rows of one tensor from each rank to each rank; None as split sizes divides them evenly."""
+    """Copies rows of one tensor from each rank to each rank; with None as split sizes, they are divided evenly."""
 
     @staticmethod
     def forward(
@@ -477,10 +478,11 @@ def announce_gradient(requires_grad: bool, group: ProcessGroup, root: int) -> bo
 def announce_template(
     tensors: Sequence[torch.Tensor] | None, group: ProcessGroup, root: int
 ) -> tuple[torch.Tensor, bool]:
-    """Returns an uninitialised tensor like each of the root's, and whether one of those requires a gradient.
+    """Returns an uninitialised tensor like each of the root's, and whether any of the root's requires a gradient.
 
     Raises:
-        ValueError: the root did not pass one tensor of one shape and dtype for each rank; raised on all ranks.
+        ValueError: the root did not pass one tensor for each rank, all with the same shape and dtype; raised on all
+            ranks.
     """
     head = torch.zeros(3 + _MOST_DIMENSIONS, dtype=torch.int64, device="cpu")
     if group.rank() == root:

@@ -1,5 +1,4 @@
-"""Engines, which move and reduce the tensors of groups: `native/` is Paceline's own; `torch_backend/` and `mpi/` use
-libraries.
+"""Engines, which move and reduce the tensors of groups: Paceline's own in `native/`, and others that wrap libraries.
 
 May use: `schedule` and below, and `_core`; an engine may not use another one. Start reading at `api.py` (the interface
 of an engine), then `channel.py` (the interface of a group's channel); `registry.py` lists the engines, `failures.py`

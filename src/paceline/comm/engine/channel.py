@@ -72,8 +72,7 @@ class CallOutcome(Protocol):
 
     @property
     def cause(self) -> int:
-        """The rank that made the ranks in `gone` leave, if they reported it, as an index into the engine's
-        `members`."""
+        """The rank because of which the ranks in `gone` left, or -1, as an index into the engine's `members`."""
 
     @property
     def cause_left(self) -> bool:

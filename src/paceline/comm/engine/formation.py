@@ -1,7 +1,7 @@
 """Formation of a group: each rank waits until the other ranks have set their keys in the store, or one of them fails.
 
 A rank that gives up publishes its reason before it leaves. If a rank dies, the store's server, if there is one,
-publishes the message that the rank left for this case; other ranks may also detect the death on open connections.
+publishes the rank's last will (`Store.set_last_will`); other ranks may also detect the death on open connections.
 
 When the default group forms, every rank publishes its host, process and version of Paceline, which must be the same on
 all ranks. Only the field "version" has the same meaning in all versions, so it is read first.

@@ -1,15 +1,15 @@
-"""Connections to listeners of other machines, at a port of their own or at the one port of the machine.
+"""Connections to listeners on other machines, at the listener's own port or at the machine's single port.
 
-PACELINE_PORT determines whether the machines of a job have one port for all connections between them. Connections
-within a machine never use it: they are Unix sockets, or lead to loopback.
+PACELINE_PORT determines whether each machine of a job has a single port for all connections from other machines.
+Connections within a machine never use it: they are Unix sockets or loopback connections.
 
-The first bytes of a connection to a multiplexer are the number that it is for. They prove nothing.
+The first bytes of a connection to a multiplexer contain the number of the listener. They authenticate nothing.
 
     connecting -> multiplexer   header: magic, number; 64 bytes
-    multiplexer -> connecting   PASSED_ON, and all further bytes come from the holder of the number; or NO_LISTENER
+    multiplexer -> connecting   PASSED_ON, after which the holder of the number sends all bytes; or NO_LISTENER
 
-The header is longer than the first message of Paceline's other listeners, so a listener that is no multiplexer rejects
-it at once.
+The header is longer than the first message that Paceline's other listeners expect, so a listener that is not a
+multiplexer rejects it at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HEADER_BYTES = _HEADER.size
 
 
 def chosen_port(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the machine's port, or None if each listener has one of its own.
+    """Returns the machine's port, or None if each listener has its own port.
 
     Raises:
         ValueError: PACELINE_PORT is not a port.
@@ -57,7 +57,7 @@ def choose_port(port: int) -> None:
     """Sets the port for this process and its children.
 
     Raises:
-        ValueError: `port` is not a port, or the environment contains another one.
+        ValueError: `port` is not a port, or the environment contains a different one.
     """
     if not 1 <= port <= _LARGEST:
         raise ValueError(f"the port is {port}; it must be from 1 to {_LARGEST}")
@@ -68,7 +68,7 @@ def choose_port(port: int) -> None:
 
 
 def is_reachable_from_outside(host: str) -> bool:
-    """Returns whether a name or an address leads between machines, so that it is not loopback.
+    """Returns whether other machines can reach a name or an address, that is, whether it is not loopback.
 
     Raises:
         OSError: the name cannot be resolved.
@@ -77,7 +77,7 @@ def is_reachable_from_outside(host: str) -> bool:
 
 
 def header_for(number: int) -> bytes:
-    """Returns the header of a connection to a number."""
+    """Returns the header of a connection to the listener with this number."""
     return _HEADER.pack(_MAGIC, number)
 
 
@@ -91,7 +91,7 @@ def is_wrong(beginning: bytes) -> bool:
 
 
 def has_no_header(beginning: bytes) -> bool:
-    """Returns whether the received bytes are a whole first message without a header for the multiplexer."""
+    """Returns whether the received bytes are a complete first message without a header for the multiplexer."""
     return len(beginning) >= HELLO_BYTES and is_hello(beginning)
 
 
@@ -104,12 +104,12 @@ def number_in(header: bytes) -> int:
 def dial(
     address: tuple[str, int], timeout_s: float, source: str | None = None, reach_s: float | None = None
 ) -> socket.socket:
-    """Returns a connection to a host, and to a port or number there.
+    """Returns a connection to a host at a port or, in a job with a single port, at a number.
 
     Args:
-        address: the host and the port; in a job with one port, the number behind it.
+        address: the host and the port or, in a job with a single port, the number.
         timeout_s: the time-out for connecting and the header, in seconds.
-        source: the address of this machine to connect from; by default the system chooses it.
+        source: the address of this machine from which to connect; by default, the system chooses it.
         reach_s: a shorter time-out for connecting, in seconds.
 
     Raises:
@@ -133,11 +133,11 @@ def dial(
 
 
 def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
-    """Returns the hosts that did not answer at the one port in time; a refusal is an answer too.
+    """Returns the hosts that did not answer at the single port in time; a refused connection counts as an answer.
 
     Args:
-        hosts: the hosts' addresses, which are tried at the same time.
-        source: the address of this machine to connect from.
+        hosts: the hosts' addresses, which are tried concurrently.
+        source: the address of this machine from which to connect.
         reach_s: the time-out for all hosts together, in seconds.
     """
     port = chosen_port()
@@ -145,7 +145,7 @@ def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
     deadline = time.monotonic() + reach_s
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:
         for host in hosts:
-            with contextlib.suppress(OSError):  # dialling the host raises the error again
+            with contextlib.suppress(OSError):  # connecting to the host later raises the error again
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 probe.setblocking(False)

@@ -1,7 +1,7 @@
-"""Server at the one port of a machine, which passes each connection to the listener that holds its number.
+"""Server at the single port of a machine, which passes each connection to the listener that holds its number.
 
 `PortMultiplexer` runs in the launcher or, in a job without one, in the first process of the machine that listens.
-`NumberedListener` is used in place of a listening socket.
+`NumberedListener` replaces a listening socket.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from paceline.comm.security.untrusted_peers import (
 from paceline.linux import is_out_of_descriptors
 from paceline.routes import resolver_name
 
-FIRST, LAST = 1024, 28_999  # numbers for listeners that request any; numbers that are chosen are mostly larger
+FIRST, LAST = 1024, 28_999  # for listeners that request any number; explicitly chosen numbers are mostly larger
 MAX_PENDING_CLIENTS = 128
 _BACKLOG = 1024
 _LARGEST_REQUEST = 1024
 _LARGEST_ANSWER = 1024
-_QUEUE_NBYTES = 1 << 20  # for connections that a listener has not accepted: each takes some 800, the default is for 280
-_SHORTAGE_PAUSE_S = 0.05  # when the system cannot give a connection, for example because descriptors ran out
+_QUEUE_NBYTES = 1 << 20  # for connections not yet accepted: each takes about 800 bytes, and the default holds 280
+_SHORTAGE_PAUSE_S = 0.05  # after a failed `accept`, for example because descriptors ran out
 _PATIENCE_S = 30.0
 _RETRY_PAUSE_S = 0.02
 _TIMEVAL = struct.Struct("ll")
@@ -57,8 +57,8 @@ Holder = TypeVar("Holder", bound=Hashable)
 class NumberTable(Generic[Holder]):
     """Table of the numbers in use and their holders, without a socket or a clock.
 
-    Free numbers are given out in ascending order, so that a number is used again as late as possible: a connection that
-    is meant for a former holder then finds no listener rather than another one.
+    Free numbers are assigned in ascending order, so that a number is reused as late as possible: a connection that is
+    meant for a former holder is then rejected instead of reaching another listener.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class NumberTable(Generic[Holder]):
         self._next = FIRST
 
     def take(self, wanted: int, holder: Holder) -> int:
-        """Gives a listener the wanted number, or a free one if that is 0; returns the number.
+        """Assigns a listener the wanted number, or a free one if `wanted` is 0; returns the number.
 
         Raises:
             OSError: another listener holds the number, or no number is free.
@@ -83,7 +83,7 @@ class NumberTable(Generic[Holder]):
         return self._holders.get(number)
 
     def release(self, holder: Holder) -> None:
-        """Takes back all numbers of a listener; idempotent."""
+        """Releases all numbers of a listener; idempotent."""
         self._holders = {number: other for number, other in self._holders.items() if other != holder}
 
     def _free(self) -> int:
@@ -107,17 +107,17 @@ class _PendingClient:
 
 @dataclass(eq=False)
 class _RegisteredListener:
-    """A listener of this machine, which lasts as long as the connection over which it requested a number."""
+    """A listener on this machine; it is registered as long as the connection over which it requested a number."""
 
     connection: socket.socket
 
 
 class PortMultiplexer:
-    """Server of one port, in a thread of its own.
+    """Server of one port, which runs on its own thread.
 
     It listens on the addresses for which numbers were requested. At most `MAX_PENDING_CLIENTS` connections may have an
-    incomplete header. One more ends the oldest connection of the user or host that has the most of them, so that silent
-    connections cannot keep others out.
+    incomplete header. If there is one more, the oldest connection of the user or host with the most such connections is
+    closed, so that silent peers cannot block others.
 
     Args:
         port: the port.
@@ -153,7 +153,7 @@ class PortMultiplexer:
         self._thread.start()
 
     def close(self) -> None:
-        """Closes the port and the connections not yet passed on; idempotent, without effect in a forked child."""
+        """Closes the port and the connections not yet passed on; idempotent, and without effect in a forked child."""
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
@@ -163,7 +163,7 @@ class PortMultiplexer:
         self._rejected.close()
 
     def close_descriptors(self) -> None:
-        """Closes only this process's descriptors, as a forked child must: the thread does not exist in it."""
+        """Closes only this process's descriptors, as a forked child must, since the thread does not exist there."""
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -222,8 +222,8 @@ class PortMultiplexer:
     def _pass_on(self, client: _PendingClient) -> None:
         self._remove(client)
         holder = self._numbers.holder(number_in(client.received))
-        # An error means that one of them has ended, or that the holder accepts nothing. The client sees the connection
-        # end, and tries again.
+        # An error means that the client or the holder has ended, or that the holder accepts no connections. The
+        # client's connection is closed, and it tries again.
         with client.connection as connection, contextlib.suppress(OSError):
             if holder is None:
                 connection.send(NO_LISTENER)
@@ -268,7 +268,7 @@ class PortMultiplexer:
             listener.connection.send(self._answer(listener, request))
 
     def _answer(self, listener: _RegisteredListener, request: bytes) -> bytes:
-        """Listens on the requested address, and returns "0" and a number, or the code and text of an error."""
+        """Listens on the requested address; returns "0" and a number, or the code and text of an error."""
         try:
             wanted, _, address = request.decode().partition(" ")
             holder = self._numbers.holder(int(wanted))
@@ -304,7 +304,7 @@ class PortMultiplexer:
 
 
 def _has_ended(listener: _RegisteredListener) -> bool:
-    """Returns whether a listener has closed its connection, which the loop may not have noticed yet."""
+    """Returns whether a listener has closed its connection, even if the event loop has not processed this yet."""
     try:
         return not listener.connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -314,10 +314,10 @@ def _has_ended(listener: _RegisteredListener) -> bool:
 
 
 class NumberedListener:
-    """Listener behind the machine's port, with the methods of a listening socket.
+    """Listener at a number of the machine's port, with the methods of a listening socket.
 
     Args:
-        connection: the connection to the multiplexer, over which it receives connections and which it closes.
+        connection: the connection to the multiplexer, over which the listener receives connections and which it closes.
         host: the address at which other machines reach the listener.
         number: the listener's number.
     """
@@ -331,7 +331,7 @@ class NumberedListener:
         self.fileno = connection.fileno
 
     def accept(self) -> tuple[socket.socket, tuple[str, int]]:
-        """Waits for a connection; returns it and its peer's address. Connections that were reset are skipped.
+        """Waits for a connection and returns it with its peer's address. Reset connections are skipped.
 
         Raises:
             OSError: the multiplexer has ended, `shutdown` was called, or no descriptor is free.
@@ -341,7 +341,7 @@ class NumberedListener:
             try:
                 connection.setblocking(True)
                 return connection, connection.getpeername()
-            except OSError:  # not raised, since any peer could otherwise make the caller pause
+            except OSError:  # not raised: otherwise any peer could make the caller pause
                 connection.close()
 
     def _received(self) -> socket.socket:
@@ -369,11 +369,12 @@ def listen_at_number(address: str, number: int, port: int) -> NumberedListener:
 
     Args:
         address: an address of this machine, at which other machines reach the listener.
-        number: the number; 0 for any.
+        number: the number, or 0 for any.
         port: the machine's port.
 
     Raises:
-        OSError: the address is not this machine's, another program has the port, or another listener has the number.
+        OSError: the address does not belong to this machine, another program has the port, or another listener has the
+            number.
     """
     until_s = time.monotonic() + _PATIENCE_S
     name = os.environ.get(GATE_VARIABLE) or _name_in_job(port)
@@ -385,7 +386,7 @@ def listen_at_number(address: str, number: int, port: int) -> NumberedListener:
                 raise ConnectionAbortedError(
                     errno.ECONNABORTED, f"the process that listens at port {port} of this machine has ended ({error})"
                 ) from error
-        with contextlib.suppress(OSError):  # another process was quicker
+        with contextlib.suppress(OSError):  # another process was faster
             _multiplexers[name] = PortMultiplexer(port, name)
             continue
         time.sleep(_RETRY_PAUSE_S)
@@ -394,7 +395,7 @@ def listen_at_number(address: str, number: int, port: int) -> NumberedListener:
 def _request_listener(name: str, address: str, number: int) -> NumberedListener:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # the descriptor itself blocks, as a listener's does
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # the descriptor itself is blocking, like a listener's
             connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(_PATIENCE_S), 0))
         connection.connect(f"\0{name}")
         if not is_same_user(connection):
@@ -418,7 +419,7 @@ def _name_in_job(port: int) -> str:
     return f"paceline-gate-{os.getuid()}-{port}-{derive_key(job_secret(), 'gate')[:12].hex()}"
 
 
-# The multiplexers of this process by name, in a job without a launcher. They end with this process, and not with its
+# The multiplexers of this process by name, in a job without a launcher. They end with this process rather than with its
 # last forked child.
 _multiplexers: dict[str, PortMultiplexer] = {}
 

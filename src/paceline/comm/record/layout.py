@@ -3,10 +3,10 @@
 A recording is one block of memory, little-endian: a header, the pairs of times that calibrate its clock, a table of
 names, a table of groups, a ring of calls, a ring of events and a table of links. Every entry except a name begins with
 a *stamp*: the entry's index, a version that each change increments, and whether the entry is complete, open (it will
-change again) or being written. A copy is consistent if its stamp was the same before and after copying.
+change again) or being written. A copy of an entry is consistent if the stamp was the same before and after copying.
 
-The core's numbers for dtypes, operations and outcomes are in native/reduce/reduce.hpp and native/call/call.hpp. Tests
-compare both with this file.
+The core defines the numbers of dtypes, operations and outcomes in native/reduce/reduce.hpp and native/call/call.hpp.
+Tests compare both with this file.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class EventKind(IntEnum):
     | NOT_FINITE | the parameter, or the logged number | the step | the number of gradients |
     | DIFFERENCE | the first tensor that differs between replicas | the step | the first rank that differs |
     | CHECKPOINT | `send` or `receive`: an elastic job's state | | |
-    | CHUNK | the operation of a call that travels through host memory | the chunk's number | its bytes |
-    | DEVICE | the phase in which a device is: `forward`, `backward`, `optimizer` | the device's index | the step |
+    | CHUNK | the operation of a call staged through host memory | the chunk's number | its bytes |
+    | DEVICE | the current phase of a device: `forward`, `backward`, `optimizer` | the device's index | the step |
 
     A bucket starts when its last gradient is ready, is sent at `Event.sent_ns`, and ends when its average is available.
     A chunk lasts from the beginning of its copy to host memory until its copy back is on the device's stream.
@@ -118,7 +118,7 @@ NBYTES = 1671168
 
 HEADER = struct.Struct("<QIIQ10IIiiIIIQQQQ")
 """magic, version, header's bytes, bytes; offset and capacity of pairs, names, groups, calls, events; pid, rank, world
-size, clock kind, flags, places of links that were ever used, ticks a second (0: unknown), time namespace, pair count,
+size, clock kind, flags, number of link entries ever used, ticks per second (0: unknown), time namespace, pair count,
 name count."""
 
 LINKS_PLACE = struct.Struct("<II")  # offset and capacity of the links
@@ -138,21 +138,21 @@ GROUP = struct.Struct("<QIIiIQIIQQQ")
 GROUP_NBYTES = 512
 CALL = struct.Struct("<QIBBBBQQiBBBBQQQQQiIIIqQQq")
 """stamp; group, operation, dtype, reduction, algorithm; sequence; count; root, state, outcome, is asynchronous, spare;
-ticks of arrival, start and end; bytes through shared memory, over TCP; last to arrive, first missing rank; step,
+ticks of arrival, start and end; bytes through shared memory, over TCP; last rank to arrive, first missing rank; step,
 thread; tag; tick at which all had arrived; missing ranks as bits, from the first of them on; predicted nanoseconds (0:
 no prediction)"""
 EVENT = struct.Struct("<QIIQQqqQII")
 """stamp; kind, name; ticks of start and end; first, second; tick of sending; step, thread"""
 LINK = struct.Struct("<QIiQQQQQQQIIIIII")
 """stamp; group; the other rank in the default group; tick of measuring; bytes sent and acknowledged, received; segments
-sent; latest rate of delivery in bytes a second; microseconds with data under way, and of these without room at the
-other rank; round trip, its variation and the shortest in microseconds; segments sent again; milliseconds for which an
-answer is owed; connections"""
+sent; latest delivery rate in bytes per second; microseconds with data in flight, and of these limited by the other
+rank's receive window; round trip, its variation and the shortest in microseconds; segments retransmitted; milliseconds
+for which an answer has been pending; connections"""
 
 WORD_NBYTES = 8
 WRITING = 1
 OPEN = 2
-ENDED_FLAG = 1  # of the header's flags: the process has ended in an orderly way
+ENDED_FLAG = 1  # in the header's flags: the process has ended normally
 
 
 def state_of(stamp: int) -> int:
@@ -161,10 +161,10 @@ def state_of(stamp: int) -> int:
 
 
 def index_of(stamp: int) -> int:
-    """Returns the entry's index, counted from 0 over all that have been written."""
+    """Returns the entry's index, counted from 0 over all entries that have been written."""
     return stamp >> 8
 
 
 def first_stamp(index: int) -> int:
-    """Returns the smallest stamp that the entry with this index can have; those of earlier ones are smaller."""
+    """Returns the smallest stamp of the entry with this index; the stamps of earlier entries are smaller."""
     return max(0, index) << 8

@@ -1,7 +1,7 @@
 """Log of a program's numbers, such as its loss, with a warning when one becomes NaN or infinite.
 
-Sinks pass the numbers on to TensorBoard, Weights & Biases or MLflow. These are the user's own objects; nothing of them
-is imported here, except MLflow when its sink is made without a client.
+Sinks pass the numbers on to TensorBoard, Weights & Biases or MLflow. The user provides the objects of these libraries;
+this module imports none of them, except MLflow if its sink is created without a client.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _listeners: list[Callable[[Mapping[str, float]], None]] = []  # called with the 
 
 
 def log(**values: SupportsFloat) -> None:
-    """Records numbers by their names, such as the loss and the learning rate, with the current step.
+    """Records named numbers, such as the loss and the learning rate, with the current step.
 
     Numbers and tensors of one element are converted to a double at once. For a tensor on a GPU, this waits until the
-    GPU has computed it; a loop that must not wait should log such values every few steps. A warning reports the first
-    NaN or infinity of a number that was finite before, and of any number whose name contains "loss".
+    GPU has computed it; a loop that must not wait should log such values only every few steps. A warning reports the
+    first NaN or infinity of a number that was finite before, or whose name contains "loss".
 
         paceline.log(loss=loss, lr=scheduler.get_last_lr()[0])
 
@@ -72,7 +72,7 @@ class LogSink(Protocol):
     """Destination of logged numbers."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the numbers of one `log`, by their names, with the training step in which they were logged."""
+        """Writes the numbers of one call of `log`, by name, with the training step in which they were logged."""
 
 
 class TensorBoardLog:
@@ -82,7 +82,7 @@ class TensorBoardLog:
 
     Args:
         writer: the writer, which the caller closes.
-        prefix: text to put before each name.
+        prefix: a text to put before each name.
     """
 
     def __init__(self, writer: Any, prefix: str = "") -> None:
@@ -102,7 +102,7 @@ class WandbLog:
 
     Args:
         run: the run that `wandb.init` returned.
-        prefix: text to put before each name.
+        prefix: a text to put before each name.
     """
 
     def __init__(self, run: Any, prefix: str = "") -> None:
@@ -110,7 +110,7 @@ class WandbLog:
         self._prefix = prefix
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the numbers under the step."""
+        """Logs the numbers with the step."""
         self._run.log({f"{self._prefix}{name}": value for name, value in values.items()}, step=step)
 
 
@@ -139,9 +139,9 @@ class MlflowLog:
 def log_to(sink: LogSink | None) -> None:
     """Adds a sink for the numbers that this process logs; None removes all sinks.
 
-    Call it on one rank only, or the same curve is drawn several times. The step is that of the recording, or the number
-    of calls of `log` in a program without recorded steps; see docs/observe.md. `log` raises the errors that a sink
-    raises.
+    Call it on one rank only, or the same curve is drawn several times. The step is the recording's current step or, in
+    a program without recorded steps, the number of calls of `log`; see docs/observe.md. `log` raises the errors that a
+    sink raises.
 
         if paceline.get_rank() == 0:
             paceline.log_to(paceline.TensorBoardLog(SummaryWriter()))

@@ -1,13 +1,13 @@
-"""Memory that a process records into: the launcher's, a file of its own, or memory that ends with the process.
+"""Memory into which a process records: the launcher's, a file of its own, or memory that ends with the process.
 
-`paceline run` makes a memory file (memfd) for each worker, keeps it, and names it in PACELINE_RECORD_FD. The worker
-opens it through the launcher's /proc/PID/fd, which the kernel permits to processes of the same user only. Thus the
-recording survives a script that closes inherited descriptors, and child processes do not inherit it.
+`paceline run` creates a memory file (memfd) for each worker, keeps it open, and identifies it in PACELINE_RECORD_FD.
+The worker opens it through the launcher's /proc/PID/fd, which the kernel permits only to processes of the same user.
+The recording therefore works even if a script closes inherited descriptors, and child processes do not inherit it.
 
-A process without a launcher records into a file in a directory that only its user may enter, by default in /dev/shm.
-A mapped file on a disk would be written back all the time, and a page for which the disk has no room would end the
-process with SIGBUS. For the same reason all of the file's space is reserved before it is mapped, and no file is made
-where space is short.
+A process without a launcher records into a file in a directory that only its user may enter, by default in /dev/shm. A
+mapped file on a disk would be written back continually, and a page for which the disk has no space would end the
+process with SIGBUS. For the same reason all of the file's space is reserved before it is mapped, and no file is created
+if space is short.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ VARIABLE = "PACELINE_RECORD"
 HANDED_VARIABLE = "PACELINE_RECORD_FD"
 DIRECTORY_VARIABLE = "PACELINE_RECORD_DIR"
 SUFFIX = ".record"
-MEMORY_NAME = "paceline-recording"  # of the memory files that launchers keep, as /proc shows it
+MEMORY_NAME = "paceline-recording"  # the name of the launchers' memory files in /proc
 
 MOST_FILES = 8
-_MOST_RUNNING = 1024  # files of processes that still run: one host may have so many ranks
+_MOST_RUNNING = 1024  # the number of files of running processes: one host may have this many ranks
 _LEAST_ROOM = 32  # the free space that the file system must have for a recording, as a multiple of its size
 
 
@@ -36,12 +36,12 @@ def is_switched_off() -> bool:
     return os.environ.get(VARIABLE, "on") == "off"
 
 
-class HandedMemory:  # no dataclass: every worker imports this, and would pay for the import of dataclasses
+class HandedMemory:  # not a dataclass: every worker imports this module, and importing dataclasses takes time
     """Address of the memory that a launcher keeps for a worker.
 
     Attributes:
         fd: the file's descriptor in the launcher.
-        inode: the file's inode, by which a descriptor that was reused is recognised.
+        inode: the file's inode, which reveals a reused descriptor.
         maker: the launcher's process id.
     """
 
@@ -76,7 +76,7 @@ class HandedMemory:  # no dataclass: every worker imports this, and would pay fo
 
 @contextlib.contextmanager
 def handed_memory() -> Iterator[int | None]:
-    """Yields a descriptor of the memory that a launcher keeps for this process, or None without one."""
+    """Yields a descriptor of the memory that a launcher keeps for this process, or None without a launcher."""
     handed = HandedMemory.parse(os.environ.get(HANDED_VARIABLE, ""))
     fd = None if handed is None else handed.open()
     try:
@@ -88,7 +88,7 @@ def handed_memory() -> Iterator[int | None]:
 
 @contextlib.contextmanager
 def own_memory() -> Iterator[int]:
-    """Yields a descriptor of a new file of this process, or -1 if none could be made."""
+    """Yields a descriptor of a new file of this process, or -1 if no file could be created."""
     fd = _new_file()
     try:
         yield fd
@@ -98,7 +98,7 @@ def own_memory() -> Iterator[int]:
 
 
 def directory_of_files() -> str:
-    """Returns the directory in which processes without a launcher make their files."""
+    """Returns the directory in which processes without a launcher create their files."""
     return os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/paceline-{os.getuid()}"
 
 
@@ -130,7 +130,7 @@ def _prune(directory: str) -> None:
     """Removes the oldest files of processes that have ended, so that at most `MOST_FILES` remain with the new one.
 
     Raises:
-        FileExistsError: too many files belong to processes that still run.
+        FileExistsError: too many files belong to running processes.
     """
     names = sorted(name for name in os.listdir(directory) if name.endswith(SUFFIX))
     for name in names[: max(0, len(names) - MOST_FILES + 1)]:

@@ -1,4 +1,4 @@
-"""Recorder of this process: starts the recording, and notes the process's rank, groups and end.
+"""Recorder of this process, which starts the recording and records the process's rank, groups and end.
 
 The recorder is on unless PACELINE_RECORD is "off". It starts with the process's first group or first span.
 """
@@ -23,13 +23,13 @@ _rank: int | None = None
 
 
 def begin() -> None:
-    """Starts the recording, unless it has started or is switched off."""
+    """Starts the recording unless it has already started or is switched off."""
     global _has_tried
     _has_tried = True
     if _core.is_recording() or is_switched_off():
         return
     identity = (os.environ.get(_WORKER_VARIABLE, ""), socket.gethostname(), _boot_id(), _time_namespace())
-    with contextlib.suppress(OSError), handed_memory() as fd:  # training must not fail for want of a recording
+    with contextlib.suppress(OSError), handed_memory() as fd:  # training must not fail because there is no recording
         if fd is not None and _core.begin_recording(fd, *identity):
             return
     with contextlib.suppress(OSError), own_memory() as fd:
@@ -37,7 +37,7 @@ def begin() -> None:
 
 
 def begin_once() -> None:
-    """Starts the recording unless this, or the process that forked this one, has already tried to."""
+    """Starts the recording unless this process, or the one that forked it, has already tried to."""
     if not _has_tried:
         begin()
 
@@ -61,7 +61,7 @@ def known_rank() -> int | None:
 
 
 def open_group(name: str, engine: str, identity: int, rank: int, ranks: Sequence[int]) -> int:
-    """Records a group; returns the serial under which its calls are recorded, or 0 if nothing is recorded.
+    """Records a group; returns the serial number of its calls in the recording, or 0 if nothing is recorded.
 
     Args:
         name: the group's name; "" stands for the default group.

@@ -1,9 +1,9 @@
-"""Spans, events and training steps that a program and every layer of Paceline record.
+"""Spans, events and training steps, which the program and every layer of Paceline record.
 
-Everything else in a recording is sorted by the number of the step. A step of `DistributedDataParallel` lasts from its
-first forward in training to the first one after the gradients were averaged; forwards under `no_sync` belong to one
-step. A step of an elastic job is a round, and a step of `LogicalShards` is a `backward`. In a program with several of
-them, the first one determines the steps, unless there are elastic rounds, which take precedence.
+All other entries of a recording are assigned to steps. A step of `DistributedDataParallel` lasts from its first forward
+pass in training mode to the first forward pass after the gradients were averaged; forward passes under `no_sync` belong
+to the same step. A step of an elastic job is a round, and a step of `LogicalShards` is a `backward`. In a program with
+several of these, the first one determines the steps, unless there are elastic rounds, which take precedence.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def number_of(name: str) -> int:
     return number
 
 
-class span:  # noqa: N801  # it is used as a function, and in `with` statements, like those of contextlib
+class span:  # noqa: N801  # used as a function and in `with` statements, like the functions of contextlib
     """Records the duration of a part of the program under a name.
 
-    It can be used as a context manager and as a decorator, nested and on several threads, and costs less than a
-    microsecond. The recording keeps the latest 16,384 spans and events. Diagnoses report spans that have not ended; see
-    docs/observe.md.
+    It can be used as a context manager and as a decorator, may be nested and used on several threads, and takes less
+    than a microsecond. The recording keeps the latest 16,384 spans and events. Diagnoses report spans that have not
+    ended; see docs/observe.md.
 
         with paceline.span("augment"):
             images = augment(images)
@@ -88,7 +88,7 @@ class span:  # noqa: N801  # it is used as a function, and in `with` statements,
 
 
 class RecordedSpan:
-    """Span of one of Paceline's own kinds, to be used by one thread at a time."""
+    """Span of one of Paceline's own kinds, for use by one thread at a time."""
 
     __slots__ = ("_first", "_kind", "_name", "_second", "_stamp")
 
@@ -130,9 +130,9 @@ class StepCounter:
         """Ends the current step and begins the next one. Does nothing if another object determines the steps.
 
         Args:
-            maker: the object that reports the step. It becomes the maker if there is none.
+            maker: the object that reports the step. It becomes the maker if there is no other.
             name: the name of the steps' source, such as "ddp".
-            precedence: the maker's precedence; it replaces a maker of a lower one.
+            precedence: the maker's precedence; a maker with a higher precedence replaces the current one.
         """
         if self._current() is not maker:
             if self._current() is not None and precedence <= self._precedence:
@@ -158,7 +158,7 @@ STEPS = StepCounter()
 
 
 def recorded_waits(batches: Iterator[_Batch], name: str) -> Iterator[_Batch]:
-    """Yields the items of `batches`, and records the wait for each.
+    """Yields the items of `batches` and records the time spent waiting for each.
 
     Args:
         batches: the iterator over batches.

@@ -1,13 +1,13 @@
-"""Check-in protocol: ranks agree that all have arrived, each rank once, and that all expect the same world size.
+"""Check-in protocol: the ranks agree that each of them has arrived exactly once and expects the same world size.
 
 Every rank claims its number in the store and waits for the *verdict*, which is "complete" or the reason why the ranks
-cannot continue. The first rank that sees complete or contradictory claims sets it, so all ranks get the same outcome at
-the same time.
+cannot continue. The first rank that reads complete or contradictory claims sets the verdict, so all ranks get the same
+outcome at the same time.
 
 A rank leaves a last will with the store before it claims its number, and withdraws it when its group has formed. If the
 rank dies in between, the store itself replaces the verdict with the will, even the verdict "complete".
 
-After a failed check-in, rank 0's store stays open for a while, so that late ranks can read the reason.
+After a failed check-in, rank 0's store stays open for a while so that late ranks can read the reason.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ KEY = "verdict"
 ADVICE = "look at its output and, if it was killed, at the memory it used (dmesg)"
 
 _TIMEOUT = "timeout: "
-_READERS = "heard"  # the key under which ranks count that have read the verdict
+_READERS = "heard"  # the key that counts the ranks that have read the verdict
 _READERS_S, _READERS_POLL_S = 5.0, 0.01
 _LATE_RANKS_S, _LATE_RANKS_POLL_S = 5.0, 0.05
 
 
 def settle(store: Store, verdict: str) -> None:
-    """Sets the verdict unless there is one."""
+    """Sets the verdict unless it is already set."""
     store.compare_set(KEY, b"", verdict)
 
 
 def settle_timeout(store: Store, absence: str) -> str:
-    """Sets the verdict to a time-out unless there is one; returns the verdict in force."""
+    """Sets the verdict to a time-out unless it is already set; returns the verdict in force."""
     return store.compare_set(KEY, b"", _TIMEOUT + absence).decode()
 
 
@@ -65,7 +65,7 @@ def reason_against(store: Store) -> str | None:
 
 
 def leave_will(store: Store, end: str) -> None:
-    """Has the store set the verdict if this process ends.
+    """Makes the store set the verdict if this process ends.
 
     Args:
         store: the ranks' store.
@@ -80,7 +80,7 @@ def take_back_will(store: Store) -> None:
 
 
 class Claim:
-    """Rank and world size of one process, as it was started."""
+    """Rank and world size with which one process was started."""
 
     def __init__(self, rank: int, world_size: int, host: str, pid: int) -> None:
         self.rank = rank
@@ -130,7 +130,7 @@ def verdict_on(claims: list[Claim]) -> str | None:
 
 
 def describe_absence(claims: list[Claim], world_size: int, waited_s: float) -> str:
-    """Describes which ranks arrived and which did not."""
+    """Returns a description of the ranks that arrived and of those that did not."""
     arrived = sorted({claim.rank for claim in claims})
     missing = [rank for rank in range(world_size) if rank not in set(arrived)]
     return (
@@ -143,8 +143,8 @@ def describe_absence(claims: list[Claim], world_size: int, waited_s: float) -> s
 def claim_rank(store: Store, claim: Claim, timeout_s: float) -> None:
     """Claims a rank and waits for the verdict.
 
-    From here on the death of this process sets the verdict. After a success the caller must call `take_back_will` once
-    the group has formed.
+    From then on the death of this process sets the verdict. If the claim succeeds, the caller must call
+    `take_back_will` once the group has formed.
 
     Raises:
         RendezvousError: the claims contradict each other, or a rank died; every rank gets the same message.
@@ -176,7 +176,7 @@ def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
     if verdict == COMPLETE:  # the claim was made after the verdict, so there is one rank too many
         raise RendezvousError(f"rank {claim.rank}: {mine}")
     if verdict_on(decode_claims(store.get("claims"))) == COMPLETE:
-        return  # all had arrived and one has left since; forming the group fails if that matters
+        return  # all ranks arrived and one has left since then; if this matters, forming the group fails
     _await_readers(store)
     absence = timeout_in(verdict)
     if absence is not None:
@@ -185,7 +185,7 @@ def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
 
 
 def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, str | None]:
-    """Returns the verdict in force, and this rank's own verdict on the claims when it arrived."""
+    """Returns the verdict in force, and this rank's own verdict on the claims at its arrival."""
     mine = verdict_on(decode_claims(store.get("claims")))
     if mine is not None:
         settle(store, mine)
@@ -201,10 +201,10 @@ def _await_readers(store: Store) -> None:
     """Waits until the other ranks have read the verdict, since the store may end with this process.
 
     Contradictory claims mean that all ranks were started together, so this also waits for ranks that have not arrived.
-    After a time-out it does not, since they may never arrive.
+    After a time-out it does not wait for them, since they may never arrive.
     """
     deadline = time.monotonic() + _READERS_S
-    with contextlib.suppress(StoreConnectionError):  # the store ended with another process, which had waited here too
+    with contextlib.suppress(StoreConnectionError):  # the store ended with another process, which has also waited here
         store.add(_READERS, 1)
         for_all = verdict_on(decode_claims(store.get("claims"))) not in (None, COMPLETE)
         while not _have_read_verdict(store, for_all) and time.monotonic() < deadline:
@@ -212,7 +212,7 @@ def _await_readers(store: Store) -> None:
 
 
 def _have_read_verdict(store: Store, all_ranks: bool) -> bool:
-    """Returns whether all living ranks that arrived, or all ranks with `all_ranks`, have read the verdict."""
+    """Returns whether all live ranks that have arrived, or with `all_ranks` all ranks, have read the verdict."""
     claims = decode_claims(store.get("claims"))
     expected = max(min(claim.world_size for claim in claims) if all_ranks else 0, len(claims))
     died = verdict_on(claims) in (None, COMPLETE) and timeout_in(store.get(KEY).decode()) is None
@@ -220,11 +220,11 @@ def _have_read_verdict(store: Store, all_ranks: bool) -> bool:
 
 
 class _DelayedClose(threading.Thread):
-    """Thread that closes a store late. It is no daemon, since the interpreter must keep the store open for late ranks.
+    """Thread that closes a store after a delay. It is not a daemon thread, so the interpreter waits for it at exit.
 
     Args:
         opened: the store to close.
-        check_in: the view of it in which the ranks checked in.
+        check_in: the view of this store in which the ranks checked in.
     """
 
     def __init__(self, opened: Store, check_in: Store) -> None:
@@ -257,6 +257,6 @@ def close_store_later(opened: Store, check_in: Store) -> None:
 
 
 def close_stores_now() -> None:
-    """Closes the stores that wait for late ranks, since another rendezvous begins."""
+    """Closes at once the stores that wait for late ranks; called when another rendezvous begins."""
     for thread in list(_delayed_closes):
         thread.close_now()

@@ -1,6 +1,6 @@
 """Rank, world size and store of `env://`, from the variables that `paceline run`, torchrun and others set.
 
-Without these variables, those of mpirun or srun are used if one of them has started the ranks.
+Without these variables, those of mpirun or srun are used if it has started the ranks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from paceline.comm.store.store import Store
 
 STORE = "PACELINE_STORE"  # the launcher's store
 TORCH_STORE = "PACELINE_TORCH_STORE"  # host:port of the launcher's store for torch.distributed
-TORCH_STORE_REQUESTS = "PACELINE_TORCH_STORE_REQUESTS"  # named pipe over which a worker requests it from the launcher
-USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: True if MASTER_ADDR and MASTER_PORT are a launcher's store
+TORCH_STORE_REQUESTS = "PACELINE_TORCH_STORE_REQUESTS"  # named pipe over which a worker requests that store
+USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: True if a launcher serves the store at MASTER_PORT
 
 
 def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
-    """Returns rank and world size; an argument of -1 is taken from RANK or WORLD_SIZE, or from the scheduler.
+    """Returns the rank and the world size; an argument of -1 is taken from RANK, WORLD_SIZE or the scheduler.
 
     Raises:
-        ValueError: a variable is missing or no whole number.
+        ValueError: a variable is missing or is not a whole number.
     """
     if _is_without_launcher():
         from paceline.comm.rendezvous.shared_store import scheduler_of_process
@@ -60,7 +60,7 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def open_store_at(served: str, timeout: timedelta) -> Store:
-    """Opens the store that a launcher serves, on this machine or, for an elastic job, on another.
+    """Opens the store that a launcher serves, on this machine or, in an elastic job, on another one.
 
     Args:
         served: the store's address in the form of PACELINE_STORE.
@@ -82,7 +82,7 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
 
 
 def is_torch_store(port: int) -> bool:
-    """Returns whether the launcher serves torch's store at `port`, so that no rank can serve another one there."""
+    """Returns whether the launcher serves torch's store at `port`, so that no rank can serve a store there."""
     return os.environ.get(TORCH_STORE, "").rpartition(":")[2] == str(port)
 
 

@@ -1,7 +1,7 @@
 """Rendezvous of ranks by `env://`, `tcp://`, `file://`, an explicit store, or a handler that the user registered.
 
-Every worker pays for the imports of this module, so it does without dataclasses, urllib and tempfile; `shared_store.py`
-is imported only where an address requires it.
+Every worker imports this module, so it avoids the slow imports of dataclasses, urllib and tempfile; `shared_store.py`
+is imported only if an address requires it.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _RETRY_PAUSE_S = 0.05
 _handlers: dict[str, Handler] = {}
 
 # The number of rendezvous of this process by address and by store. A store that outlives a group keeps the keys of its
-# ranks, so each rendezvous has a prefix of its own. The number is the same on every rank, since every rank makes the
-# same groups.
+# ranks, so each rendezvous has its own prefix. The number is the same on every rank, since all ranks create the same
+# groups.
 _met_at_address: Counter[str] = Counter()
 _met_at_store: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
-    """Registers a handler for `init_method="SCHEME://..."`, with the arguments of torch's function of this name.
+    """Registers a handler for `init_method="SCHEME://..."`; the arguments are those of torch's function of this name.
 
     `init_process_group` calls the handler on each rank and uses its first result. The ranks then check in at the store
-    as with every other address: a rank that is missing or claimed twice is reported.
+    as with every other address, and a rank that is missing or claimed twice is reported.
 
     Args:
-        scheme: the part of the address before "://", in any case.
+        scheme: the part of the address before "://", in upper or lower case.
         handler: a generator function `handler(url, timeout=timedelta(...), **kwargs)` that yields `(store, rank,
-            world_size)`. The store is one that all ranks share. The rank and world size that were given to
-            `init_process_group` are in the address, as in "etcd://host/job?rank=0&world_size=2".
+            world_size)`. All ranks must share the store. The rank and world size passed to `init_process_group` are in
+            the address, as in "etcd://host/job?rank=0&world_size=2".
 
     Raises:
-        RuntimeError: the scheme has a handler, or is one of Paceline's own.
-        ValueError: the scheme is not a valid one.
+        RuntimeError: the scheme already has a handler, or is one of Paceline's own.
+        ValueError: the scheme is not valid.
 
     >>> def meet_alone(url, timeout, **_):
     ...     from paceline import HashStore
@@ -72,7 +72,7 @@ class RendezvousResult:
         rank: this process's rank.
         world_size: the number of ranks.
         store: a store that only the ranks of this rendezvous use.
-        address: the host that serves the store, or None if it is not known.
+        address: the host that serves the store, or None if it is unknown.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store, address: str | None = None) -> None:
@@ -85,7 +85,7 @@ class RendezvousResult:
 def rendezvous(
     init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
 ) -> RendezvousResult:
-    """Meets the other ranks.
+    """Meets the other ranks in a store.
 
     Args:
         init_method: "env://" (the default without a `store`), "tcp://host:port", "file:///path", or an address for
@@ -93,7 +93,7 @@ def rendezvous(
         store: a store that all ranks share, instead of `init_method`.
         world_size: the number of ranks; -1 takes it from the environment or the URL.
         rank: this process's rank; -1 takes it from the environment or the URL.
-        timeout_s: the time to wait for the other ranks, in seconds; a hundred years at most.
+        timeout_s: the time to wait for the other ranks, in seconds; at most a hundred years.
 
     Raises:
         ValueError: an argument, or the address, is wrong.
@@ -129,7 +129,7 @@ def rendezvous(
         else:
             open_store = partial(shared_store.open_store_at_url, url)
     if open_store is environment.open_store:
-        # Workers that the launcher has restarted may meet in the same store as those before them.
+        # Workers that the launcher has restarted may meet in the same store as their predecessors.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", attempt)
     _check_rank(rank, world_size)
     prefix = f"paceline/{attempt}/{_next_at_address(url)}"
@@ -148,7 +148,7 @@ def _store_of_handler(url: str, scheme: str, rank: int, world_size: int, timeout
     """Returns the store, rank and world size that the user's handler yields first.
 
     Raises:
-        ValueError: there is no handler for the scheme, or it yields something else.
+        ValueError: there is no handler for the scheme, or it does not yield these values.
     """
     if scheme not in _handlers:
         raise ValueError(
@@ -172,10 +172,10 @@ def _store_of_handler(url: str, scheme: str, rank: int, world_size: int, timeout
 
 
 def _with_rank(url: str, rank: int, world_size: int) -> str:
-    """Returns the address with the rank and world size that are known, as torch's handlers expect them.
+    """Returns the address with the known rank and world size appended, as torch's handlers expect.
 
     Raises:
-        ValueError: the address contains them already.
+        ValueError: the address already contains them.
     """
     from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -209,7 +209,7 @@ def _meet(open_store: Callable[[timedelta], Store], prefix: str, claim: Claim, t
                     f"rank {claim.rank} waited {timeout_s:.0f} s for {claim.world_size} ranks; rank 0, at whose "
                     f"address they meet, did not arrive: {error}"
                 ) from error
-            # The server was just closing: it belonged to an earlier process group at this address.
+            # The server is closing: it belongs to an earlier process group at this address.
             time.sleep(_RETRY_PAUSE_S)
         except BaseException as error:
             if opened is None:
@@ -236,7 +236,7 @@ def _next_at_address(address: str) -> int:
 
 
 def _next_at_store(store: Store) -> int:
-    """Returns 1 for the first rendezvous at a store, and so on; views of it with the same prefix count as one."""
+    """Returns 1 for the first rendezvous at a store, and so on; views of a store with the same prefix count as one."""
     prefix = ""
     while isinstance(store, PrefixStore):
         prefix = f"{store.prefix}/{prefix}"

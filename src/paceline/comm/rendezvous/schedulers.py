@@ -2,7 +2,7 @@
 
 A scheduler starts one launcher per machine or, like `mpirun -np 8`, one per rank. In the second case each launcher has
 one worker, and its `slot` is the launcher's number on its machine. If the scheduler starts the script itself, without a
-launcher, each process is a rank (`shared_store.py`). The variables are those of the schedulers' manuals:
+launcher, each process is a rank (`shared_store.py`). The schedulers' manuals document these variables:
 
     Slurm                 SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID, SLURM_NNODES, SLURM_LOCALID, SLURM_STEP_NODELIST
     Open MPI              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from zlib import crc32
 
 _SLURM, _OPEN_MPI, _PMI = "Slurm", "Open MPI", "MPI (PMI)"
-_PORTS = range(20000, 30000)  # below the ports that Linux gives to connecting sockets
+_PORTS = range(20000, 30000)  # below the ports that Linux assigns to connecting sockets
 
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Job as a scheduler's variables describe it; a field that they do not contain is None.
+    """Job as described by a scheduler's variables; a field without a variable is None.
 
     Attributes:
         name: the scheduler's name.
@@ -34,7 +34,7 @@ class Scheduler:
         address: the address of launcher 0's machine.
         port: the port at which the launchers meet.
         slot: the number of this launcher on its machine, and the number of launchers there.
-        job: an identifier of this start of processes; empty if no variable contains one.
+        job: an identifier of this launch; empty if no variable contains one.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Scheduler:
 
     @property
     def is_one_a_rank(self) -> bool:
-        """Whether the scheduler started a launcher for each rank of this machine."""
+        """Whether the scheduler started a separate launcher for each rank of this machine."""
         return self.slot[1] > 1
 
     @property
@@ -70,7 +70,7 @@ class Scheduler:
 
 
 def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket.getfqdn) -> Scheduler | None:
-    """Returns the scheduler whose variables are complete; None without one, or if it started only one process."""
+    """Returns the scheduler whose variables are complete, or None if there is none or it started only one process."""
     for detector in (_open_mpi, _slurm, _pmi, _kubernetes, _ray):
         found = detector(environment, host_name)
         if found is not None and found.nodes != 1:
@@ -79,10 +79,10 @@ def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket
 
 
 def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
-    """Detects Slurm under srun only: SLURM_STEP_NODELIST is not set in the batch script itself, which runs once.
+    """Detects Slurm only under srun: SLURM_STEP_NODELIST is not set in the batch script itself, which runs once.
 
-    An mpirun in the batch script starts its helpers by srun, whose variables then reach the ranks and contradict those
-    of mpirun. MPI_LOCALNRANKS is the sign of MPICH's mpirun.
+    An mpirun in the batch script starts its helpers with srun, so the ranks inherit srun's variables, which contradict
+    those of mpirun. MPI_LOCALNRANKS indicates MPICH's mpirun.
     """
     hosts = env.get("SLURM_STEP_NODELIST")
     if hosts is None or "MPI_LOCALNRANKS" in env or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
@@ -105,7 +105,7 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
-    """Returns this node's number of tasks from a text such as 4(x2),3, the form of SLURM_STEP_TASKS_PER_NODE."""
+    """Returns this node's number of tasks from a text in the form of SLURM_STEP_TASKS_PER_NODE, such as 4(x2),3."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -150,7 +150,7 @@ def _open_mpi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def _head_of_mpirun(env: Mapping[str, str]) -> str | None:
-    """Returns the host of mpirun itself, on which rank 0 runs by default."""
+    """Returns the host on which mpirun itself runs, where rank 0 runs by default."""
     uri = re.search(r"tcp://([^,:;]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))  # Open MPI 4
     if uri is not None:
         return uri[1]
@@ -169,7 +169,7 @@ def _pmi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def _kubernetes(env: Mapping[str, str], host_name: Callable[[], str]) -> Scheduler | None:
-    """Detects an indexed Job, with pods named JOB-INDEX, or a JobSet, with SET-NAME-JOB-INDEX; the first index is 0."""
+    """Detects an indexed Job (pods named JOB-INDEX) or a JobSet (pods named SET-NAME-JOB-INDEX); indices begin at 0."""
     if "JOB_COMPLETION_INDEX" not in env or "KUBERNETES_SERVICE_HOST" not in env:
         return None
     index = int(env["JOB_COMPLETION_INDEX"])

@@ -1,9 +1,10 @@
-"""Stores in which ranks meet that have no launcher of Paceline.
+"""Stores in which ranks without a Paceline launcher meet.
 
 - `tcp://host:port` and `file:///path`, with `?rank=..&world_size=..` for this process.
-- Ranks that a scheduler started, as `mpirun -n 2 python train.py` and srun do. On one machine they meet in a file of
-  their user, so that no other program can occupy a port; on several machines they meet at the address of rank 0.
-- Ranks under torchrun, whose own TCPStore occupies MASTER_PORT: those of one machine meet in a file.
+- Ranks that a scheduler started, for instance with `mpirun -n 2 python train.py` or srun. On one machine they meet in a
+  file of their user, so that no other program can occupy a port; on several machines they meet at the address of rank
+  0.
+- Ranks under torchrun, whose own TCPStore occupies MASTER_PORT. They must be on one machine, and meet in a file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ANOTHER_RANK_0 = timedelta(seconds=5)
 
 
 def scheduler_of_process() -> Scheduler | None:
-    """Returns the scheduler that started this process as one of several ranks; None if there is none."""
+    """Returns the scheduler that started this process as one of several ranks, or None if there is none."""
     found = detect(os.environ)
     return found if found is not None and found.starts_ranks else None
 
@@ -55,7 +56,8 @@ def open_scheduler_store(scheduler: Scheduler, world_size: int, timeout: timedel
 def _starter() -> str:
     """Returns the process id and start time of the process that started all ranks of this machine.
 
-    It is the nearest ancestor that is no rank: each rank may be a child of a shell or a wrapper of its own.
+    It is the nearest ancestor that is not specific to a rank: each rank may have its own shell or wrapper as its
+    parent.
     """
     process = os.getpid()
     while True:
@@ -95,7 +97,7 @@ def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: 
     try:
         return connect(True, timeout)
     except PortInUseError as error:
-        # Another process that was also started as rank 0 may serve there; then all ranks must get this error.
+        # Another process that was also started as rank 0 may serve a store there; then all ranks must raise this error.
         try:
             return connect(False, min(timeout, _ANOTHER_RANK_0))
         except (PacelineError, OSError):
@@ -121,10 +123,10 @@ def open_torchrun_store(port: int, world_size: int, timeout: timedelta) -> Store
 
 
 def rank_and_world_size_in_url(url: str, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns rank and world size; an argument of -1 is taken from the URL.
+    """Returns the rank and the world size; an argument of -1 is taken from the URL.
 
     Raises:
-        ValueError: the URL does not contain them, or they are no whole numbers.
+        ValueError: the URL does not contain them, or they are not whole numbers.
     """
     split = urlsplit(url)
     query = parse_qs(split.query)
@@ -148,7 +150,7 @@ def _whole(value: str, name: str, split: SplitResult) -> int:
 
 
 def is_served_by_launcher(url: str) -> bool:
-    """Returns whether the address is MASTER_PORT, where the launcher serves a store and no rank can serve another."""
+    """Returns whether the address is MASTER_PORT and the launcher serves a store there, so that no rank can."""
     try:
         port = urlsplit(url).port
     except ValueError:

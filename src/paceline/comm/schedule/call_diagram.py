@@ -1,4 +1,4 @@
-"""draw_call: an SVG diagram of a simulated call, with its messages over time."""
+"""SVG diagram of a simulated call, with its messages over time (`draw_call`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.comm.schedule.simulation import CallTiming, SimulatedMessage, find
 from paceline.comm.schedule.steps import ROOTED, Operation, Schedule
 
 MOST_RANKS, MOST_MESSAGES = 64, 5_000
-"""The limits of a readable picture."""
+"""The largest numbers of ranks and messages in a readable picture."""
 
 COLOURS = ("#0369a1", "#15803d", "#a16207", "#6d28d9", "#b91c1c", "#0e7490", "#be185d", "#4d7c0f")
 LEFT, RIGHT, TOP, WIDTH, ROW = 110, 24, 70, 960, 44
@@ -29,11 +29,11 @@ STYLE = """
 def draw_call(algorithm: str, operation: Operation, nbytes: int, network: Network, root: int = 0) -> str:
     """Returns an SVG of a call: ranks from top to bottom, time from left to right, and a band for each message.
 
-    A band begins on its sender's line while its bytes leave, and ends on the receiver's line while they arrive. Its
+    A band extends from its sender's line, while its bytes are sent, to the receiver's line, while they arrive. Its
     colour is that of its first block.
 
     Raises:
-        ValueError: the algorithm does not have the operation, or there are too many ranks or messages for a picture.
+        ValueError: the algorithm does not offer the operation, or there are too many ranks or messages for a picture.
     """
     n = network.world_size
     if n > MOST_RANKS:

@@ -1,19 +1,20 @@
-"""The circulant graph: few rounds as in a tree and few bytes as in a ring, for any number of members; and rails.
+"""The circulant graph: as few rounds as a tree and as few bytes as a ring, for any number of members; and rails.
 
-In the reduce-scatter, a member first holds contributions to the blocks of all n members. In a round it keeps those of
-itself and of the next members up to a distance, and sends each part of the rest to the member with which the part
-begins. With halves (`radix` 2) the remaining data halves in each round, as in Träff 2024, "Optimal, non-pipelined
-reduce-scatter and allreduce algorithms"; more parts save rounds on links with a long latency. No byte is sent more
-often than in a ring. All members have the same steps relative to their own position.
+In the reduce-scatter, a member first holds contributions to the blocks of all n members. In each round it keeps the
+contributions to its own block and to those of the next members up to a certain distance. It divides the rest into parts
+and sends each part to the member whose block is the first in that part. With halves (`radix` 2) the remaining data
+halves in each round, as in Träff 2024, "Optimal, non-pipelined reduce-scatter and allreduce algorithms"; more parts
+save rounds on links with a high latency. No byte is sent more often than in a ring. All members have the same steps
+relative to their own position.
 
 In an all-reduce on rails, the l-th ranks of all hosts are the l-th rail, which owns the l-th slice of the tensor. Rings
 within the hosts reduce the slice, the rail exchanges it between hosts on the circulant graph, and rings within the
-hosts pass the slices around. The tensor is cut into segments: while one is exchanged between hosts, the next one is
-reduced within them. Each host's rings move the blocks in the order in which its rails need them.
+hosts pass the slices around. The tensor is cut into segments: while one segment is exchanged between hosts, the next
+one is reduced within them. Each host's rings move the blocks in the order in which its rails need them.
 
-`hierarchical.py` uses `LONG`: a rank exchanges with one other host at a time, and there are many segments. The
-algorithm `circulant` uses `SHORT`, for tensors whose latency outweighs their bytes: there are fewer rounds, in which a
-rank sends to several hosts at the same time, and fewer segments.
+`hierarchical.py` uses `LONG`: a rank exchanges data with one other host at a time, and there are many segments. The
+algorithm `circulant` uses `SHORT`, for tensors for which latency matters more than bandwidth: there are fewer rounds,
+in which a rank sends to several hosts at the same time, and fewer segments.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from paceline.comm.schedule.steps import (
 
 
 class CirculantRound(NamedTuple):
-    """A round that reduces the blocks at distances below `reach` to those below `width`, in parts of `width`."""
+    """A round that reduces the blocks at distances below `reach` to the blocks below `width`, in parts of `width`."""
 
     width: int
     reach: int
@@ -57,7 +58,7 @@ class CirculantRound(NamedTuple):
 def circulant_rounds(n: int, radix: int) -> list[CirculantRound]:
     """Returns the rounds of a reduce-scatter among n members; an all-gather has them in reverse.
 
-    They are as few as with parts of a `radix`-th, and have the smallest number of parts with so few rounds.
+    There are as few rounds as with parts of a `radix`-th, and as few parts as this number of rounds allows.
     """
     found = _rounds_of_radix(n, radix)
     while radix > 2 and len(smaller := _rounds_of_radix(n, radix - 1)) == len(found):
@@ -75,7 +76,7 @@ def _rounds_of_radix(n: int, radix: int) -> list[CirculantRound]:
 
 
 def send_order(n: int, me: int, radix: int) -> list[int]:
-    """Returns the blocks in the order in which member `me` sends them in a reduce-scatter, its own last."""
+    """Returns the blocks in the order in which member `me` sends them in a reduce-scatter, with its own block last."""
     first = circulant_rounds(n, radix)[0].width if n > 1 else 0
     return [(me + first + distance) % n for distance in range(n)]
 
@@ -83,7 +84,7 @@ def send_order(n: int, me: int, radix: int) -> list[int]:
 def reduce_phase(
     members: Sequence[int], me: int, blocks: Sequence[int], radix: int, *, final: bool = True
 ) -> list[Step]:
-    """Returns a reduce-scatter of OUTPUT in place, after which member i has the sums of blocks[i].
+    """Returns the steps of a reduce-scatter of OUTPUT in place, after which member i has the sums of blocks[i].
 
     `members[me]` is this rank; there are as many blocks as members.
     """
@@ -100,7 +101,7 @@ def reduce_phase(
 
 
 def gather_phase(members: Sequence[int], me: int, blocks: Sequence[int], radix: int) -> list[Step]:
-    """Returns an all-gather of OUTPUT: all members get blocks[i], which member i holds."""
+    """Returns the steps of an all-gather of OUTPUT: all members get blocks[i], which member i holds."""
     n, steps = len(members), list[Step]()
     for turn in reversed(circulant_rounds(n, radix)):
         for distance, count in turn.parts:
@@ -118,14 +119,14 @@ def _slices_around(blocks: Sequence[int], first: int, count: int) -> list[Buffer
 def phase_latency_s(n: int, radix: int, link: LinkCost, calls: int = 1) -> float:
     """Returns the seconds of latency in `calls` sequential phases of n members.
 
-    The messages of a round are in flight together, while each occupies its rank for a part of its alpha.
+    The messages of a round are in flight at the same time, but each occupies its rank for a part of its alpha.
     """
     flight_s = link.alpha_s - link.busy_s
     return sum(flight_s + calls * len(turn.parts) * link.busy_s for turn in circulant_rounds(n, radix))
 
 
 class RailParameters(NamedTuple):
-    """The division of the work of rails.
+    """The division of the work on rails.
 
     Attributes:
         radix: the number of parts into which a round between hosts divides a rank's data.
@@ -170,7 +171,7 @@ def all_reduce(home: HostPosition, cut: RailParameters) -> BlocksAndSteps:
 
 
 def _short_all_reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Rails with few rounds; on uneven hosts the leaders make the exchange."""
+    """Rails with few rounds; on uneven hosts, the leaders exchange the data."""
     hosts, host, local, me = home = find_host_position(topology)
     if home.is_even:
         return all_reduce(home, SHORT)
@@ -194,7 +195,7 @@ def cost(case: Case, cut: RailParameters) -> float:
 
 
 def _phase_s(case: Case, cut: RailParameters, gamma: float) -> float:
-    """Returns the seconds of the rings within hosts and of the rails, two stages of a pipeline of segments."""
+    """Returns the seconds of a pipeline of segments whose two stages are the rings within hosts and the rails."""
     segments = cut.segments_for(case.n_hosts, case.local)
     turns, slice_nbytes = case.local - 1, case.nbytes / case.local
     within = turns * segments * case.model.within_host.alpha_s + turns * slice_nbytes * (

@@ -1,6 +1,6 @@
-"""Prediction of each algorithm's duration for a call, choice of the fastest, and lower bounds of an all-reduce.
+"""Prediction of each algorithm's duration for a call, choice of the fastest, and lower bounds for an all-reduce.
 
-The closed forms are the `COSTS` of each algorithm, in the terms of `cost_model.py`.
+The closed forms are the `COSTS` of each algorithm, expressed in the terms of `cost_model.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AlgorithmPrediction:
 
 
 class PreferredAlgorithm(NamedTuple):
-    """An algorithm that is chosen although another one is predicted to be slightly faster, and its advantage."""
+    """An algorithm that is chosen although another is predicted to be slightly faster, and its advantage."""
 
     prediction: AlgorithmPrediction
     merit: str
@@ -63,13 +63,13 @@ def predict(
         model: the costs of links and reductions.
         algorithm: the name of the algorithm.
         operation: the collective.
-        nbytes: the size of the longest buffer of a rank: the tensor, or all blocks of a gather, a scatter or an
+        nbytes: the size in bytes of a rank's longest buffer: the tensor, or all blocks of a gather, a scatter or an
             all-to-all.
         world_size: the number of ranks.
         hosts: the ranks of each host; None if all ranks are on one host.
 
     Raises:
-        ValueError: the algorithm does not have the operation, or `hosts` does not have `world_size` ranks.
+        ValueError: the algorithm does not offer the operation, or `hosts` does not have `world_size` ranks.
     """
     sizes = tuple(len(host) for host in hosts) if hosts else (world_size,)
     if sum(sizes) != world_size or not all(sizes):
@@ -89,16 +89,16 @@ def choose(
 ) -> AlgorithmChoice:
     """Returns the fastest algorithm for the call, or `forced`, with the predictions of all others.
 
-    The arguments are those of `predict`.
+    The other arguments are those of `predict`.
 
     Raises:
-        ValueError: `forced` is not an algorithm, or does not have the operation.
+        ValueError: `forced` is not an algorithm, or does not offer the operation.
     """
     times = [
         AlgorithmPrediction(name, predict(model, name, operation, nbytes, world_size, hosts))
         for name in algorithms_offering(operation)
     ]
-    # The times are rounded so that among algorithms that coincide in this case the first one in the registry wins.
+    # The times are rounded so that the first one in the registry wins among algorithms that coincide in this case.
     candidates = tuple(sorted(times, key=lambda prediction: float(f"{prediction.seconds:.9g}")))
     return forced_or_best(operation, nbytes, world_size, len(hosts or [0]), candidates, forced)
 
@@ -118,10 +118,10 @@ def forced_or_best(
         operation, nbytes, world_size, n_hosts: the call.
         candidates: the algorithms from the fastest to the slowest.
         forced: the algorithm to take, or None.
-        preferred: an algorithm that is about as fast as the fastest, to take instead, or None.
+        preferred: an algorithm that is about as fast as the fastest and is taken instead of it, or None.
 
     Raises:
-        ValueError: `forced` is not an algorithm, or does not have the operation.
+        ValueError: `forced` is not an algorithm, or does not offer the operation.
     """
     if forced:
         chosen, why = _forced(forced, operation, candidates), "is forced"
@@ -151,9 +151,9 @@ def _forced(name: str, operation: Operation, candidates: Sequence[AlgorithmPredi
 
 
 def least_all_reduce_s(network: Network, nbytes: int) -> float:
-    """Returns a lower bound of the duration of an all-reduce, whatever its algorithm.
+    """Returns a lower bound on the duration of an all-reduce in seconds, for any algorithm.
 
-    Each of H hosts on average sends at least 2 (H - 1) / H of the bytes (Patarasuk and Yuan 2009), and the last byte
+    Each of H hosts sends on average at least 2 (H - 1) / H of the bytes (Patarasuk and Yuan 2009), and the last byte
     takes the latency. The same is true of the ranks of one host.
     """
     n_hosts, per_host = len(network.hosts), len(network.hosts[0])
@@ -164,11 +164,12 @@ def least_all_reduce_s(network: Network, nbytes: int) -> float:
 
 
 def alpha_beta_s(network: Network, nbytes: int) -> float:
-    """Returns the alpha-beta bound of an all-reduce on H hosts with L ranks each.
+    """Returns the alpha-beta bound of an all-reduce on H hosts with L ranks each, in seconds.
 
     ceil(log2 H) alpha + ceil(log2 L) alpha' + max(2 (H - 1) / H * nbytes * beta, 2 (L - 1) / L * nbytes * beta'), where
-    alpha and beta are between hosts, and alpha' and beta' within a host. A rank's data reaches twice as many ranks with
-    each message, and no byte needs to be sent more often. No known algorithm attains both terms at once.
+    alpha and beta are the costs between hosts, and alpha' and beta' those within a host. Each message at most doubles
+    the number of ranks that a rank's data has reached, and no byte needs to be sent more often. No known algorithm
+    attains both terms at once.
     """
     n_hosts, per_host = len(network.hosts), len(network.hosts[0])
     far, near = network.node, network.within_host

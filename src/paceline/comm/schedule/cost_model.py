@@ -1,9 +1,9 @@
-"""CostModel: the terms of the algorithms' costs, where a message costs alpha, a byte beta, and a reduced byte gamma.
+"""Cost model of the algorithms, in which a message costs alpha, a byte beta, and a reduced byte gamma.
 
 The terms are the usual ones: Hockney 1994 for a message, Thakur, Rabenseifner, Gropp 2005 for trees and for halving and
-doubling, Patarasuk and Yuan 2009 for rings. A rank sends one message and receives one at a time. The formulas assume
-that ranks are numbered host by host, and that the ranks of a host share its network link. Each algorithm's file has its
-`COSTS` beside its `OFFERS`; `cost.py` evaluates them.
+doubling, Patarasuk and Yuan 2009 for rings. A rank sends one message and receives one message at a time. The formulas
+assume that ranks are numbered host by host, and that the ranks of a host share its network link. Each algorithm's file
+has its `COSTS` next to its `OFFERS`; `cost.py` evaluates them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LinkCost:
     Attributes:
         alpha_s: the seconds of a message.
         beta_s_per_byte: the additional seconds for each byte.
-        overhead_s: the part of alpha in which the message occupies its ranks; None if unknown, which means half.
+        overhead_s: the part of alpha during which the message occupies its ranks; None if unknown, which means half.
     """
 
     alpha_s: float
@@ -32,13 +32,13 @@ class LinkCost:
 
     @property
     def busy_s(self) -> float:
-        """The seconds for which a message occupies its ranks, whatever its length."""
+        """The seconds for which a message of any length occupies its ranks."""
         return self.alpha_s / 2 if self.overhead_s is None else self.overhead_s
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The costs of a link between two ranks of a host, of a host's link to the network, and of reducing a byte."""
+    """The costs of the link between two ranks of a host, of a host's link to the network, and of reducing a byte."""
 
     within_host: LinkCost
     between_hosts: LinkCost
@@ -47,7 +47,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Case:
-    """A call; `nbytes` is the longest buffer of a rank, with all blocks of a gather, a scatter or an all-to-all."""
+    """A call; `nbytes` is the length of a rank's longest buffer, with all blocks of a gather, scatter or all-to-all."""
 
     model: CostModel
     nbytes: int
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def slowest(self) -> LinkCost:
-        """The slowest link where all ranks move data at once."""
+        """The slowest link when all ranks move data at the same time."""
         return self.model.between_hosts if self.n_hosts > 1 else self.model.within_host
 
     def link(self, distance: int) -> LinkCost:
@@ -99,10 +99,10 @@ Cost: TypeAlias = Callable[[Case], float]
 
 
 def message_s(link: LinkCost, nbytes: float, extra_s_per_byte: float = 0) -> float:
-    """Returns the seconds of one message, with `extra_s_per_byte`, for example to reduce the bytes."""
+    """Returns the seconds of one message, plus `extra_s_per_byte`, for example for reducing the bytes."""
     return link.alpha_s + nbytes * (link.beta_s_per_byte + extra_s_per_byte)
 
 
 def doubling_rounds(n: int) -> int:
-    """Returns the number of rounds that reach n ranks if each round doubles the number of ranks reached."""
+    """Returns the number of rounds in which n ranks are reached if each round doubles the number of ranks reached."""
     return (n - 1).bit_length()

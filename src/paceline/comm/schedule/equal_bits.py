@@ -1,8 +1,8 @@
-"""Proof that ranks with equal results have equal bits, although sums and PACK round.
+"""Proof that the results of all ranks are bitwise equal, although sums and PACK round.
 
 The value of a block is represented by a term of its computation: a rank's own block, a sum of two terms, a packed or
 unpacked term, or a mean. Equal terms have equal bits. `verify` proves that the order of events does not matter, so one
-order is enough: each rank executes its steps in order, and links hold any number of messages.
+order suffices: each rank executes its steps in order, and links hold any number of messages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def require_equal_bits(schedules: Sequence[Schedule]) -> None:
 
 
 class TermExecution:
-    """Runs the schedules of a world on terms. A term is a number in a table, where its key has its parts' numbers."""
+    """Runs the schedules of a world on terms. A term is a number; a table maps the numbers of its parts to it."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self._schedules = schedules
@@ -80,7 +80,7 @@ class TermExecution:
                 raise step_error(self._schedules[rank], number, "waits for ever for its message")
 
     def output(self, rank: int) -> list[Term]:
-        """Returns the terms in a rank's OUTPUT, in the order of the blocks."""
+        """Returns the terms in a rank's OUTPUT in block order."""
         held = self._memories[rank]
         return [held[place] for place in sorted(held) if place[0] is Buffer.OUTPUT]
 

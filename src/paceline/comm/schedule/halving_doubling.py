@@ -1,10 +1,10 @@
-"""Recursive halving and doubling: log2(n) rounds as in a tree, few bytes as in a ring.
+"""Recursive halving and doubling: log2(n) rounds as in a tree, and few bytes as in a ring.
 
-It is a reduce-scatter in which partners exchange halves of their remaining data, then an all-gather that retraces the
-rounds: Rabenseifner 2004, "Optimization of Collective Reduction Operations". If the world size is not a power of two,
-the first ranks are folded, as in that paper: the odd rank of each of the first pairs sends its data to the even one,
-and receives the result at the end. Broadcast is a scatter and an all-gather (Barnett et al. 1994; Thakur, Rabenseifner,
-Gropp 2005); the barrier is the dissemination barrier (Hensgen, Finkel, Manber 1988).
+It consists of a reduce-scatter, in which partners exchange halves of their remaining data, and an all-gather, which
+repeats the rounds in reverse: Rabenseifner 2004, "Optimization of Collective Reduction Operations". If the world size
+is not a power of two, the first ranks are folded, as in that paper: in each of the first pairs, the odd rank sends its
+data to the even rank and receives the result at the end. Broadcast is a scatter and an all-gather (Barnett et al. 1994;
+Thakur, Rabenseifner, Gropp 2005); the barrier is the dissemination barrier (Hensgen, Finkel, Manber 1988).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from paceline.comm.schedule.steps import (
 
 
 class _Fold(NamedTuple):
-    """The ranks that remain after folding. `slot` is this rank's number in `active`, whose length is a power of two.
+    """The ranks that remain after folding. `slot` is this rank's index in `active`, whose length is a power of two.
 
-    `partner` is the other rank of a folded pair, or -1; `folded` is set on the rank of the pair that only waits.
+    `partner` is the other rank of a folded pair, or -1; `folded` is true on the rank of the pair that only waits.
     """
 
     active: list[int]
@@ -54,7 +54,7 @@ def _fold(group: Sequence[int], me: int) -> _Fold:
 
 
 def _even_edges(fold: _Fold) -> range:
-    """Returns the edges for one block per slot; slot i has the blocks from edges[i] to before edges[i + 1]."""
+    """Returns the edges for one block per slot; slot i has the blocks range(edges[i], edges[i + 1])."""
     return range(len(fold.active) + 1)
 
 
@@ -64,7 +64,7 @@ def _rank_edges(fold: _Fold, world_size: int) -> list[int]:
 
 
 def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) -> list[Step]:
-    """Returns a reduce-scatter: slot i's `into` gets the sums of its blocks of all slots' `own`."""
+    """Returns the steps of a reduce-scatter: slot i's `into` gets the sums of its blocks of all slots' `own`."""
     steps: list[Step] = []
     low, high = 0, len(fold.active)
     while (half := (high - low) // 2) > 0:
@@ -78,7 +78,7 @@ def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) 
 
 
 def doubling_phase(fold: _Fold, edges: Sequence[int], buffer: Buffer) -> list[Step]:
-    """Returns an all-gather: all slots get the blocks of each slot."""
+    """Returns the steps of an all-gather: all slots get the blocks of each slot."""
     steps: list[Step] = []
     width = 1
     while width < len(fold.active):
@@ -169,7 +169,7 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def disseminate_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Returns a barrier: each round doubles the number of members to the left that are known to have arrived."""
+    """Returns the steps of a barrier, which doubles in each round the number of members whose arrival is reported."""
     n, steps, distance = len(group), list[Step](), 1
     while distance < n:
         steps += [send(group[(me + distance) % n], NOTHING), receive(group[me - distance], NOTHING)]
@@ -195,15 +195,16 @@ OFFERS: dict[Operation, Builder] = {
 _OVERLAP = 4 / 3
 """The factor by which overlap slows down the rounds of long halves.
 
-The lower half arrives first. Ranks that need it begin their next round while others are still in this one, and use a
-part of their links, which are idle afterwards. Simulations of 4 to 32 ranks give 1.32 to 1.4.
+The lower half arrives first. Ranks that need it begin their next round while others are still in the current one. They
+then use a part of the others' links and leave their own links idle afterwards. Simulations of 4 to 32 ranks give 1.32
+to 1.4.
 """
 
 
 def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
-    """Returns the seconds of rounds that move 1/2, 1/4, 1/8... of the bytes, and with `gamma` reduce them.
+    """Returns the seconds of rounds that move 1/2, 1/4, 1/8... of the bytes and, with `gamma`, reduce them.
 
-    The ranks of a host share its link to other hosts, unless only one of them is active (`alone`).
+    The ranks of a host share its link to other hosts unless only one of them is active (`alone`).
     """
     width = 1 << case.n.bit_length() - 1
     total, nbytes, distance = 0.0, case.nbytes / 2, width // 2
@@ -217,7 +218,7 @@ def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
 
 
 def _fold_s(case: Case, nbytes: float, gamma: float = 0) -> float:
-    """Returns the seconds in which folded ranks send or receive their data, if the world is not a power of two."""
+    """Returns the seconds in which folded ranks send or receive their data if the world size is not a power of two."""
     return message_s(case.link(1), nbytes, gamma) if case.n & (case.n - 1) else 0
 
 

@@ -1,4 +1,4 @@
-"""Hierarchical algorithms: ranks exchange data within each host first, then between hosts over the slower links.
+"""Hierarchical algorithms: ranks exchange data first within each host, then between hosts over the slower links.
 
 If all hosts have the same number of ranks, the l-th ranks of all hosts form the l-th rail, which owns the l-th slice of
 the tensor: rings within the hosts reduce the slice, the rail exchanges it between hosts, and rings within the hosts
@@ -35,7 +35,7 @@ from paceline.comm.schedule.steps import (
 
 
 def all_reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Rails; on uneven hosts a ring of the leaders exchanges the sums of a tree in each host."""
+    """Rails; on uneven hosts, a tree in each host sums the tensors, and a ring of the leaders exchanges the sums."""
     hosts, host, local, me = home = find_host_position(topology)
     n_hosts = len(hosts)
     if home.is_even:
@@ -48,7 +48,7 @@ def all_reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Each rank collects its host's sums for its rail, which reduces them; on uneven hosts the leaders do both."""
+    """Each rank collects its host's sums for its rail, which reduces them; on uneven hosts, the leaders do both."""
     n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
@@ -86,7 +86,7 @@ def _ring_to_output(members: Sequence[int], me: int, held: Buffer) -> list[Step]
 
 
 def all_gather(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks pass along the rails, then around each host; on uneven hosts they pass through the leaders."""
+    """Blocks are passed along the rails, then around each host; on uneven hosts, they pass through the leaders."""
     n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
     steps = [copy(BufferSlice(Buffer.OUTPUT, topology.rank), OWN_INPUT)]
     if home.is_even:
@@ -131,7 +131,7 @@ def gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks are sent down a tree of the leaders, which distribute them on their hosts."""
+    """Blocks are sent down a tree of the leaders, which distribute them within their hosts."""
     hosts, host, local, me = home = find_host_position(topology)
     if me:
         return topology.world_size, [receive(local[0], OWN_OUTPUT)]
@@ -149,7 +149,7 @@ def barrier(topology: RankTopology) -> BlocksAndSteps:
 
 
 ALIKE = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER))
-"""The operations in which, on equal hosts, all hosts have the same steps relative to the host."""
+"""The operations in which equal hosts have the same steps relative to their position."""
 
 OFFERS: dict[Operation, Builder] = {
     Operation.ALL_REDUCE: all_reduce,
@@ -174,7 +174,7 @@ def _within(case: Case, turns: float, nbytes: float, gamma: float = 0) -> float:
 
 
 def _rails(case: Case, gamma: float) -> float:
-    """Returns the seconds of a ring over slices within hosts, block by block, and of one between hosts."""
+    """Returns the seconds of a ring over slices within hosts, block by block, and of a ring between hosts."""
     inside = (case.local - 1) * (case.n_hosts - 1) * case.model.within_host.alpha_s
     return (
         inside
@@ -222,7 +222,7 @@ def _hierarchical_all_gather(case: Case) -> float:
 
 
 def _hierarchical_gather(case: Case) -> float:
-    """Returns the seconds of a sequential gather in the host, then in a tree between hosts."""
+    """Returns the seconds of a sequential gather within the host and a gather in a tree between hosts."""
     levels = [min(1 << level, case.n_hosts - (1 << level)) for level in range(doubling_rounds(case.n_hosts))]
     between = sum(_between(case, 1, width * case.local * case.block) for width in levels)
     return _within(case, case.local - 1, case.block) + between

@@ -2,15 +2,17 @@
 
 Every link is full duplex. A message from one host to another passes up the source's link and down the target's, and
 through the uplinks of both groups if it leaves a group. Its latency is the largest of the hosts' latencies plus, if it
-passes uplinks, the largest of the uplinks'. A pair of hosts with a link in `pairs` has that link's latency instead, and
-also shares its rate.
+passes through uplinks, the largest of the uplinks' latencies. For a pair of hosts with a link in `pairs`, that link's
+latency applies instead, and the messages also share its bandwidth.
 
-Packet loss has two costs. Lost packets are sent again, so that only r (1 - p) of a rate r is left; and TCP slows down
-to at most MSS / RTT * sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion avoidance
+
+Packet loss has two costs. Lost packets are retransmitted, so only r (1 - p) of a rate r is left; and TCP slows down to
+at most MSS / RTT * sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion avoidance
 algorithm").
 
 `describe_differences` derives a network from measurements of all pairs of hosts. The pairs measure in the rounds of a
-tournament, as many as possible at once, so that a shared link, such as the uplink of a rack, shows in their rates.
+tournament, as many as possible at the same time, so that a shared link, such as the uplink of a rack, lowers their
+rates.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import TypeAlias
 from paceline.comm.schedule.cost_model import CostModel, LinkCost
 
 MSS_NBYTES = 1448
-"""The bytes of a TCP segment on Ethernet."""
+"""The payload of a TCP segment on Ethernet, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class NetworkLink:
         latency_s: the seconds from the sending of a byte to its arrival.
         bytes_per_s: the rate in each direction.
         loss: the share of packets that are lost.
-        overhead_s: the seconds for which a message occupies its sender and its receiver, whatever its length.
+        overhead_s: the seconds for which a message of any length occupies its sender and its receiver.
     """
 
     latency_s: float
@@ -60,7 +62,7 @@ class NetworkLink:
 
 
 def most_with_loss(latency_s: float, loss: float) -> float:
-    """Returns the maximal rate, in bytes per second, of one TCP connection over a path that loses packets."""
+    """Returns the maximum rate, in bytes per second, of one TCP connection over a path that loses packets."""
     if loss == 0 or latency_s == 0:
         return float("inf")
     return MSS_NBYTES / (2 * latency_s) * sqrt(1.5 / loss)
@@ -68,7 +70,7 @@ def most_with_loss(latency_s: float, loss: float) -> float:
 
 @dataclass(frozen=True)
 class UplinkGroup:
-    """A rack or a region: hosts, by their numbers, that share one uplink for traffic into and out of the group."""
+    """A rack or a region: hosts, given by number, that share one uplink for traffic into and out of the group."""
 
     name: str
     hosts: tuple[int, ...]
@@ -81,10 +83,10 @@ class Network:
 
     Attributes:
         hosts: the ranks of each host.
-        within_host: the link between two ranks of a host; all transfers to other ranks share a rank's rate, and so do
-            all transfers from them.
+        within_host: the link between two ranks of a host; all transfers from a rank to others share its rate, and so do
+            all transfers to this rank.
         node: the link of each host, which its ranks share.
-        groups: the racks or regions; a host is in at most one.
+        groups: the racks or regions; a host is in at most one of them.
         pairs: additional links of pairs of hosts, by (source, target).
         gamma_s_per_byte: the seconds that a rank takes to reduce a byte.
         nodes: the links of hosts whose link is not `node`.
@@ -121,10 +123,10 @@ class Network:
 
     @classmethod
     def of_costs(cls, model: CostModel, hosts: tuple[tuple[int, ...], ...]) -> Network:
-        """Returns a network of these costs; a message first occupies its ranks, then it is in flight.
+        """Returns a network with these costs; a message first occupies its ranks and is then in flight.
 
-        A measured alpha counts half as each, since the share of system calls in it, as opposed to that of the network
-        and of waking a thread, is not known.
+        Half of a measured alpha counts as each of these times, since it is unknown how much of it system calls take, as
+        opposed to the network and to waking a thread.
         """
 
         def link(cost: LinkCost) -> NetworkLink:
@@ -178,7 +180,7 @@ class Network:
         )
 
     def cost_model(self) -> CostModel:
-        """Returns the terms of the closed forms, with one link between hosts: the worst latency and the worst rate."""
+        """Returns the terms of the closed forms, with the worst latency and the worst rate between hosts."""
         if len(self.hosts) == 1:
             return CostModel(self.within_host.cost, self.within_host.cost, self.gamma_s_per_byte)
         used = [self.node_of(host).cost for host in range(len(self.hosts))]
@@ -207,11 +209,11 @@ _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 def parse_links(text: str) -> dict[str, NetworkLink]:
     """Parses links by name, as in `node=25gbit,0.05ms,region=1gbit,20ms,loss=0.1%`.
 
-    Each name is followed by a rate (kbit, mbit or gbit per second), and, unless they are 0, a latency (us, ms or s) and
-    the share of lost packets in percent, after `loss=`.
+    Each name is followed by a rate (kbit, mbit or gbit per second) and, unless they are 0, by a latency (us, ms or s)
+    and the percentage of lost packets, after `loss=`.
 
     Raises:
-        ValueError: a part has another form, or a link has no rate.
+        ValueError: a part is malformed, or a link has no rate.
     """
     parts: dict[str, dict[str, float]] = {}
     current: dict[str, float] = {}
@@ -249,13 +251,13 @@ def _quantity(part: str) -> dict[str, float]:
 Pair: TypeAlias = tuple[int, int]
 """The numbers of two hosts, the lower one first."""
 
-_SLOW_FRACTION = 0.5  # of the expected rate; measured rates of equal links differ by less, or not repeatedly
+_SLOW_FRACTION = 0.5  # of the expected rate; the measured rates of equal links differ by less, or not repeatedly
 
 
 def round_robin_rounds(n: int) -> list[list[Pair]]:
-    """Returns n - 1 rounds (n if n is odd) of disjoint pairs of n hosts, which together have each pair once.
+    """Returns n - 1 rounds (n if n is odd) of disjoint pairs of n hosts, which together contain each pair once.
 
-    All hosts but the first rotate on a circle, as in round-robin tournaments.
+    All hosts except the first rotate on a circle, as in round-robin tournaments.
     """
     circle = list(range(n)) + [-1] * (n % 2)  # the host paired with -1 pauses
     rounds = []
@@ -267,7 +269,7 @@ def round_robin_rounds(n: int) -> list[list[Pair]]:
 
 
 def describe_differences(n: int, measured: Mapping[Pair, NetworkLink]) -> str:
-    """Returns the network of n hosts in the form of PACELINE_NETWORK, or "" if all links are alike or follow no rule.
+    """Returns the network of n hosts in the form of PACELINE_NETWORK, or "" if all links are equal or follow no rule.
 
     It distinguishes slow links of single hosts, uplinks of racks, and slow links between a few pairs.
 
@@ -306,7 +308,7 @@ def _link_of(host: int, bytes_per_s: float, measured: Mapping[Pair, NetworkLink]
 
 
 def _racks(n: int, thin: set[Pair]) -> list[list[int]]:
-    """Returns the groups of hosts between which all links are thin, or a single group if there is no such division."""
+    """Returns the groups of hosts between which all links are slow, or a single group if there is no such division."""
     racks: list[list[int]] = []
     for host in range(n):
         near = [rack for rack in racks if any((other, host) not in thin for other in rack)]
@@ -317,7 +319,7 @@ def _racks(n: int, thin: set[Pair]) -> list[list[int]]:
 
 
 def _uplink(n: int, rack: Sequence[int], measured: Mapping[Pair, NetworkLink], near_s: float) -> NetworkLink:
-    """Returns the uplink of a rack, whose rate is the largest sum of rates, in any round, of pairs that leave it."""
+    """Returns the uplink of a rack; its rate is the largest sum, in any round, of the rates of pairs that leave it."""
 
     def leaving(pairs: Sequence[Pair]) -> Iterator[NetworkLink]:
         return (measured[pair] for pair in pairs if (pair[0] in rack) != (pair[1] in rack))

@@ -1,17 +1,16 @@
-"""Quantised algorithms: data between hosts is rounded to few bits, while data within a host is exact.
+"""Quantised algorithms: data is rounded to few bits between hosts, while data within a host is exact.
 
-Ranks sum within each host first, as in `hierarchical.py`, and the l-th ranks of all hosts form the l-th rail. On a rail
-each rank sends every other rank its part of the host's sum, packed, and adds up the parts that it receives. This is a
-direct exchange, since in a ring each hop would round again. The owner of a sum packs it once, sends it to all, and
-uses the unpacked sum itself, so that all ranks get the same bits. `equal_bits.py` proves that.
+Ranks first sum within each host, as in `hierarchical.py`, and the l-th ranks of all hosts form the l-th rail. On a rail
+each rank sends every other rank its part of the host's sum, packed, and adds up the parts that it receives. The
+exchange is direct, since each hop of a ring would round again. The owner of a sum packs it once, sends it to all ranks,
+and uses the unpacked sum itself, so that all ranks get the same bits, as `equal_bits.py` proves.
 
 A byte crosses the network as often as in a ring. Each element is rounded twice, once in a host's sum and once in the
-whole sum. A rank packs each element of its slice once in a call, so that one array of residuals suffices for error
-feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; for both roundings as in Tang et al. 2021, "1-bit
-Adam").
+whole sum. A rank packs each element of its slice once in a call, so one array of residuals suffices for error feedback
+(Seide et al. 2014, "1-bit stochastic gradient descent"; for both roundings as in Tang et al. 2021, "1-bit Adam").
 
-With two hosts, both send their whole sums instead, and both add up the packed sums. That takes as many bytes but fewer
-sequential messages, and each element is rounded once.
+With two hosts, both send their whole sums instead, and both add up the packed sums. This takes as many bytes but fewer
+sequential messages, and each element is rounded only once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from paceline.comm.schedule.steps import (
 )
 
 WIRES = ("bf16", "int8", "int4")
-"""The formats on the wire; the number of each in native/wire/wire.hpp is its index here plus one."""
+"""The wire formats; the number of a format in native/wire/wire.hpp is its index here plus one."""
 
 _SliceOf = Callable[[int], BufferSlice]  # the slice in which a rank keeps a block of the tensor
 
@@ -65,7 +64,7 @@ def all_reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Ranks collect their host's sums for their rail, or leaders for their host, and exchange them."""
+    """Ranks collect their host's sums for their rail, or leaders collect them for their host, and exchange them."""
     if len(topology.hosts) == 1:
         return hierarchical.reduce_scatter(topology)
     n, (hosts, _, local, me) = topology.world_size, (home := find_host_position(topology))
@@ -93,7 +92,7 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def all_gather(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks pass along the rails, or through the leaders; all ranks get the rounded blocks."""
+    """Blocks are passed along the rails, or through the leaders; all ranks get the rounded blocks."""
     if len(topology.hosts) == 1:
         return hierarchical.all_gather(topology)
     n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
@@ -141,7 +140,8 @@ def _reduce_phase(
 ) -> list[Step]:
     """Returns the direct exchange of `held` blocks, after which `total` has the sums of this rank's blocks.
 
-    At the start `total` has this host's contributions. Those of other hosts are added in the order after this host.
+    At the start `total` has this host's contributions. The other hosts' contributions are added in the order of the
+    hosts after this one.
     """
     rail, me, n = home.rail, home.host, len(home.hosts)
     steps: list[Step] = []

@@ -1,6 +1,6 @@
 """Registry of the algorithms: their names, operations and costs.
 
-To add an algorithm, add a file beside this one with its `OFFERS` and `COSTS`, and one line here. The tests then prove
+To add an algorithm, add a file in this folder with its `OFFERS` and `COSTS`, and one line here. The tests then prove
 its schedules and compare its costs with a simulation.
 """
 
@@ -28,10 +28,10 @@ ALGORITHMS = {name: offered for name, (offered, _) in _ENTRIES.items()}
 """The operations of each algorithm, with the functions that build a rank's schedule."""
 
 QUANTISED = dict.fromkeys(quantised.WIRES, quantised.OFFERS)
-"""The operations of each format of quantised data. No cost model chooses them: a call requests them."""
+"""The operations of each quantised format. No cost model chooses these formats: a call requests them."""
 
 SYNTHESISED = "synthesised"
-"""The name of schedules that `synthesis.py` makes for one network."""
+"""The name of the schedules that `synthesis.py` creates for one network."""
 
 _SYNTHESISED_NUMBER = 63
 _QUANTISED_FROM = 64  # kQuantised in native/call/call.hpp
@@ -44,7 +44,7 @@ ALIKE: dict[str, frozenset[Operation]] = {
     "hierarchical": hierarchical.ALIKE,
     "circulant": circulant.ALIKE,
 }
-"""The operations of some algorithms in which, on equal hosts, all hosts have the same steps relative to the host."""
+"""The operations, by algorithm, in which equal hosts have the same steps relative to their position."""
 
 _NAMES = {
     **dict(enumerate(ALGORITHMS, 1)),
@@ -55,7 +55,7 @@ _NUMBERS = {name: number for number, name in _NAMES.items()}
 
 
 def algorithms_offering(operation: Operation) -> list[str]:
-    """Returns the names of the algorithms that have the operation."""
+    """Returns the names of the algorithms that offer the operation."""
     return [name for name, offered in ALGORITHMS.items() if operation in offered]
 
 
@@ -65,7 +65,7 @@ def number_of(algorithm: str) -> int:
 
 
 def wire_of(algorithm: str) -> int:
-    """Returns the number in native/wire/wire.hpp of the algorithm's format on the wire; 0 for unrounded data."""
+    """Returns the number of the algorithm's wire format in native/wire/wire.hpp, or 0 for unrounded data."""
     return [*QUANTISED].index(algorithm) + 1 if algorithm in QUANTISED else 0
 
 
@@ -85,12 +85,13 @@ def build(
     """Builds the schedule of a rank.
 
     Args:
-        algorithm: the name of the algorithm, or the format on the wire between hosts if the schedule quantises.
+        algorithm: the name of the algorithm, or the wire format between hosts if the schedule quantises.
         operation: the collective.
         rank: the rank.
         world_size: the number of ranks.
         root: the root of broadcast, reduce, gather and scatter, otherwise -1.
-        hosts: the ranks of each host; required by `hierarchical`, `circulant` and quantised formats, ignored by others.
+        hosts: the ranks of each host; required by `hierarchical`, `circulant` and quantised formats, and otherwise
+            ignored.
 
     Raises:
         ValueError: a name is unknown, or a number is out of range.

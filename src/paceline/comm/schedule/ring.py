@@ -1,9 +1,9 @@
 """The ring: every rank sends to its right neighbour and receives from its left neighbour at the same time.
 
-Each byte crosses each link a minimal number of times, so a ring is best for long tensors; the number of its messages
-grows with the world. Reduce-scatter and all-gather are the bucket algorithms of Barnett et al. 1994 ("Interprocessor
+Each byte crosses each link a minimal number of times, so a ring is best for long tensors; its number of messages grows
+with the world size. Reduce-scatter and all-gather are the bucket algorithms of Barnett et al. 1994 ("Interprocessor
 collective communication library"); all-reduce is a reduce-scatter followed by an all-gather (Patarasuk and Yuan 2009).
-From or to a root the ring is a chain, along which long tensors are pipelined.
+In operations with a root, the ring is a chain along which long tensors are pipelined.
 
 These schedules run between hosts, or where an algorithm is forced; the ranks of one host normally reduce directly in
 shared memory (native/host/reducing.cpp).
@@ -38,7 +38,7 @@ Chunk = Sequence[BufferSlice]
 def reduce_phase(
     ring: Sequence[int], me: int, own: Sequence[Chunk], into: Sequence[Chunk], *, final: bool = True
 ) -> list[Step]:
-    """Returns a reduce-scatter: member i's `into` gets the sum of chunk i of all `own`. ring[me] is this rank."""
+    """Returns the steps of a reduce-scatter into member i's `into` of chunk i of all `own`. ring[me] is this rank."""
     n = len(ring)
     left, right = ring[me - 1], ring[(me + 1) % n]
     steps: list[Step] = []
@@ -53,7 +53,7 @@ def reduce_phase(
 
 
 def gather_phase(ring: Sequence[int], me: int, chunks: Sequence[Chunk]) -> list[Step]:
-    """Returns an all-gather: all members get chunk i, which member i holds. ring[me] is this rank."""
+    """Returns the steps of an all-gather: all members get chunk i, which member i holds. ring[me] is this rank."""
     n = len(ring)
     left, right = ring[me - 1], ring[(me + 1) % n]
     steps: list[Step] = []
@@ -86,7 +86,7 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def all_gather(topology: RankTopology) -> BlocksAndSteps:
-    """Each rank copies its own block to OUTPUT, then the blocks are passed around."""
+    """Each rank copies its own block to OUTPUT, and then the blocks are passed around."""
     ring = range(topology.world_size)
     own = copy(BufferSlice(Buffer.OUTPUT, topology.rank), OWN_INPUT)
     return topology.world_size, [own, *gather_phase(ring, topology.rank, one_block_chunks(Buffer.OUTPUT, ring))]
@@ -118,7 +118,7 @@ def reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def gather(topology: RankTopology) -> BlocksAndSteps:
-    """Every rank sends its own block to its right, towards the root, and then the blocks that it gets from its left."""
+    """Every rank sends its own block to the right, towards the root, and then the blocks received from the left."""
     n = topology.world_size
     left, right = (topology.rank - 1) % n, (topology.rank + 1) % n
     behind = [(topology.root - distance) % n for distance in range((topology.root - topology.rank) % n + 1, n)]
@@ -158,7 +158,7 @@ def all_to_all(topology: RankTopology) -> BlocksAndSteps:
 
 
 def barrier(topology: RankTopology) -> BlocksAndSteps:
-    """A token goes around twice from rank 0: the first lap ends when all ranks have arrived, the second reports it."""
+    """Rank 0 sends a token around twice: the first lap ends when all ranks have arrived, the second reports this."""
     n = topology.world_size
     left, right = (topology.rank - 1) % n, (topology.rank + 1) % n
     if n == 1:
@@ -171,7 +171,7 @@ def barrier(topology: RankTopology) -> BlocksAndSteps:
 
 
 ALIKE = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL))
-"""The operations in which, on equal hosts, all hosts have the same steps relative to the host."""
+"""The operations in which equal hosts have the same steps relative to their position."""
 
 OFFERS: dict[Operation, Builder] = {
     Operation.ALL_REDUCE: all_reduce,

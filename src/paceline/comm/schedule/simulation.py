@@ -1,11 +1,11 @@
-"""Simulation of a collective on a network, event by event, with the schedules and the order of steps of the executor.
+"""Event-driven simulation of a collective on a network, with the executor's schedules and order of steps.
 
-`simulate_call` is the interface. `find_path` computes the links and the latency of a message, and `SimulationInput` is
-the input of the core (native/simulate): programs, the routes between them, and links.
+`simulate_call` is the interface. `find_path` computes the links and the latency of a message. `SimulationInput` is the
+input of the core (native/simulate): programs, the routes between them, and links.
 
 The first host represents all hosts if the network is uniform, all ranks arrive at the same time and are equally fast,
-and the schedules are alike on all hosts (`ALIKE` of their algorithm). This is exact: a rotation of the hosts maps the
-schedules and the network onto themselves, so that everything that depends only on these is the same on all hosts.
+and the schedules of all hosts are the same (`ALIKE` of their algorithm). This is exact: a rotation of the hosts maps
+the schedules and the network onto themselves, so everything that depends only on these is the same on all hosts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from paceline.comm.schedule.registry import ALIKE, build, wire_of
 from paceline.comm.schedule.steps import ROOTED, Operation, Schedule, StepKind, flatten
 
 MOST_STEPS = 30_000_000
-"""The largest number of steps, of all ranks together, whose simulation fits into a machine's memory."""
+"""The largest total number of steps of all ranks whose simulation fits into a machine's memory."""
 
 
 @dataclass(frozen=True)
 class LinkDirection:
-    """One direction of a link: of a rank within its host, of a host, of a group, or of a pair of hosts."""
+    """One direction of the link of a rank within its host, of a host, of a group, or of a pair of hosts."""
 
     kind: str
     number: int
@@ -48,7 +48,7 @@ class MessagePath:
     Attributes:
         latency_s: the seconds from the departure of a byte to its arrival.
         overhead_s: the seconds for which the message occupies its sender and its receiver.
-        most: the maximal rate of one connection, in bytes per second.
+        most: the maximum rate of one connection, in bytes per second.
         weight: the bytes that a link carries for each byte that arrives.
         ways: the links that the message crosses, with their rates in bytes per second.
     """
@@ -99,16 +99,17 @@ def _path(links: list[NetworkLink], latency_s: float, ways: tuple[tuple[LinkDire
 
 @dataclass
 class SimulationInput:
-    """The input of the core's simulator. A program is that of the rank with its number, and of ranks it represents.
+    """The input of the core's simulator. Each program is the schedule of a rank and of the ranks that it represents.
 
     Attributes:
         network: the network.
         standing: a function that returns the rank whose program represents a rank.
-        turned: a function of (rank, by) that rotates `rank` as `by` is rotated to the rank that represents it.
+        turned: a function of (rank, by) that rotates `rank` by the rotation that maps `by` to the rank that represents
+            it.
         blocks: the number of blocks of the schedules.
         schedules: the programs.
         speeds: the relative speed of each rank within its host, or () if all are 1.
-        routes: the routes in the form of `_core.simulate`.
+        routes: the routes, in the form that `_core.simulate` expects.
         pairs: the ranks of each route.
         ways: the number of each link.
         capacities: the rates of the links, in bytes per second.
@@ -166,7 +167,7 @@ def full_simulation(network: Network, speeds: Sequence[float]) -> SimulationInpu
 
 
 def folded_simulation(network: Network) -> SimulationInput:
-    """Returns an input in which the ranks of the first host represent those with the same index on others."""
+    """Returns an input in which the ranks of the first host represent the ranks with the same index on other hosts."""
     per_host, world_size = len(network.hosts[0]), network.world_size
 
     def turned(rank: int, by: int) -> int:
@@ -196,7 +197,7 @@ class CallTiming:
 
     Attributes:
         seconds: the seconds from the last rank's arrival to the end of the last rank.
-        ends: the end of each rank, in seconds after time 0.
+        ends: the time at which each rank ends, in seconds after time 0.
         bytes_per_link: the bytes on each used link, with one entry for each direction.
         transfers: all messages in the order of arrival, if they were recorded.
     """
@@ -222,18 +223,18 @@ def simulate_call(
     """Simulates a call on all ranks of a network.
 
     Args:
-        algorithm: the name of the algorithm, or the format on the wire if the schedule quantises.
+        algorithm: the name of the algorithm, or the wire format if the schedule quantises.
         operation: the collective.
-        nbytes: the size of the longest buffer of a rank, as for `cost.predict`.
+        nbytes: the size in bytes of a rank's longest buffer, as for `cost.predict`.
         network: the ranks and the links between them.
         arrivals: the time in seconds at which each rank makes the call; 0 by default.
         speeds: the relative speed at which each rank copies and reduces; 1 by default.
         record: whether to record the messages.
         root: the root of operations that have one.
-        fold: whether one host may represent all where that is exact.
+        fold: whether one host may represent all hosts where this is exact.
 
     Raises:
-        ValueError: the algorithm does not have the operation, the numbers of arrivals or speeds differ from that of
+        ValueError: the algorithm does not offer the operation, the number of arrivals or speeds is not the number of
             ranks, or the schedules have too many steps.
     """
     n = network.world_size

@@ -1,8 +1,8 @@
 """The star, or parameter server: all data passes through one rank, the root or rank 0.
 
 It serves as a baseline. A message takes at most two hops, but all bytes of all ranks cross the link of the rank in the
-middle, so that its time grows with the world much faster than that of the other algorithms. It may win for few ranks
-and tiny tensors.
+middle, so its time grows with the world size much faster than that of the other algorithms. It may be the fastest for
+few ranks and tiny tensors.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def barrier(topology: RankTopology) -> BlocksAndSteps:
-    """All ranks send a token to rank 0, which then sends one to each."""
+    """All ranks send a token to rank 0, which then sends a token to each of them."""
     if topology.rank:
         return 0, [send(0, NOTHING), receive(0, NOTHING)]
     others = _others(topology, 0)

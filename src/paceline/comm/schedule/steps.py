@@ -4,19 +4,20 @@ A schedule is executed by these rules:
 
 - Each ordered pair of ranks is a first-in-first-out link. The k-th SEND to a peer matches the peer's k-th RECV or
   REDUCE from this rank, and both move the same number of bytes.
-- A step starts once the earlier steps of its rank that touch the same bytes in a conflicting way (read after write,
-  write after read, write after write) are done with these bytes. Otherwise the order between different peers, and
-  between sending and receiving, is free: a long chain of steps is a pipeline without being cut up.
-- A link may have no buffer: a SEND may complete only when its receiver has taken the data.
-- An empty slice (in a barrier) has no bytes that could order it. Instead an empty SEND starts once all earlier
-  receives of its rank are done; an empty RECV may always start.
+- A step starts once the earlier steps of its rank that access the same bytes in a conflicting way (read after write,
+  write after read, write after write) have finished with these bytes. Otherwise the order between different peers, and
+  between sending and receiving, is free, so a long chain of steps is a pipeline without being divided into smaller
+  steps.
+- A link may have no buffer: a SEND may complete only when its receiver has received the data.
+- An empty slice (in a barrier) has no bytes that could order it. Instead, an empty SEND starts once all earlier
+  receives of its rank are complete; an empty RECV may always start.
 
 These are the buffers of each operation, where n is the world size:
 
 | operation | INPUT (never written) | OUTPUT | SCRATCH |
 | --- | --- | --- | --- |
 | all_reduce | | the tensor in `blocks` nearly equal blocks, in place | cut like the tensor |
-| reduce | the tensor, on all but the root | the tensor in place, on the root only | cut like the tensor |
+| reduce | the tensor, except on the root | the tensor in place, on the root only | cut like the tensor |
 | broadcast | | the tensor in `blocks` nearly equal blocks | |
 | all_gather | own tensor, block 0 | n equal blocks | |
 | gather | own tensor, block 0 | n equal blocks, on the root only | n equal blocks |
@@ -25,8 +26,8 @@ These are the buffers of each operation, where n is the world size:
 | all_to_all | n blocks, each of its own size | n blocks, each of its own size | |
 | barrier | | | |
 
-The schedules of `quantised.py` have a fourth buffer, WIRE, of blocks in the form in which they are sent between hosts.
-It has as many blocks as the schedule uses, each as large as its packed block needs. Only PACK loses precision.
+The schedules of `quantised.py` have a fourth buffer, WIRE, with blocks in the format in which they are sent between
+hosts. It has as many blocks as the schedule uses, each with the size of its packed block. Only PACK loses precision.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Operation(IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
-    def __format__(self, spec: str) -> str:  # an int's would return the number
+    def __format__(self, spec: str) -> str:  # the `__format__` of int would return the number
         return format(str(self), spec)
 
     @classmethod
@@ -73,7 +74,7 @@ ROOTED = frozenset((Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Ope
 
 
 class Buffer(IntEnum):
-    """A buffer of a rank; the table above lists its content for each operation."""
+    """A buffer of a rank; the table in the module's docstring lists its content for each operation."""
 
     INPUT = 0
     OUTPUT = 1
@@ -94,7 +95,7 @@ class StepKind(IntEnum):
 
 
 class BufferSlice(NamedTuple):
-    """The blocks first..first+length-1 of a buffer. (A tuple is made in half the time of a frozen dataclass.)"""
+    """The blocks first..first+length-1 of a buffer. (Creating a tuple takes half as long as a frozen dataclass.)"""
 
     buffer: Buffer
     first: int
@@ -107,8 +108,8 @@ class Step(NamedTuple):
     SEND src to peer; RECV dst from peer; REDUCE: receive, dst = src op received; COPY: dst = src.
     PACK: dst (in WIRE) = src rounded; UNPACK: dst = src (in WIRE); ADD: dst = dst + src (in WIRE).
 
-    `final` is set on the REDUCE or ADD after which dst holds the contributions of all ranks, where an average is
-    divided.
+    `final` is set on the REDUCE or ADD after which dst holds the contributions of all ranks; an average is divided
+    there.
     """
 
     kind: StepKind
@@ -131,7 +132,7 @@ class Schedule(NamedTuple):
 
 
 class RankTopology(NamedTuple):
-    """The rank of a schedule, and its world. `root` is -1 if there is none; `hosts` lists the ranks of each host."""
+    """A schedule's rank and its world. `root` is -1 if there is no root; `hosts` lists the ranks of each host."""
 
     rank: int
     world_size: int
@@ -148,7 +149,7 @@ NOTHING = BufferSlice(Buffer.OUTPUT, 0, 0)
 OWN_INPUT = BufferSlice(Buffer.INPUT, 0, 1)
 OWN_OUTPUT = BufferSlice(Buffer.OUTPUT, 0, 1)
 
-# A large world's ring has tens of thousands of steps, and the constructor of a named tuple takes twice as long.
+# The ring of a large world has tens of thousands of steps, and the constructor of a named tuple takes twice as long.
 _new = tuple.__new__
 _SEND, _RECV, _REDUCE, _COPY, _PACK, _UNPACK, _ADD = StepKind
 
@@ -189,7 +190,7 @@ def add(dst: BufferSlice, src: BufferSlice, final: bool = False) -> Step:
 
 
 def contiguous_slices(buffer: Buffer, blocks: Iterable[int]) -> list[BufferSlice]:
-    """Returns the blocks, in their order, as few slices as possible: 4, 5, 0, 1, 2 are two slices."""
+    """Returns the blocks, in their order, as the fewest possible slices: 4, 5, 0, 1, 2 are two slices."""
     found: list[BufferSlice] = []
     first = count = 0
     for block in blocks:
@@ -216,7 +217,7 @@ def rotated(ranks: Sequence[int], first: int) -> list[int]:
 
 
 def flatten(schedule: Schedule) -> bytes:
-    """Returns nine 32-bit integers for each step, in the layout that native/executor/schedule.hpp expects."""
+    """Returns the steps as nine 32-bit integers each, in the layout that native/executor/schedule.hpp expects."""
     flat = array("i")
     for step in schedule.steps:
         flat.extend((step.kind, step.final, step.peer, *_slice_numbers(step.dst), *_slice_numbers(step.src)))
@@ -228,7 +229,7 @@ def _slice_numbers(slice_: BufferSlice | None) -> tuple[int, int, int]:
 
 
 class HostPosition(NamedTuple):
-    """The position of a rank, which is local[me], where `local` are the ranks of hosts[host]."""
+    """The position of a rank: it is local[me], and `local` lists the ranks of hosts[host]."""
 
     hosts: Sequence[Sequence[int]]
     host: int
@@ -242,15 +243,15 @@ class HostPosition(NamedTuple):
 
     @property
     def rail(self) -> list[int]:
-        """The ranks with this rank's index on all hosts; for a leader these are the leaders."""
+        """The ranks with this rank's index on all hosts; for a leader, these are the leaders."""
         return [host[self.me] for host in self.hosts]
 
 
 def find_host_position(topology: RankTopology) -> HostPosition:
-    """Finds this rank's host. If there is a root, the root's host is first, and the root is first on that host.
+    """Returns this rank's position. If there is a root, its host is the first host, and it is the first rank there.
 
     Raises:
-        ValueError: the hosts do not list each rank once.
+        ValueError: the hosts do not list each rank exactly once.
     """
     if sorted(rank for host in topology.hosts for rank in host) != list(range(topology.world_size)) or not all(
         topology.hosts

@@ -1,9 +1,9 @@
 """Synthesis of an all-reduce for a network whose links differ: schedules, their proof, and a choice by simulation.
 
-`tree_packing.py` packs trees into the network, along which the parts of a tensor are summed and spread. The transfers
-become steps of each rank here. If all hosts have the same number of ranks, the l-th ranks of all hosts run the trees on
-the l-th slice of the tensor, and rings within the hosts reduce the slices before and pass them around afterwards, as in
-`hierarchical.py`. Otherwise the leaders run the trees on the whole tensor.
+`tree_packing.py` packs trees into the network, along which the parts of a tensor are summed and distributed. This
+module converts the transfers to steps of each rank. If all hosts have the same number of ranks, the l-th ranks of all
+hosts run the trees on the l-th slice of the tensor; rings within the hosts reduce the slices beforehand and pass them
+around afterwards, as in `hierarchical.py`. Otherwise the leaders run the trees on the whole tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.comm.schedule.tree_packing import DETOURS, MOST_HOSTS, TreeTransfe
 from paceline.comm.schedule.verify import verify
 
 MOST_RANKS = 64
-"""The largest number of ranks whose proof takes less than a second."""
+"""The largest number of ranks whose schedules are proved in less than a second."""
 
 _LONG_NBYTES = 16 << 20
 _NEARLY = 1.25  # times the duration of the fastest
@@ -41,7 +41,7 @@ _AS_FAST = 1.02  # times the duration of the fastest
 
 
 def synthesised_all_reduce(topology: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:
-    """Returns a rank's schedule. The transfers are between the hosts of `topology`."""
+    """Returns a rank's schedule for transfers between the hosts of `topology`."""
     _, host, local, me = home = find_host_position(topology)
     n_local, n_parts = len(local), 1 + max(each.part for each in transfers)
     if home.is_even:
@@ -61,7 +61,7 @@ def synthesised_all_reduce(topology: RankTopology, transfers: Sequence[TreeTrans
 
 
 def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], host: int, first: int) -> list[Step]:
-    """Returns the steps of members[host]. All members use the same order of transfers, so that none waits forever."""
+    """Returns the steps of members[host]. All members use the same order of transfers, so no member waits forever."""
     steps: list[Step] = []
     for each in transfers:
         block = BufferSlice(Buffer.OUTPUT, first + each.part)
@@ -75,20 +75,20 @@ def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], h
 
 
 def can_synthesise(network: Network) -> bool:
-    """Returns whether synthesis is useful: some links differ, and there are not too many hosts and ranks."""
+    """Returns whether synthesis is useful: some links differ, and there are not too many hosts or ranks."""
     uneven = bool(network.groups or network.pairs or network.nodes)
     return uneven and 1 < len(network.hosts) <= MOST_HOSTS and network.world_size <= MOST_RANKS
 
 
 def synthesise(network: Network) -> list[Schedule]:
-    """Returns an all-reduce's schedules for all ranks of a network, which are proved correct.
+    """Returns the schedules of an all-reduce for all ranks of a network, proved correct.
 
-    They have the packing and the order of transfers that are the fastest in a simulation of a long tensor; packings
+    They have the packing and the order of transfers that are the fastest in a simulation with a long tensor; packings
     through gateways are preferred if they are only slightly slower. The same network has the same schedules on every
     machine.
 
     Raises:
-        ScheduleError: the schedules are wrong, which is a bug in this package.
+        ScheduleError: the schedules are wrong, which is a bug in Paceline.
     """
     n = network.world_size
     found: list[tuple[float, list[Schedule]]] = []
@@ -109,11 +109,12 @@ def synthesise(network: Network) -> list[Schedule]:
 def choose_all_reduce(
     network: Network, schedules: Sequence[Schedule], nbytes: int, forced: str | None = None
 ) -> AlgorithmChoice:
-    """Returns the best algorithm for an all-reduce of `nbytes` by simulation, or `forced`.
+    """Returns the best algorithm for an all-reduce of `nbytes` bytes by simulation, or `forced`.
 
-    That is the fastest, unless another one is nearly as fast and loads its busiest link much less, or is as fast with
-    no more load on that link and fewer messages. Effects that the simulation ignores, such as a core that serves many
-    connections, or a queue that overflows, are worst where much data is sent, and each message has some cost.
+    The fastest algorithm is chosen unless another one is nearly as fast and loads its busiest link much less, or is as
+    fast with no more load on that link and fewer messages. The simulation ignores some effects, such as a core that
+    serves many connections, or a queue that overflows. They are worst where much data is sent, and each message adds to
+    them.
     """
     n = network.world_size
     worlds = {SYNTHESISED: schedules}
@@ -132,7 +133,7 @@ def choose_all_reduce(
 def _preferred(
     candidates: Sequence[AlgorithmPrediction], most: Mapping[str, float], messages: Mapping[str, int]
 ) -> PreferredAlgorithm | None:
-    """Returns an algorithm that is about as fast as the first candidate and better otherwise, or None.
+    """Returns an algorithm that is about as fast as the first candidate and better in other respects, or None.
 
     Args:
         candidates: the algorithms from the fastest to the slowest.

@@ -1,4 +1,4 @@
-"""The binomial tree: every round doubles the number of ranks that are done, so a world takes log2(n) rounds.
+"""The binomial tree: every round doubles the number of ranks reached, so a world of n ranks takes log2(n) rounds.
 
 It is best for short messages. Gather and scatter move each subtree's blocks in few messages. The tree is the one of
 MPICH (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH").
@@ -36,7 +36,7 @@ def parent_of(member: int) -> int:
 
 
 def children_of(member: int, n: int) -> list[int]:
-    """Returns the children of a member, the one with the smallest subtree first."""
+    """Returns the children of a member, with the smallest subtree first."""
     reach = member & -member or n
     return [member + (1 << bit) for bit in range(reach.bit_length()) if 1 << bit < reach and member + (1 << bit) < n]
 
@@ -49,7 +49,7 @@ def subtree_of(member: int, n: int) -> range:
 def reduce_phase(
     group: Sequence[int], me: int, own: BufferSlice, into: BufferSlice, *, final: bool = True
 ) -> list[Step]:
-    """Sums all members' `own` in group[0]'s `into`; other members' `into` hold partial sums. group[me] is this rank."""
+    """Sums all members' `own` into group[0]'s `into`; on other members it has partial sums. group[me] is this rank."""
     steps: list[Step] = []
     children = children_of(me, len(group))
     for child in children:
@@ -61,7 +61,7 @@ def reduce_phase(
 
 
 def broadcast_phase(group: Sequence[int], me: int, tensor: BufferSlice) -> list[Step]:
-    """Sends group[0]'s slice to all members, the largest subtree first."""
+    """Sends group[0]'s slice to all members, to the largest subtree first."""
     steps = [receive(group[parent_of(me)], tensor)] if me else []
     return steps + [send(group[child], tensor) for child in reversed(children_of(me, len(group)))]
 
@@ -109,7 +109,7 @@ def all_reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce(topology: RankTopology) -> BlocksAndSteps:
-    """A reduction up the tree, with partial sums in SCRATCH, and the root's in its tensor."""
+    """A reduction up the tree; partial sums are in SCRATCH, or on the root in its tensor."""
     world = rotated(range(topology.world_size), topology.root)
     me = world.index(topology.rank)
     if me == 0:

@@ -1,20 +1,22 @@
-"""Packing of trees into a network, where each part of the tensor is summed along one tree and spread along another.
+"""Packing of trees into a network: each part of the tensor is summed along one tree and distributed along another.
 
-The hosts' contributions to a part are sent up a tree to its root, and the sum is sent down another one. Every hop loads
-each link on its path, in seconds of the link's time, and an all-reduce of a long tensor takes the time of the most
-loaded link. A ring is a packing, too: part i goes around to host i, and around once more.
+The hosts' contributions to a part are sent up a tree to its root, and the sum is sent down another tree. Every hop
+loads each link on its path for some seconds, and an all-reduce of a long tensor takes as long as the most loaded link.
+A ring is also a packing: part i is passed around to host i, and around once more.
 
-The best ring is the start. Then each part in turn is removed and added again with the trees that raise the loads least.
-A tree grows host by host, by the cheapest hop, where a link's time is more expensive the more of it is used (as in Garg
-and Könemann 2007, "Faster and simpler algorithms for multicommodity flow and other fractional packing problems").
+The search begins with the best ring. Then each part in turn is removed and added again with the trees that raise the
+loads least. A tree grows host by host, each time by the cheapest hop; the more of a link's time is used, the more
+expensive the link becomes (as in Garg and Könemann 2007, "Faster and simpler algorithms for multicommodity flow and
+other fractional packing problems").
 
 Connections that share the uplink of a rack also compete for it, fill its queue and lose packets, which the loads do not
-include. Therefore there is also a packing in which all traffic over an uplink passes through one host of the group.
+include. There is therefore also a packing in which all traffic over an uplink passes through one host of the group.
 
 All hosts make the transfers in the same order. Messages between two ranks are sequential, so a message that must wait
-delays those behind it, and the order determines how long links are idle. There are two orders: `by_level`, by the
-number of previous hops, and `by_begin`, that of a plan in which each link makes one transfer at a time and the transfer
-that can begin first is next (list scheduling; Graham 1966, "Bounds for certain multiprocessing anomalies").
+delays those behind it, and the order determines how long links are idle. There are two orders: `by_level` is the order
+of the number of previous hops, and `by_begin` is the order of a plan in which each link makes one transfer at a time
+and the transfer that can begin first is next (list scheduling; Graham 1966, "Bounds for certain multiprocessing
+anomalies").
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ PARTS_OF_A_HOST = 6
 
 MOST_HOSTS = 8
 DETOURS = (2.0, 1.25, 1.0)
-"""Factors by which another hop must be cheaper than a hop back; the best factor depends on the network."""
+"""Factors by which a hop must be cheaper than a hop back; the best factor depends on the network."""
 _ROUNDS = 8
 _MOST_ORDERS = 720
 
@@ -40,9 +42,9 @@ Hop: TypeAlias = tuple[int, int]
 
 
 class Trees(NamedTuple):
-    """The hops between hosts by which the contributions to a part reach `root`, and the sum reaches all hosts.
+    """The hops between hosts by which the contributions to a part reach `root` and the sum reaches all hosts.
 
-    Each tree's hops are in an order in which they can be made.
+    The hops of each tree are listed in an order in which they can be made.
     """
 
     root: int
@@ -51,18 +53,18 @@ class Trees(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The trees of each part, where all parts have the same length, and the seconds per byte of the tensor."""
+    """The trees of each part (all parts have the same length), and the seconds per byte of the tensor."""
 
     parts: tuple[Trees, ...]
     s_per_byte: float
 
 
 def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool = False) -> Packing:
-    """Returns the best packing that was found for the hosts of a network, with equal parts adjacent.
+    """Returns the best packing found for the hosts of a network, with equal parts next to each other.
 
     Args:
         network: the hosts and their links.
-        detour: the factor by which another hop must be cheaper than a hop back along the other tree.
+        detour: the factor by which a hop must be cheaper than a hop back along the other tree.
         through_gateways: whether only one host of each group sends to other groups and receives from them.
 
     Raises:
@@ -75,7 +77,7 @@ def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool
     best, least = list(parts), loads.most()
     if through_gateways:
         loads.allowed = {hop for hop in loads.hops if _is_among_gateways(network, hop)}
-        least = math.inf  # the ring may use hops that are not allowed
+        least = math.inf  # the ring may contain hops that are not allowed
     for _ in range(_ROUNDS):
         for number, trees in enumerate(parts):
             loads.add(trees, -1)
@@ -88,11 +90,11 @@ def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool
 def hop_costs(network: Network, n_parts: int) -> dict[Hop, list[tuple[int, float]]]:
     """Returns, for each hop, the numbers of its links and the seconds that the hop uses of each link.
 
-    The seconds are per byte of a tensor of `n_parts` parts, of which one makes the hop.
+    The seconds are per byte of a tensor of `n_parts` parts, one of which makes the hop.
     """
     numbers: dict[LinkDirection, int] = {}
     costs: dict[Hop, list[tuple[int, float]]] = {}
-    # The ranks of a host send their slices of a part at the same time, so that one of them represents all.
+    # The ranks of a host send their slices of a part at the same time, so one of them represents all.
     leaders = [host[0] for host in network.hosts]
     for source, target in permutations(range(len(leaders)), 2):
         path = find_path(network, leaders[source], leaders[target])
@@ -125,7 +127,7 @@ class _Loads:
         self.hops = hop_costs(network, self.n * PARTS_OF_A_HOST)
         self.loads = [0.0] * (1 + max(link for links in self.hops.values() for link, _ in links))
         self.unit = 1.0
-        self.allowed: Set[Hop] = set(self.hops)  # the hops by which trees may grow
+        self.allowed: Set[Hop] = set(self.hops)  # the hops that trees may contain
 
     def most(self) -> float:
         return max(self.loads)
@@ -139,7 +141,7 @@ class _Loads:
             self.loads[link] += times * seconds
 
     def price(self, hop: Hop) -> float:
-        """Returns the growth of the sum of the eighth powers of all loads, in which the largest ones dominate."""
+        """Returns the growth of the sum of the eighth powers of all loads, which the largest loads dominate."""
         return sum(
             _eighth_power((self.loads[link] + seconds) / self.unit) - _eighth_power(self.loads[link] / self.unit)
             for link, seconds in self.hops[hop]
@@ -147,14 +149,14 @@ class _Loads:
 
 
 def _eighth_power(value: float) -> float:
-    """Computes the power by products only, which have the same bits on all machines."""
+    """Computes the power only by products, which have the same bits on all machines."""
     square = value * value
     fourth = square * square
     return fourth * fourth
 
 
 def _best_ring(loads: _Loads) -> list[Trees]:
-    """Adds the parts of the ring with the least load, over all orders of the hosts, or some if there are many."""
+    """Adds the parts of the ring with the least load, over all orders of the hosts, or some if there are many hosts."""
     found: tuple[float, list[Trees]] | None = None
     for order in _orders(loads.n):
         loads.loads = [0.0] * len(loads.loads)
@@ -203,10 +205,10 @@ def _grow_best(loads: _Loads) -> Trees:
 
 
 def _grow(loads: _Loads, root: int, *, up: bool, back: Set[Hop] = frozenset()) -> list[Hop]:
-    """Returns the hops of a tree away from the root. In a tree that leads `up`, data is sent against them.
+    """Returns the hops of a tree away from the root. In a tree that leads `up`, data is sent in the opposite direction.
 
-    Hops `back` along those of another tree are preferred to others that cost slightly less: a host then receives in
-    the order and at the rate in which it has sent.
+    Hops in `back`, which reverse the hops of another tree, are preferred to others that cost slightly less: a host then
+    receives in the order and at the rate in which it has sent.
     """
 
     def price(hop: Hop) -> float:
@@ -282,7 +284,7 @@ def _part_transfers(part: int, trees: Trees) -> Iterator[TreeTransfer]:
 
 
 def _possible(transfers: Sequence[TreeTransfer]) -> Iterator[TreeTransfer]:
-    """Yields the transfers whose source waits for no other transfer."""
+    """Yields the transfers whose source need not wait for another transfer."""
     summing = any(not transfer.is_sum for transfer in transfers)
     current = [transfer for transfer in transfers if transfer.is_sum != summing]
     awaiting = {transfer.target for transfer in current}

@@ -1,11 +1,11 @@
-"""verify: proof, by symbolic execution, that the schedules of a world do what their operation promises.
+"""Proof, by symbolic execution, that the schedules of a world do what their operation specifies.
 
-All schedules run on symbolic values, over links without buffers, block by block, each block as soon as the rules in
-`steps.py` allow. One run proves every run: the waits of a step follow from the schedules, not from the order of events,
-so if one order completes every order does, and if one order is stuck every order is.
+`verify` runs all schedules on symbolic values, over links without buffers, block by block, each block as soon as the
+rules in `steps.py` allow. One run proves every run: the waits of a step follow from the schedules, not from the order
+of events, so if one order completes, every order does, and if one order deadlocks, every order does.
 
 A block's value is (identity, contributors): the number of the block, and the set of ranks, as bits, whose contributions
-are summed in it. The blocks of all ranks form one row of places. A barrier has no blocks; its proof is separate: no
+are summed in it. The blocks of all ranks form one array of places. A barrier has no blocks and a separate proof: no
 rank leaves before all have arrived, and none waits forever.
 
 Synthesised schedules are proved before they run, all others only in tests.
@@ -27,7 +27,7 @@ Blocks: TypeAlias = list[BlockValue | None]
 REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER))
 CUT_LIKE_THE_TENSOR = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST))
 
-# As in steps.py, the constructor of a named tuple would take twice as long, and there are many moves.
+# There are many moves, and the constructor of a named tuple would take twice as long, as in steps.py.
 _new = tuple.__new__
 _SEND, _RECV, _REDUCE, *_ = StepKind
 _LOCAL = frozenset(StepKind) - {_SEND, _RECV, _REDUCE}
@@ -36,7 +36,7 @@ _CONVERTING = frozenset((StepKind.PACK, StepKind.UNPACK, StepKind.ADD))
 
 
 class ScheduleError(AssertionError):
-    """The schedules of a world do not do what their operation promises; the message names rank, number and step."""
+    """The schedules of a world do not do what their operation specifies; the message names rank, number and step."""
 
 
 class Move(NamedTuple):
@@ -49,7 +49,7 @@ class Move(NamedTuple):
 
 
 def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
-    """Returns the moves of every link in their order, and every local step as a separate list.
+    """Returns the moves of every link in order, and every local step as a separate list.
 
     The k-th SEND on a link is matched with the k-th RECV or REDUCE.
 
@@ -129,8 +129,8 @@ def _format_slice(blocks: BufferSlice | None) -> str:
 def verify_barrier(schedules: Sequence[Schedule]) -> None:
     """Checks that every rank's arrival reaches every rank before that rank leaves.
 
-    An empty SEND passes on the arrivals that the earlier receives of its rank, in the order of steps, have brought,
-    since it waits only for these. Later messages may have been received by then, but the proof may not rely on that.
+    An empty SEND passes on the arrivals reported by the earlier receives of its rank, in the order of steps, since it
+    waits only for these. Later messages may have been received by then, but the proof must not rely on them.
 
     Raises:
         ScheduleError: a rank may leave too early, or waits forever.
@@ -165,7 +165,7 @@ def verify_barrier(schedules: Sequence[Schedule]) -> None:
 
 
 def _ranks_arrived(received: Sequence[dict[int, int | None]], rank: int, before: int) -> int | None:
-    """Returns, as bits, the ranks whose arrival surely reached `rank` before a step; None if a receive is pending."""
+    """Returns the ranks, as bits, known to have arrived before a step of `rank`; None if a receive is pending."""
     known = 1 << rank
     for number, arrived in received[rank].items():
         if number >= before:
@@ -237,10 +237,11 @@ def block_fits(operation: Operation, rank: int, index: int, value: BlockValue) -
 
 
 Accesses: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, int]]]
-"""The places that a step reads, and those that it writes, block by block, each with a number of earlier accesses.
+"""The places that a step reads and the places that it writes, block by block, each with a number of earlier accesses.
 
 A read waits until the place has been written as often as the earlier steps of its rank write it; a write waits until
-the place has been read and written as often as they do. A step that updates in place (src is dst) is one write.
+the place has been read and written as often as these steps read and write it. A step that updates in place (src is dst)
+is one write.
 """
 
 
@@ -312,7 +313,7 @@ def _places(memory: SymbolicMemory, schedule: Schedule, number: int, blocks: Buf
 
 
 def _is_simple(kind: StepKind, dst: BufferSlice | None, src: BufferSlice | None) -> bool:
-    """Returns whether a step is obviously valid, as most are, so that the slower `_check_step` is not needed."""
+    """Returns whether a step is obviously valid, as most steps are, so that the slower `_check_step` is not needed."""
     if kind is _SEND:
         return dst is None and src is not None and src.buffer is not _WIRE
     if dst is None or dst.buffer is _INPUT or dst.buffer is _WIRE:
@@ -359,12 +360,13 @@ def _check_step(schedule: Schedule, number: int) -> None:
 def verify(schedules: Sequence[Schedule]) -> None:
     """Proves the schedules of all ranks, in rank order.
 
-    At the end every block holds each contribution once and no other; INPUT is never written; no block is read before it
-    is written; blocks are only stored in places of their size; `final` is set exactly where the last contribution is
-    added; every SEND matches a step with as many blocks; and no step waits forever, even if links have no buffers.
+    At the end every block holds each contribution exactly once and no others; INPUT is never written; no block is read
+    before it is written; blocks are only stored in places of their size; `final` is set exactly where the last
+    contribution is added; every SEND matches a step with as many blocks; and no step waits forever, even if links have
+    no buffers.
 
     Raises:
-        ScheduleError: the schedules have a fault; the message names the first one, with the rank and the step.
+        ScheduleError: the schedules are wrong; the message names the first fault, with the rank and the step.
     """
     first = schedules[0]
     for rank, schedule in enumerate(schedules):
@@ -382,7 +384,7 @@ def verify(schedules: Sequence[Schedule]) -> None:
 
 
 _Wait: TypeAlias = tuple[int, int, int]
-"""A place, a rank and a step's number; the step must wait until an earlier one has read or written the place."""
+"""A place, a rank and a step's number; the step must wait until an earlier step has read or written the place."""
 
 
 class _SymbolicExecutor:
@@ -409,7 +411,7 @@ class _SymbolicExecutor:
 
     def link(self, moves: list[Move]) -> Iterator[_Wait]:
         """Executes the moves of one link, block by block; yields at each place that is not ready."""
-        # Nearly all of the time is spent here, so the loop works on local names.
+        # Nearly all of the time is spent here, so the loop uses local variables.
         memory, waiting, ready, everyone = self.memory, self.waiting, self.ready, self.everyone
         values, written, accessed, accesses = memory.values, memory.written, memory.accessed, memory.accesses
         operation = self.schedules[0].operation
@@ -460,7 +462,7 @@ class _SymbolicExecutor:
                         ready.extend([link for _, link in waiting.pop(place)])
 
     def cannot_add(self, own: BlockValue | None, received: BlockValue, rank: int, number: int) -> ScheduleError:
-        """Returns the error for two values without a sum: they need the same block and disjoint contributors."""
+        """Returns the error for two values that cannot be added: they need the same block and disjoint contributors."""
         schedule = self.schedules[rank]
         if schedule.operation not in REDUCING:
             return step_error(schedule, number, f"{schedule.operation} reduces nothing")
@@ -472,7 +474,7 @@ class _SymbolicExecutor:
         return step_error(schedule, number, f"counts the contributions of ranks {_ranks(twice)} twice")
 
     def is_not_final(self, contributors: int, rank: int, number: int) -> ScheduleError:
-        """Returns the error for a sum of `contributors` whose step is marked wrongly."""
+        """Returns the error for a sum of `contributors` whose step is wrongly marked."""
         schedule = self.schedules[rank]
         if missing := self.everyone & ~contributors:
             what = f"is marked final, but the contributions of ranks {_ranks(missing)} are missing"

@@ -1,5 +1,5 @@
-"""Protection of connections: the job's secret, the handshake that proves it, TLS, and limits for unknown peers.
+"""Protection of connections: the job's secret, the handshake that proves it, TLS, and limits for unauthenticated peers.
 
 May use: `errors`, `linux`, and `paceline._core`, which encrypts. Start reading at `secret.py`, then `handshake.py`.
-`authenticated_listener.py` accepts connections; `levels.py` determines which ones `encryption.py` encrypts.
+`authenticated_listener.py` accepts connections; `levels.py` determines which connections `encryption.py` encrypts.
 """

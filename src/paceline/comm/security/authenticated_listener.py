@@ -17,7 +17,7 @@ from paceline.errors import AuthenticationError
 from paceline.linux import is_out_of_descriptors
 
 MAX_HANDSHAKES = 128
-_PAUSE_S = 0.05  # when the system cannot give a connection, for example because descriptors ran out
+_PAUSE_S = 0.05  # after a failed `accept`, for example because descriptors ran out
 
 
 class ListeningEndpoint(Protocol):
@@ -43,18 +43,18 @@ class ListeningEndpoint(Protocol):
 
 
 class AuthenticatedListener:
-    """Accepts connections in a thread of its own, and authenticates each in another.
+    """Accepts connections on its own thread, and authenticates each connection on another thread.
 
-    At most `MAX_HANDSHAKES` handshakes may be in progress. One more ends the oldest connection of the user or host that
-    has the most of them, so that silent connections cannot keep others out. Rejected connections are logged, except
-    those that the peer closes before it has sent anything wrong.
+    At most `MAX_HANDSHAKES` handshakes may be in progress. If there is one more, the oldest connection of the user or
+    host with the most handshakes is closed, so that silent peers cannot block others. Rejected connections are logged,
+    except those that the peer closes before it has sent invalid data.
 
     Args:
         listener: the listening socket, which this object closes.
         key: the key that the peer must prove.
-        channel: the channel that the peer must request, a name of at most eight letters.
-        admit: a function that receives each admitted connection, in the connection's thread, and must close it.
-        generation: the generation that the peer must belong to.
+        channel: the name of the channel that the peer must request, at most eight letters.
+        admit: a function that is called with each admitted connection, on the connection's thread, and must close it.
+        generation: the generation to which the peer must belong.
         secret: the job's secret, which determines the certificate of encrypted connections.
     """
 
@@ -85,17 +85,17 @@ class AuthenticatedListener:
 
     @property
     def port(self) -> int:
-        """The TCP port that the listener is reached at."""
+        """The TCP port of the listener."""
         port: int = self._listener.getsockname()[1]
         return port
 
     def require_descriptors(self) -> None:
-        """Raises the latest error of accepting a connection if it was a shortage of descriptors."""
+        """Raises the latest error of `accept` if it was a shortage of descriptors."""
         if self._shortage is not None:
             raise self._shortage
 
     def close(self) -> None:
-        """Closes the listener and all connections not yet admitted; idempotent, without effect in a forked child."""
+        """Closes the listener and all pending connections; idempotent, and without effect in a forked child."""
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
@@ -123,7 +123,7 @@ class AuthenticatedListener:
                     _end(crowded_out)
             try:
                 threading.Thread(target=self._check, args=(connection, _host(address)), daemon=True).start()
-            except RuntimeError:  # the system gives no more threads
+            except RuntimeError:  # no more threads can be started
                 self._leave(connection)
                 connection.close()
 
@@ -140,14 +140,14 @@ class AuthenticatedListener:
                 return
         except (AuthenticationError, OSError) as error:
             was_dropped = not (self._leave(connection) or has_proved)
-            if not self._closed:  # a connection that `close` ended was not rejected
+            if not self._closed:  # connections that `close` ended were not rejected
                 self._log(host, error, was_dropped)
         finally:
             self._leave(connection)
         connection.close()
 
     def _log(self, host: str, error: Exception, was_dropped: bool) -> None:
-        """Logs a rejected connection, but not a peer that has ended: if it was of this job, others report its death."""
+        """Logs a rejected connection unless its peer has ended: other processes report the death of a job's process."""
         if was_dropped:
             self._rejected.add(host, f"{host or 'it'} was silent while {MAX_HANDSHAKES} others came")
         elif not isinstance(error, (PeerGoneError, ConnectionError)):
@@ -159,7 +159,7 @@ class AuthenticatedListener:
 
 
 def _disable_nagle(connection: socket.socket) -> None:
-    """Sets TCP_NODELAY; otherwise Nagle's algorithm may hold a short message back for up to 40 ms."""
+    """Sets TCP_NODELAY; otherwise Nagle's algorithm may delay a short message by up to 40 ms."""
     if connection.family != socket.AF_UNIX:
         with contextlib.suppress(OSError):  # the peer has closed the connection
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,7 +1,7 @@
 """Encryption of connections between machines: TLS 1.3, in the core, with a certificate derived from the job's secret.
 
-The connecting side begins with TLS or without. The accepting side distinguishes them by the first byte, and rejects a
-connection that must be encrypted and is not. The handshake that proves the secret follows, as on every connection.
+The connecting side begins with or without TLS. The accepting side distinguishes the two by the first byte, and rejects
+a connection that must be encrypted and is not. The handshake that proves the secret follows, as on every connection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FOREVER_S = 1e9
 
 
 class EncryptedSocket:
-    """A connection that TLS encrypts, with the methods of a socket that Paceline uses."""
+    """A TLS connection, with those methods of a socket that Paceline uses."""
 
     def __init__(self, plain: socket.socket, secret: bytes | None, accepts: bool) -> None:
         self._plain = plain
@@ -46,7 +46,7 @@ class EncryptedSocket:
         self.close()
 
     def shake_hands(self, timeout_s: float) -> str:
-        """Performs TLS's handshake; returns why it failed, or an empty string.
+        """Performs the TLS handshake; returns why it failed, or an empty string.
 
         Raises:
             OSError: the handshake did not complete within `timeout_s` seconds.
@@ -54,7 +54,7 @@ class EncryptedSocket:
         return self._core.shake_hands(timeout_s)
 
     def settimeout(self, timeout_s: float | None) -> None:
-        """Sets the time-out of `sendall` and `recv` in seconds; None for no limit, 0 for no waiting."""
+        """Sets the time-out of `sendall` and `recv` in seconds; None means no limit, and 0 means no waiting."""
         self._timeout_s = timeout_s
 
     def sendall(self, data: bytes | memoryview) -> None:
@@ -66,7 +66,7 @@ class EncryptedSocket:
         self._core.send(bytes(data), self._limit_s())
 
     def recv(self, nbytes: int) -> bytes:
-        """Returns received data, at most 16 KiB; no bytes if the peer has closed the connection.
+        """Returns received data, at most 16 KiB, or no bytes if the peer has closed the connection.
 
         Raises:
             OSError: no data was received in time, or the connection is broken.
@@ -74,7 +74,7 @@ class EncryptedSocket:
         return self._core.receive(nbytes, self._limit_s())
 
     def recv_into(self, memory: memoryview) -> int:
-        """Receives data into the beginning of `memory`; returns the number of bytes, see `recv`.
+        """Receives data into the beginning of `memory`, as `recv` does; returns the number of bytes.
 
         Raises:
             OSError: no data was received in time, or the connection is broken.
@@ -84,7 +84,7 @@ class EncryptedSocket:
         return len(data)
 
     def recv_now(self, nbytes: int) -> bytes:
-        """Returns received data, see `recv`, without waiting.
+        """Returns received data, as `recv` does, but without waiting.
 
         Raises:
             BlockingIOError: nothing has been received, or only a part of a record.
@@ -121,7 +121,7 @@ def identity_of(secret: bytes | None) -> _core.TlsIdentity:
 
 
 def is_between_machines(connection: Connection) -> bool:
-    """Returns whether a connection could lead to another machine, being no Unix socket."""
+    """Returns whether a connection may lead to another machine, that is, whether it is not a Unix socket."""
     return connection.family != socket.AF_UNIX
 
 

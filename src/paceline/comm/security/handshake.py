@@ -1,11 +1,11 @@
-"""Handshake by which both ends of every new connection prove the job's secret.
+"""Handshake in which both ends of every new connection prove that they hold the job's secret.
 
     connecting -> accepting   hello: magic, channel, rank, lane, generation, nonce
-    accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | both so far)
+    accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | hello | nonce)
     connecting -> accepting   HMAC-SHA256(key, "C" | all so far), or zeros if the other proof was wrong
 
 The letters prevent reflection, the nonces prevent replay, and the channel's name prevents splicing one service's
-connection into another. A handshake takes 140 bytes; no data of a peer is used before its proof is checked.
+connection into another. A handshake takes 140 bytes; no data from a peer is used before its proof is checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 
 from paceline.errors import AuthenticationError
 
-TYPE_CHECKING = False  # every worker imports this, and would pay for the import of typing
+TYPE_CHECKING = False  # every worker imports this module, and importing typing takes time
 if TYPE_CHECKING:
     from typing import NoReturn
 
@@ -42,16 +42,16 @@ class HandshakeUnfinishedError(AuthenticationError):
 
 
 class PeerGoneError(HandshakeUnfinishedError):
-    """The peer closed the connection and had sent nothing wrong: it has ended, or wanted another service."""
+    """The peer closed the connection without having sent invalid data: it has ended, or requested another service."""
 
 
 class PeerHello:
-    """First message of the connecting side: its rank, and the channel that it wants.
+    """First message of the connecting side: its rank, and the channel that it requests.
 
     Attributes:
         channel: the service's name.
         rank: the rank that connects.
-        generation: the generation of the job that it belongs to.
+        generation: the generation of the job to which the rank belongs.
         lane: the number of the connection between the two ranks.
     """
 
@@ -63,7 +63,7 @@ class PeerHello:
 
 
 def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float = TIMEOUT_S) -> None:
-    """Proves the secret from the connecting side, and checks the peer's proof.
+    """Proves the secret on the connecting side, and checks the peer's proof.
 
     Raises:
         AuthenticationError: the peer does not hold the key.
@@ -127,12 +127,12 @@ def verify(
 
 
 def is_hello(beginning: bytes) -> bool:
-    """Returns whether the received bytes begin, or are the beginning of, the first message of a handshake."""
+    """Returns whether the received bytes begin with the first message of a handshake, or are its beginning."""
     return beginning[: len(_MAGIC)] == _MAGIC[: len(beginning)]
 
 
 def refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> NoReturn:
-    """Rejects a connection that must be encrypted and is not, and informs the peer if it is Paceline's.
+    """Rejects a connection that must be encrypted and is not, and informs the peer if it is a Paceline process.
 
     Raises:
         AuthenticationError: always, unless the peer was too slow.
@@ -183,7 +183,7 @@ def _send(connection: Connection, data: bytes, deadline: float) -> None:
 
 
 def _receive(connection: Connection, nbytes: int, deadline: float, expected: bytes = b"") -> bytes:
-    """Receives `nbytes`, which should begin with `expected`; this is also checked if the peer closes the connection."""
+    """Receives `nbytes` bytes and checks that they begin with `expected`, even if the peer closes the connection."""
     data = b""
     while len(data) < nbytes:
         try:
@@ -210,6 +210,6 @@ def _require_prefix(connection: Connection, data: bytes, expected: bytes) -> Non
 
 
 def interrupted_handshake(connection: Connection, error: OSError) -> HandshakeUnfinishedError:
-    """Returns the error for a handshake that a connection's failure interrupted."""
+    """Returns the error for a handshake that a failed connection interrupted."""
     kind = PeerGoneError if isinstance(error, ConnectionError) else HandshakeUnfinishedError
     return kind(f"{name_of(connection)} broke off the handshake ({error})")

@@ -1,18 +1,18 @@
 """Security levels: PACELINE_SECURITY and the addresses of both ends determine which connections are encrypted.
 
-    auth      no connection; each is authenticated when it is made, as at every level except `none`
+    auth      no connection; every new connection is authenticated, as at every level except `none`
     encrypt   all connections between machines
     none      no connection, and none is authenticated; for loopback, and elsewhere only if PACELINE_INSECURE is 1
 
-Without a level, connections between machines are encrypted if an address is public. A connection within a machine is
-never encrypted: anybody who could read it could also read the memory of the processes.
+Without a level, connections between machines are encrypted if one of the two addresses is public. A connection within a
+machine is never encrypted: anyone who could read it could also read the memory of the processes.
 """
 
 from __future__ import annotations
 
 import os
 
-TYPE_CHECKING = False  # every worker imports this, and would pay for the import of typing
+TYPE_CHECKING = False  # every worker imports this module, and importing typing takes time
 if TYPE_CHECKING:
     from ipaddress import IPv4Address, IPv6Address
 
@@ -37,7 +37,7 @@ def choose_level(level: str) -> None:
     """Sets the level for this process and its children.
 
     Raises:
-        ValueError: `level` is not a level, or the environment contains another one.
+        ValueError: `level` is not a level, or the environment contains a different one.
     """
     if level not in LEVELS:
         raise ValueError(f"the security level is {level!r}; it must be one of {', '.join(LEVELS)}")
@@ -55,7 +55,7 @@ def is_insecure() -> bool:
 
 
 def must_encrypt(own: str, peer: str, level: str | None) -> bool:
-    """Returns whether a connection between two numeric addresses must be encrypted, with the same result on both ends.
+    """Returns whether a connection between two numeric addresses must be encrypted; both ends get the same result.
 
     >>> must_encrypt("10.0.0.1", "10.0.0.2", None), must_encrypt("10.0.0.1", "10.0.0.2", "encrypt")
     (False, True)
@@ -73,7 +73,7 @@ def must_encrypt(own: str, peer: str, level: str | None) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether a numeric address can be reached from this machine only."""
+    """Returns whether a numeric address can be reached only from this machine."""
     return _address(address).is_loopback
 
 

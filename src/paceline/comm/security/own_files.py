@@ -1,8 +1,8 @@
-"""Files and directories that only this user can access, in directories where others may create files too.
+"""Files and directories that only this user can access, in directories where other users may also create files.
 
-Another user can make a file of the expected name beforehand, or a link to a file of this user, and later read or forge
-the content. Therefore a file is created exclusively, an existing one is opened without following links, and the opened
-file is checked, not its name.
+Another user can create a file with the expected name beforehand, or a link to a file of this user, and later read or
+forge the content. Therefore a new file is created exclusively, an existing file is opened without following links, and
+the opened file is checked rather than its name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 
 from paceline.errors import RendezvousError
 
-_OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a named pipe would wait for its other end
+_OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a named pipe would otherwise wait for its other end
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -28,11 +28,11 @@ class SharedFileError(PermissionError):
 def open_own(path: str, access: int = os.O_RDWR) -> int:
     """Opens a file private to this user, or creates it with mode 600; returns the descriptor, which the caller closes.
 
-    An empty file of this user that others may only read, as `touch` makes one, is given mode 600.
+    An empty file of this user that others may only read, as created by `touch`, is changed to mode 600.
 
     Args:
         path: the file's path. Its last part must not be a link.
-        access: the access mode, such as `os.O_RDWR`, and further flags.
+        access: the access mode, such as `os.O_RDWR`, with further flags.
 
     Raises:
         SharedFileError: the file is a link, not a regular file, has another owner or a second name, or others have
@@ -74,7 +74,7 @@ def _open_existing(path: str, access: int) -> int:
 
 
 def write_own(path: str, content: bytes) -> None:
-    """Writes a file of mode 600, replacing any other of that name; a reader sees all of the content or none of it.
+    """Writes a file with mode 600, replacing any other of that name; a reader sees either all of the content or none.
 
     Raises:
         OSError: the file cannot be written.
@@ -135,15 +135,15 @@ def is_own(status: os.stat_result) -> bool:
 
 
 def _is_usual_there(path: str, status: os.stat_result) -> bool:
-    """Returns whether a file that this user makes in the same directory has the same owner and mode."""
+    """Returns whether a file that this user creates in the same directory has the same owner and mode."""
     usual = _usual(path)
     return usual is not None and (usual.st_uid, usual.st_mode) == (status.st_uid, status.st_mode)
 
 
 def _usual(path: str) -> os.stat_result | None:
-    """Returns the status of a new file of mode 600 in the directory of `path`, or None if none can be made.
+    """Returns the status of a new file with mode 600 in the directory of `path`, or None if none can be created.
 
-    Some file systems have no owners or modes of their own, and NFS maps root to the user nobody.
+    Some file systems do not store owners and modes, and NFS maps root to the user nobody.
     """
     probe = f"{path}.{secrets.token_hex(4)}"
     try:
@@ -159,7 +159,7 @@ def _usual(path: str) -> os.stat_result | None:
 
 
 def own_directory() -> str:
-    """Returns a directory in which no other user can create files, after creating it if necessary.
+    """Returns a directory in which no other user can create files, and creates it if necessary.
 
     Raises:
         RendezvousError: other users have access to the directory.

@@ -1,10 +1,10 @@
 """Secret of a job: random bytes (32 by default, 16 at least) that only the processes of the job hold.
 
-Workers inherit the secret as a sealed memory file, whose descriptor PACELINE_SECRET_FD names. The variable outlives the
-descriptor: `subprocess` closes it in the child and leaves the environment as it is, and the number may then belong to
-any other file. The variable therefore also contains the file's inode and the process that made it. A process that no
-longer has the descriptor opens the file through the maker's /proc/PID/fd, which the kernel permits to processes of the
-same user only.
+Workers inherit the secret as a sealed memory file, whose descriptor is in PACELINE_SECRET_FD. The variable outlives the
+descriptor: `subprocess` closes the descriptor in a child but passes on the environment, and the number may then refer
+to any other file. The variable therefore also contains the file's inode and the process that created it. A process that
+no longer has the descriptor opens the file through this creator's /proc/PID/fd, which the kernel permits only to
+processes of the same user.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _LONGEST = 1024
 _LARGEST_FILE = 1 << 16
 
 
-class SecretFile:  # no dataclass: every worker imports this, and would pay for the import of dataclasses
+class SecretFile:  # not a dataclass: every worker imports this module, and importing dataclasses takes time
     """Address of a secret's memory file.
 
     Attributes:
-        fd: the descriptor in the process that made the file.
+        fd: the descriptor in the process that created the file.
         inode: the file's inode.
         maker: the id of that process.
     """
@@ -44,7 +44,7 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
 
     @classmethod
     def create(cls, secret: bytes) -> SecretFile:
-        """Writes a secret into a new memory file, and seals it against changes. The caller closes `fd`."""
+        """Writes a secret into a new memory file and seals it against changes. The caller closes `fd`."""
         fd = linux.memfd_create(_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
         try:
             os.write(fd, secret)
@@ -59,7 +59,7 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
         """Parses the text that `str` returned for a secret file.
 
         Raises:
-            ValueError: `text` has another form.
+            ValueError: `text` is malformed.
         """
         try:
             fd, inode, maker = map(int, text.split(":"))
@@ -78,7 +78,7 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
         return self._read(self.fd)
 
     def read_makers(self) -> bytes:
-        """Returns the secret from the process that made the file.
+        """Returns the secret from the process that created the file.
 
         Raises:
             ValueError: neither that process nor this one has the file.
@@ -104,7 +104,7 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
 
     def _read(self, fd: int) -> bytes | None:
         """Returns the content of descriptor `fd` if it is this file, otherwise None."""
-        with contextlib.suppress(OSError):  # the descriptor is closed, or of a kind that has no seals
+        with contextlib.suppress(OSError):  # the descriptor is closed, or its file cannot be sealed
             is_ours = (
                 os.fstat(fd).st_ino == self.inode
                 and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME} ")
@@ -122,14 +122,14 @@ def _described(fd: int) -> str:
 
 
 def job_secret() -> bytes | None:
-    """Returns the secret that this process was given; None without one, and at the security level `none`.
+    """Returns this process's secret, or None if it has none or the security level is `none`.
 
     Its sources are, in this order, the descriptor that workers inherit from `paceline run` (PACELINE_SECRET_FD),
     PACELINE_SECRET, the file that PACELINE_SECRET_FILE names, and, in a child of a worker that lacks the descriptor,
     the launcher's own descriptor.
 
     Raises:
-        ValueError: the secret is too short, its file is readable by others, or the inherited one cannot be read.
+        ValueError: the secret is too short, its file is readable by others, or the inherited secret cannot be read.
     """
     if chosen_level() == "none":
         return None
@@ -144,7 +144,7 @@ def _own_secret() -> bytes | None:
     if text := os.environ.get("PACELINE_SECRET"):
         return _checked(text.encode(), "PACELINE_SECRET")
     if path := os.environ.get("PACELINE_SECRET_FILE"):
-        # Links are followed, since Kubernetes uses them for secrets; the file that they lead to is checked.
+        # Links are followed, since Kubernetes uses them for secrets; their target is checked.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             mode = stat.S_IMODE(status.st_mode)
@@ -176,7 +176,7 @@ def _checked(secret: bytes, source: str) -> bytes:
 def derive_key(secret: bytes | None, context: str) -> bytes:
     """Returns HKDF-SHA256 (RFC 5869, one block) of the secret, bound to the purpose `context`.
 
-    Without a secret the key is a public constant, which protects nothing; it is accepted on loopback only (see
+    Without a secret the key is a public constant, which protects nothing; it is accepted only on loopback (see
     `require_secret`).
     """
     extracted = hmac.digest(b"paceline/1", secret if secret is not None else b"no secret", "sha256")
@@ -184,7 +184,7 @@ def derive_key(secret: bytes | None, context: str) -> bytes:
 
 
 def require_secret(address: str, secret: bytes | None) -> None:
-    """Raises an error if there is no secret, unless the address is loopback or the user permits insecure connections.
+    """Checks that there is a secret unless the address is loopback or the user permits insecure connections.
 
     Raises:
         ValueError: there is no secret; the message explains how to set one.

@@ -1,8 +1,8 @@
 """Treatment of peers that have not been authenticated.
 
 The kernel identifies a connection's origin. The number of pending connections is limited, so that silent peers cannot
-keep others out. Rejected connections are logged, a few in full and the rest as a count. Malformed data of any kind
-leads to a `ValueError`.
+block others. Rejected connections are logged, a few in full and the rest as a count. Malformed data of any kind raises
+a `ValueError`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 def origin_of_connection(connection: socket.socket) -> str:
-    """Returns the origin of a connection, see `origin_of`; empty if the connection has ended."""
+    """Returns the origin of a connection as `origin_of` does; empty if the connection has ended."""
     with contextlib.suppress(OSError):
         return origin_of(connection.getpeername(), connection.getsockname())
     return ""
 
 
 def origin_of(peer: object, own: object) -> str:
-    """Returns the origin of a connection: a user of this machine, another host, or a network of IPv6.
+    """Returns the origin of a connection: a user of this machine, another host, or an IPv6 network.
 
     Args:
         peer: the peer's address, as `socket` returns it.
@@ -62,7 +62,7 @@ def origin_of(peer: object, own: object) -> str:
         return ""  # a Unix socket
     host = str(peer[0]).partition("%")[0]
     if host.startswith(_LOOPBACK_PREFIXES):
-        with contextlib.suppress(OSError, struct.error):  # the kernel, or a sandbox, does not permit it
+        with contextlib.suppress(OSError, struct.error):  # the kernel or a sandbox does not permit it
             return f"user {_user_at(peer, own)}"
     if ":" in host:  # the owner of one address usually has the whole network
         network = socket.inet_pton(socket.AF_INET6, host)[:8] + bytes(8)
@@ -71,7 +71,7 @@ def origin_of(peer: object, own: object) -> str:
 
 
 def _user_at(peer: tuple[object, ...], own: tuple[object, ...]) -> int:
-    """Returns the id of the user who made the socket with the address `peer`, which is connected to `own`.
+    """Returns the id of the user who created the socket with the address `peer`, which is connected to `own`.
 
     Raises:
         OSError: the kernel does not report it.
@@ -90,7 +90,7 @@ def _user_at(peer: tuple[object, ...], own: tuple[object, ...]) -> int:
     return user
 
 
-Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # larger ones fit into no system call
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # larger numbers do not fit into any system call
 
 Data = TypeVar("Data")
 Decoded = TypeVar("Decoded")
@@ -99,7 +99,7 @@ Decoded = TypeVar("Decoded")
 def decode_untrusted(decode: Callable[[Data], Decoded], data: Data) -> Decoded:
     """Returns `decode(data)`, for a decoder of JSON or msgpack.
 
-    Decoders raise a `RecursionError`, which is not a `ValueError`, for data that is nested too deeply.
+    For data that is nested too deeply, decoders raise a `RecursionError`, which is not a `ValueError`.
 
     Raises:
         ValueError: the data cannot be decoded.
@@ -111,7 +111,7 @@ def decode_untrusted(decode: Callable[[Data], Decoded], data: Data) -> Decoded:
 
 
 def encodable(text: str) -> str:
-    """Returns text that can be encoded: lone surrogates, which JSON can contain, are written as escapes.
+    """Returns the text in a form that can be encoded: lone surrogates, which JSON can contain, are written as escapes.
 
     >>> encodable("a\\ud800b")
     'a\\\\ud800b'
@@ -129,8 +129,8 @@ _log = logging.getLogger(__name__)
 class RejectedConnections:
     """Log of the rejected connections of one listener.
 
-    The first `SHOWN` are logged with their reasons. Further ones are counted and summed up in one line every
-    `PERIOD_S` seconds, until a period passes without any.
+    The first `SHOWN` connections are logged with their reasons. Further ones are counted and summarised in one line
+    every `PERIOD_S` seconds, until a period passes without any.
 
     Args:
         channel: the name of the listener's service.
@@ -149,7 +149,7 @@ class RejectedConnections:
         self._closed = False
 
     def add(self, address: str, reason: object) -> None:
-        """Logs or counts a refused connection from `address`, which is without its port."""
+        """Logs or counts a rejected connection from `address`, which has no port."""
         with self._changing:
             now_s = time.monotonic()
             if self._timer is None and now_s - self._latest_s > self._period_s:
@@ -164,7 +164,7 @@ class RejectedConnections:
             _log.warning("a connection for %r was refused: %s", self._channel, reason)
 
     def close(self) -> None:
-        """Logs what has been counted so far; idempotent."""
+        """Logs the connections counted so far; idempotent."""
         with self._changing:
             self._closed = True
             if self._timer is not None:
@@ -214,9 +214,9 @@ Pending = TypeVar("Pending", bound=Hashable)
 
 
 class PendingConnections(Generic[Pending]):
-    """Limited set of connections. One too many replaces the oldest of the origin that has the most of them.
+    """Limited set of connections. One more than the limit replaces the oldest connection of the origin with the most.
 
-    A peer that opens many connections thus ends its own, and does not affect a peer that opens few.
+    A peer that opens many connections therefore replaces its own and does not affect a peer that opens few.
 
     Args:
         most: the largest number of connections.
@@ -232,7 +232,7 @@ class PendingConnections(Generic[Pending]):
         return len(self._origins)
 
     def __iter__(self) -> Iterator[Pending]:
-        """Yields the connections, the oldest first."""
+        """Yields the connections from the oldest to the newest."""
         return iter(tuple(self._origins))
 
     def add(self, connection: Pending) -> Pending | None:

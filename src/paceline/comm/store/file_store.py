@@ -1,10 +1,10 @@
-"""Store in a file that several processes open, also over NFS.
+"""Store in a file that several processes open, even over NFS.
 
 The file is a log of the operations that changed the store; every process replays it. Byte 0 of the lock space is locked
 while an operation runs, and every process that has the store open holds a shared lock on byte 1. If a process opens the
-file and finds byte 1 free, no process uses the store any more, and the log is started afresh: the file of an earlier
-run does no harm. A file that does not begin as a log is left as it is, and so is one to which other users have access.
-A process with last wills locks a byte of its own; a waiting process that finds the byte free carries out the wills.
+file and finds byte 1 unlocked, no other process uses the store, and it restarts the log: the file of an earlier run is
+harmless. A file that does not begin as a log is not changed, and neither is a file to which other users have access. A
+process with last wills locks its own byte; a waiting process that finds this byte unlocked carries out the wills.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ _WILLS_PERIOD_S = 0.1
 
 
 class FileStore(Store):
-    """A store in the file `file_name`, for processes that share a directory. `world_size` is for information.
+    """A store in the file `file_name`, for processes that share a directory. `world_size` is only informational.
 
     The store never removes the file. You may remove it between runs, but need not: the first process of a new run
-    discards an earlier run's content. The file is made with mode 600, since anybody who can write to it can change the
-    values that ranks read.
+    discards an earlier run's content. The file is created with mode 600, since anyone who can write to it can change
+    the values that ranks read.
 
     Raises:
         ValueError: the file's directory does not exist.
-        StoreError: the file is a link, belongs to another user, can be accessed by others, or is not a store's.
+        StoreError: the file is a link, belongs to another user, can be accessed by others, or is not the file of a
+            store.
     """
 
     def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1, timeout: Timeout = DEFAULT_TIMEOUT):
@@ -61,10 +62,10 @@ class FileStore(Store):
 
     def _open(self) -> None:
         self._owner = os.getpid()
-        self._threads = threading.Lock()  # the file's locks exclude other processes, not threads of this one
+        self._threads = threading.Lock()  # the file's locks exclude other processes, but not threads of this process
         self._table = _core.StoreTable()
         self._replayed = len(_MAGIC)
-        self._testator: bytes | None = None  # the number of this process's byte, once it has left a will
+        self._testator: bytes | None = None  # the number of this process's byte, once it has a will
         self._wills: dict[bytes, dict[bytes, bytes]] = {}  # values by key, by testator
         while self._fd < 0:
             try:
@@ -72,7 +73,7 @@ class FileStore(Store):
             except SharedFileError as error:
                 raise StoreError(f"{self}: {error}") from None
             with self._locked():
-                if os.fstat(self._fd).st_nlink == 0:  # the file has been removed; others will make a new one
+                if os.fstat(self._fd).st_nlink == 0:  # the file has been removed; other processes will create a new one
                     self.close()
                     continue
                 self._check_content()
@@ -82,7 +83,7 @@ class FileStore(Store):
                 _lock(self._fd, fcntl.F_RDLCK, _MEMBERS, wait=True)
 
     def _check_content(self) -> None:
-        """Checks that the file is a store's, or empty: other content would be lost."""
+        """Checks that the file is empty or belongs to a store: any other content would be lost."""
         beginning = os.pread(self._fd, len(_MAGIC), 0)
         if not _MAGIC.startswith(beginning):
             self.close()
@@ -95,7 +96,7 @@ class FileStore(Store):
         return f"FileStore({self.path!r})"
 
     def close(self) -> None:
-        """Leaves the store; idempotent."""
+        """Closes the store for this process; idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -105,7 +106,7 @@ class FileStore(Store):
             self.close()
 
     def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
-        if self._owner != os.getpid():  # a forked child shares its parent's locks, so it needs a file of its own
+        if self._owner != os.getpid():  # a forked child shares its parent's locks, so it must open the file itself
             self.close()
             self._open()
         if self._fd < 0:
@@ -221,7 +222,7 @@ def _read_record(fd: int, offset: int) -> tuple[int, int, list[bytes], int] | No
 
 
 def _lock(fd: int, kind: int, byte: int, *, wait: bool) -> bool:
-    """Sets an open-file-description lock, which belongs to the descriptor and not, like POSIX locks, to the process."""
+    """Sets an open-file-description lock, which belongs to the descriptor and not to the process, as POSIX locks do."""
     request = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
     try:
         fcntl.fcntl(fd, F_OFD_SETLKW if wait else F_OFD_SETLK, request)

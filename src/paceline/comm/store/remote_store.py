@@ -1,4 +1,4 @@
-"""Client of a store that another process, or another thread of this one, serves."""
+"""Client of a store that another process, or another thread of this process, serves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CHANNEL = "store"
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
 _UNFINISHED_FOR_S = 20.0  # a busy or closing server may be late with a handshake; another program never finishes one
-_GRACE_S = 10.0  # for the server to answer, in addition to a request's own waiting time
+_GRACE_S = 10.0  # the time for the server to answer, in addition to a request's own waiting time
 
 _STATUS = tuple(StoreStatus)
 _ANSWERED, _CLOSED, _LOST = 0, 1, 4  # outcomes of an exchange with the server (native/store/client.hpp)
 
 
 class StoreServerLostError(StoreConnectionError):
-    """The connection ended without the server's goodbye: its process has died, or the network is cut."""
+    """The connection ended without a closing message from the server: its process has died, or the network is cut."""
 
 
 class RemoteStore(Store):
@@ -37,8 +37,8 @@ class RemoteStore(Store):
     server has closed is never reopened.
 
     Args:
-        open_connection: a function that opens an authenticated connection. It keeps trying while the function that it
-            is given returns true.
+        open_connection: a function that opens an authenticated connection. It keeps trying as long as the function
+            passed to it returns true.
         name: the store's name in messages.
         timeout: the time-out of waiting calls, in seconds or as a timedelta.
     """
@@ -62,7 +62,7 @@ class RemoteStore(Store):
         return self._name
 
     def close(self) -> None:
-        """Closes the connections, which wakes threads that wait; idempotent."""
+        """Closes the connections, which wakes waiting threads; idempotent."""
         self._closed = True
         if os.getpid() != self._owner:  # a forked child must not end its parent's connections
             return
@@ -124,19 +124,19 @@ def connect(
     timeout: Timeout,
     is_wanted: Callable[[], bool],
 ) -> Connection:
-    """Dials until the server answers or `timeout` expires; returns the authenticated connection.
+    """Connects until the server answers or `timeout` expires; returns the authenticated connection.
 
     Args:
-        dial: a function that connects a socket within a number of seconds.
+        dial: a function that connects a socket within the given number of seconds.
         place: the server's address, for messages.
         secret: the job's secret, or None.
         timeout: the time-out for all attempts, in seconds or as a timedelta.
-        is_wanted: returns false once this process has closed the store.
+        is_wanted: a function that returns false once this process has closed the store.
 
     Raises:
         StoreConnectionError: no server answered, or the connection is no longer wanted. The message names the place,
             the number of attempts and the last error.
-        AuthenticationError: the server belongs to another job, or is no Paceline process.
+        AuthenticationError: the server belongs to another job, or is not a Paceline process.
     """
     started = time.monotonic()
     deadline = started + to_seconds(timeout)

@@ -1,4 +1,4 @@
-"""Interface of every store, with the store of one process (`HashStore`) and a prefixed view of another (`PrefixStore`).
+"""Interface of every store, an in-process store (`HashStore`), and a prefixed view of a store (`PrefixStore`).
 
 Each call is one operation, which a subclass performs in `_apply`.
 """
@@ -20,7 +20,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 class StoreOp(IntEnum):
-    """The operations, numbered as on the wire."""
+    """The operations, with their numbers in the protocol."""
 
     SET = 1
     GET = 2
@@ -40,7 +40,7 @@ class StoreOp(IntEnum):
 
 
 class StoreStatus(IntEnum):
-    """The kinds of answer, numbered as on the wire."""
+    """The kinds of answers, with their numbers in the protocol."""
 
     OK = 0
     TIMED_OUT = 1
@@ -73,11 +73,11 @@ class Store(ABC):
         self._ask(StoreOp.SET, [key.encode(), _bytes(value)])
 
     def get(self, key: str) -> bytes:
-        """Waits until `key` is set, and returns its value."""
+        """Waits until `key` is set and returns its value."""
         return self._wait_and_ask(StoreOp.GET, [key.encode()], None)[1][0]
 
     def add(self, key: str, amount: int) -> int:
-        """Adds `amount` to the number under `key` (0 if there is none) and returns the sum.
+        """Adds `amount` to the number stored under `key` (0 if there is none) and returns the sum.
 
         Raises:
             StoreError: the value is not a decimal number of 64 bits.
@@ -112,7 +112,7 @@ class Store(ABC):
         return self._wait_and_ask(StoreOp.MULTI_GET, _keys(keys), None)[1]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        """Sets each of `keys` to the value at the same index, in one step."""
+        """Sets each of `keys` to the value at the same index, in one operation."""
         if len(keys) != len(values):
             raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values; each key needs one value")
         fields = [part for key, value in zip(_keys(keys), values, strict=True) for part in (key, _bytes(value))]
@@ -148,9 +148,9 @@ class Store(ABC):
         return self._ask(StoreOp.QUEUE_LENGTH, [key.encode()])[0]
 
     def set_last_will(self, key: str, value: bytes | str | None) -> None:
-        """Has the store set `key` to `value` when this process's connection ends for any reason.
+        """Makes the store set `key` to `value` when this process's connection ends for any reason.
 
-        Each key has a will of its own. A later call for the same key replaces the value, and None withdraws it. A
+        Each key has its own will. A later call for the same key replaces the value, and None withdraws it. A
         `HashStore`, which ends with its process, keeps no wills.
         """
         self._ask(StoreOp.LAST_WILL, [key.encode(), _bytes("" if value is None else value)], int(value is None))
@@ -162,7 +162,7 @@ class Store(ABC):
         self.wait([f"{key}/all"], timeout)
 
     def clone(self) -> Store:
-        """Returns this store. Threads can share it, since each waiting thread uses a connection of its own."""
+        """Returns this store. Threads can share it, since each waiting thread uses its own connection."""
         return self
 
     def close(self) -> None:
@@ -189,7 +189,8 @@ class Store(ABC):
 
     @abstractmethod
     def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
-        """Performs `op`. Waiting operations have their time-out in ms as `number`, and return missing keys after it."""
+        """Performs `op`. The `number` of a waiting operation is its time-out in ms, after which it returns missing
+        keys."""
 
 
 def _bytes(value: bytes | str) -> bytes:

@@ -1,4 +1,4 @@
-"""Store over TCP: one rank serves it, and all ranks connect.
+"""Store over TCP: one rank serves it, and all ranks connect to it.
 
 `StoreServer` accepts clients that prove the job's secret, and passes their connections to the core's server.
 """
@@ -27,13 +27,13 @@ from paceline.durations import Timeout, to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 from paceline.routes import resolver_name
 
-BACKLOG = 1024  # connections that may wait to be accepted
+BACKLOG = 1024  # the number of connections that may wait to be accepted
 _LISTENING = "0A"
 _JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"  # keys
 
 
 class StoreServer:
-    """Server of a store. Python code runs only for a connection's handshake; a thread of the core serves the requests.
+    """Server of a store. Python code runs only during a connection's handshake; a thread of the core serves requests.
 
     Args:
         listener: the listening socket, which the server closes.
@@ -49,7 +49,7 @@ class StoreServer:
 
     @classmethod
     def on_unix_path(cls, path: str, secret: bytes | None) -> StoreServer:
-        """Serves on a Unix socket at `path`, whose directory should be accessible to its owner only."""
+        """Serves on a Unix socket at `path`, whose directory should be accessible only to its owner."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(path)
@@ -61,7 +61,7 @@ class StoreServer:
 
     @property
     def port(self) -> int:
-        """The TCP port that the server listens on."""
+        """The TCP port on which the server listens."""
         return self._listener.port
 
     def close(self) -> None:
@@ -87,10 +87,10 @@ class TCPStore(RemoteStore):
     """A store served over TCP at `host_name`:`port`.
 
     Args:
-        host_name: the name or address (IPv4 or IPv6) of the serving rank, the same on every rank. The server listens on
-            this address only.
-        port: the server's port. With 0 on the server, the system chooses a port, which the attribute `port` has.
-        world_size: the number of clients, including the serving rank; None if it is not known.
+        host_name: the name or address (IPv4 or IPv6) of the serving rank, the same on every rank. The server listens
+            only on this address.
+        port: the server's port. If it is 0 on the server, the system chooses a port; see the attribute `port`.
+        world_size: the number of clients, including the serving rank; None if it is unknown.
         is_master: whether this process serves the store.
         timeout: the time-out for connecting and for every waiting call, in seconds or as a timedelta.
         wait_for_workers: whether the server waits here until `world_size` clients have connected.
@@ -187,7 +187,7 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
     try:
         require_secret(connection.getpeername()[0], secret)
         if connection.getpeername() == connection.getsockname():
-            # Dialling a free port of this machine repeatedly can succeed with the caller itself at the other end.
+            # Connecting repeatedly to a free port of this machine can succeed with the caller itself at the other end.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     except BaseException:
         connection.close()
@@ -198,12 +198,12 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
 def listen(host_name: str, port: int, secret: bytes | None) -> ListeningEndpoint:
     """Returns a listener on the first address of `host_name`, never on a wildcard address.
 
-    In a job with one port for all connections between machines, `port` is the number behind that port, and the
-    listener's address contains this number too.
+    In a job with a single port for all connections between machines, `port` is a number at that port, and the
+    listener's address also contains this number.
 
     Raises:
         PortInUseError: another process listens on the port.
-        StoreConnectionError: the address is not this machine's.
+        StoreConnectionError: the address does not belong to this machine.
         ValueError: the address is not loopback and there is no secret.
     """
     shared = chosen_port()
@@ -226,7 +226,7 @@ def listen(host_name: str, port: int, secret: bytes | None) -> ListeningEndpoint
 
 
 def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Returns a socket that listens like `listen`, but always at a port of its own.
+    """Returns a socket that listens as for `listen`, but always at its own port.
 
     Raises:
         PortInUseError, StoreConnectionError, ValueError: see `listen`.
@@ -235,7 +235,7 @@ def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.so
 
 
 def bind_to_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Returns a socket that is bound to a port of its own and does not listen yet.
+    """Returns a socket that is bound to its own port and does not listen yet.
 
     Raises:
         PortInUseError, StoreConnectionError, ValueError: see `listen`.
@@ -274,7 +274,7 @@ def _held(port: int) -> str:
 
 
 def _require_own(host_name: str, address: str, error: OSError) -> None:
-    """Raises a StoreConnectionError if `error` reports that the address is another machine's."""
+    """Raises a StoreConnectionError if `error` reports that the address belongs to another machine."""
     if error.errno == errno.EADDRNOTAVAIL:
         raise StoreConnectionError(
             f"{host_name} ({address}) is not an address of this machine ({socket.gethostname()}), so rank 0 "
@@ -283,7 +283,7 @@ def _require_own(host_name: str, address: str, error: OSError) -> None:
 
 
 def port_owner(port: int) -> str | None:
-    """Describes the process that listens on a port of this machine, as in "process 4711 (python train.py)".
+    """Returns the process that listens on a port of this machine, as in "process 4711 (python train.py)".
 
     Returns None if the process belongs to another user or has ended.
     """

@@ -1,5 +1,4 @@
-"""Parts shared by the engines that wrap a library: the order of calls, schedules over messages, and the diagnosis of
-failures.
+"""Parts shared by engines that wrap a library: the order of calls, schedules over messages, and failure diagnosis.
 
 May use: the files of `engine` itself, `schedule`, `store`, `_core`. Start reading at `library_engine.py`, the base of
 such an engine, and `serial_channel.py`, the base of its channels; `schedule_executor.py` runs schedules, and
