@@ -189,8 +189,7 @@ class Store(ABC):
 
     @abstractmethod
     def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
-        """Performs `op`. The `number` of a waiting operation is its time-out in ms, after which it returns missing
-        keys."""
+        """Performs `op`. A waiting operation has its time-out in ms as `number`, and then returns missing keys."""
 
 
 def _bytes(value: bytes | str) -> bytes:
