@@ -49,7 +49,7 @@ void require_streams(const std::vector<Stream>& streams, std::size_t count, std:
                    " bytes; each needs " + std::to_string(*nbytes));
 }
 
-// Requires the tensors that the operation has on one host, all but all_to_all's of `nbytes` bytes each.
+// Checks that the call has the tensors of its operation on one host, each of `nbytes` bytes except in all_to_all.
 void require_tensors(const Call& call, bool is_root, std::size_t size, std::uint64_t nbytes) {
     std::size_t inputs = 0;
     std::size_t outputs = 1;
@@ -88,7 +88,7 @@ void require_tensors(const Call& call, bool is_root, std::size_t size, std::uint
     require_streams(call.outputs, outputs, nbytes, "outputs");
 }
 
-// The names of a CollectiveCall's fields, interned so that Python compares them by address.
+// The names of a CollectiveCall's fields, interned so that Python can compare them by address.
 struct CallFields {
     PyObject* operation = PyUnicode_InternFromString("operation");
     PyObject* dtype = PyUnicode_InternFromString("dtype");

@@ -14,28 +14,29 @@
 
 namespace paceline::bindings {
 
-// A list of tensors as address, bytes, address, bytes, ...
+// A list of tensors: address, number of bytes, address, number of bytes, ...
 using FlatPieces = std::vector<std::uint64_t>;
 
-// Throws nb::value_error if the tensors have more bytes than a number can say.
+// Throws nb::value_error if the total number of bytes overflows 64 bits.
 Stream to_stream(const FlatPieces& flat);
 
-// Convert the numbers by which Python names these; throw nb::value_error if there is none of that number.
+// Convert Python's codes to enumerators; throw nb::value_error for an unknown code.
 Operation to_operation(int code);
 DType to_dtype(int code);
 ReduceOp to_reduce_op(int code);
 
-// Throws nb::value_error unless the call has a reduction that is defined for its type, if it needs one, a root that is
-// one of `size` ranks, if it needs one, and tensors for all of its elements. Where each must have its own tensors, as
-// on one host, they must also be as many and as long as the operation asks of `rank`.
+// Throws nb::value_error unless the call has a reduction that is defined for its type (if it reduces), a root among the
+// `size` ranks (if it has a root), and tensors with room for all of its elements. If `is_exact`, as on one host, the
+// number and lengths of the tensors must also be those that the operation requires on `rank`.
 void require_sound(const Call& call, int rank, int size, bool is_exact);
 
-// An update whose steps Python begins.
+// An update whose steps are begun by Python.
 class CheckedUpdate final : public update::Update {
   public:
     CheckedUpdate(DType dtype, const std::vector<update::Run>& runs);
 
-    // Begins a step. Throws nb::value_error if a run's group has no options, or a run lacks what its rule needs.
+    // Begins a step. Throws nb::value_error if a run's group has no options, or a run lacks a state that its rule
+    // needs.
     void begin_step(const std::vector<update::Options>& groups);
 
     // Throws nb::value_error if no step has begun.
@@ -46,36 +47,37 @@ class CheckedUpdate final : public update::Update {
     bool has_begun_ = false;
 };
 
-// Converts a paceline.comm.engine.channel.CollectiveCall, whose fields are read by their names. Throws nb::type_error
-// for an object that lacks one of them.
+// Converts a paceline.comm.engine.channel.CollectiveCall, whose fields are read by name. Throws nb::type_error for an
+// object that lacks one of the fields.
 Call to_call(nanobind::handle fields);
 
-// Returns this process's place among members of a mesh. Throws nb::value_error unless they are different ranks of it,
-// of which this process is one.
+// Returns this process's index in `members`. Throws nb::value_error unless the members are distinct ranks of the mesh
+// and include this process.
 int place_among(const std::vector<int>& members, const shm::Mesh& mesh);
 
-// Lets Ctrl-C interrupt a waiting call; leaves the exception set on the calling thread.
+// Handles pending signals, so that Ctrl-C interrupts a waiting call; leaves the exception set on the calling thread.
 bool python_interrupted();
 
-// Returns the queue of a group if calls can be made on it. Throws nb::value_error if the group is closed, or if this
-// process inherited it by a fork.
+// Returns the queue of a group if it accepts calls. Throws nb::value_error if the group is closed, or if this process
+// inherited it by a fork.
 std::shared_ptr<CallQueue> usable(std::shared_ptr<CallQueue> queue);
 
-// Whether the tensors are so small that to give up the interpreter lock would take longer than to copy and reduce them.
+// Whether the tensors are so small that releasing the interpreter lock would take longer than copying and reducing
+// them.
 bool is_small(const Call& call);
 
-// Returns None when the call succeeded.
+// Returns None if the call succeeded.
 nanobind::object report(Outcome outcome);
 
-// Runs the call on this thread without holding the interpreter lock. If it `may_be_over_at_once`, the lock is not given
-// up before the thread has to wait.
+// Runs the call on this thread without holding the interpreter lock. If `may_be_over_at_once`, the lock is not released
+// until the thread has to wait.
 nanobind::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once = false);
 
-// Both take the queue of a group that may have been closed, and then have no effect.
+// These functions have no effect if the group of the queue has been closed.
 void abort_calls(std::shared_ptr<CallQueue> queue);
 int failure_of(std::shared_ptr<CallQueue> queue);
 
-// The time-out in seconds: none for one that is negative or no number, and a hundred years for one that is longer.
+// Converts a time-out in seconds: 0 for a negative number or NaN, and at most a hundred years.
 std::chrono::nanoseconds to_duration(double timeout_s);
 
 std::chrono::steady_clock::time_point deadline_in(double timeout_s);

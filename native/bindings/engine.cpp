@@ -29,7 +29,7 @@ class HostGroup {
     HostGroup(std::shared_ptr<shm::Mesh> mesh, std::unique_ptr<host::Group> group, int rank, int size,
               std::size_t slot_bytes)
         : mesh_(std::move(mesh)),
-          // The mesh must outlive a call that still runs on another thread.
+          // The mesh must outlive a call that is still running on another thread.
           queue_(new CallQueue(std::move(group)), [held = mesh_](CallQueue* queue) { delete queue; }),
           rank_(rank),
           size_(size),
@@ -50,7 +50,7 @@ class HostGroup {
         return reduce({address, count, type}, op, timeout_ns);
     }
 
-    // Returns False, and does nothing, unless the tensor can be reduced as it is.
+    // Returns False and does nothing if the tensor cannot be reduced as it is.
     nb::object all_reduce_tensor(nb::handle tensor, nb::handle reduction, std::int64_t timeout_ns) {
         const auto reduce_op = read_reduction(reduction);
         const auto dense = reduce_op && queue_ ? read_dense(tensor) : std::nullopt;
@@ -66,7 +66,7 @@ class HostGroup {
         return finish(sound(call));
     }
 
-    // Runs a call whose inputs and outputs are dense, of `count` elements each, at these addresses.
+    // Runs a call whose inputs and outputs, given by address, are dense and have `count` elements each.
     nb::object run_equal(int operation, int dtype, int reduce_op, int root, std::uint64_t count,
                          std::int64_t timeout_ns, const std::vector<std::uint64_t>& inputs,
                          const std::vector<std::uint64_t>& outputs) {
@@ -120,13 +120,13 @@ class HostGroup {
   private:
     std::shared_ptr<CallQueue> queue() const { return usable(queue_); }
 
-    // Returns the call, which the group can make.
+    // Returns the call after checking that the group can make it.
     Call& sound(Call& call) const {
         require_sound(call, rank_, size_, true);
         return call;
     }
 
-    // Whether the tensor is reduced in place if it lies in a shared region.
+    // Whether the call's tensor is reduced in place if it is in a shared region.
     bool may_be_shared(const Call& call) const {
         return call.operation == Operation::all_reduce && call.inputs.empty() && call.outputs[0].nbytes() > slot_bytes_;
     }
@@ -203,7 +203,7 @@ void require_ranks(int size) {
     if (size < 1 || size > shm::kMaxRanks) throw nb::value_error("a host has 1 to 1024 ranks");
 }
 
-// Makes the directory of a host of `size` ranks; returns its descriptor, which the caller closes.
+// Creates the directory of a host with `size` ranks; returns its descriptor, which the caller closes.
 int create_directory(int size) {
     require_ranks(size);
     const auto directory = shm::HostDirectory::create(size);
@@ -212,13 +212,13 @@ int create_directory(int size) {
     return fd;
 }
 
-// Takes over `fd`, a directory's descriptor, or makes a directory if it is negative.
+// Takes ownership of `fd`, a directory's descriptor, or creates a directory if `fd` is negative.
 std::shared_ptr<shm::Mesh> join_mesh(int rank, int size, int fd, std::vector<int> names) {
     require_ranks(size);
     if (rank < 0 || rank >= size) throw nb::value_error("the rank is not one of the directory's");
     if (!names.empty() && names.size() != static_cast<std::size_t>(size))
         throw nb::value_error("each rank of the directory needs a name");
-    errno = EBADMSG;  // what is no directory
+    errno = EBADMSG;  // for a file that is not a directory of ranks
     auto directory = fd < 0 ? shm::HostDirectory::create(size) : shm::HostDirectory::adopt(fd, size);
     if (!directory) throw std::system_error(errno, std::generic_category(), "the directory of the host's ranks");
     directory->close_descriptor();
@@ -255,7 +255,7 @@ std::vector<std::tuple<std::uint64_t, int, int, int, int, std::uint64_t>> calls_
     return calls;
 }
 
-// Returns the algorithms of these calls' schedules, 0 for a call without one.
+// Returns the algorithms of the outcome's calls, or 0 for a call without a schedule.
 std::vector<int> algorithms_of(const Outcome& outcome) {
     std::vector<int> algorithms;
     for (const CallHeader& header : outcome.calls) algorithms.push_back(header.algorithm);
@@ -277,7 +277,7 @@ nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>> shared_tensor(std::size_t nb
     return nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>>(data, {nbytes}, capsule);
 }
 
-// Reduces the `count` elements at each address in `sources` into those at `out`, which may be one of the sources.
+// Reduces the `count` elements at each address in `sources` into `out`, which may be one of the sources.
 void reduce(std::uintptr_t out, const std::vector<std::uintptr_t>& sources, std::size_t count, int dtype, int reduce_op,
             int divisor) {
     const ReduceFn kernel = find_reduction(to_dtype(dtype), to_reduce_op(reduce_op));
@@ -290,7 +290,7 @@ void reduce(std::uintptr_t out, const std::vector<std::uintptr_t>& sources, std:
     kernel(reinterpret_cast<void*>(out), from.data(), static_cast<int>(from.size()), count, divisor);
 }
 
-// Returns the index of the first piece that has NaN or infinity among its first `most_bytes`, or -1.
+// Returns the index of the first piece with NaN or infinity in its first `most_bytes` bytes, or -1.
 int first_not_finite(const FlatPieces& pieces, int dtype, std::size_t most_bytes) {
     const DType type = to_dtype(dtype);
     const nb::gil_scoped_release release;
@@ -365,7 +365,7 @@ void register_engine(nb::module_& module) {
         .def("abort", &HostGroup::abort)
         .def("failure", &HostGroup::failure)
         .def("close", &HostGroup::close)
-        // On one host nothing is quantised, which is as good as what a caller asks for.
+        // On one host a `wire` is accepted but data stays exact.
         .def_prop_ro("quantises", [](const HostGroup&) { return true; });
 
     module.def("shared_tensor", &shared_tensor, nb::arg("nbytes"));

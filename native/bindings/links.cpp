@@ -19,7 +19,7 @@ using executor::Messenger;
 using executor::Request;
 using executor::Schedule;
 
-// A send or a receive in progress. It does not keep its group alive: closing the group ends all of its messages.
+// A send or a receive in progress. It does not keep its group alive: closing the group ends all messages.
 class Message {
   public:
     Message(const std::shared_ptr<Messenger>& messenger, std::shared_ptr<Request> request)
@@ -44,7 +44,7 @@ class Message {
     std::shared_ptr<Request> request_;
 };
 
-// A messenger with the lanes that it must not outlive. (If a deleter held the lanes, the messages' weak pointers would
+// A messenger with its lanes, which must outlive it. (If a deleter held the lanes, the messages' weak pointers would
 // keep them alive.)
 struct Owned {
     explicit Owned(std::shared_ptr<link::LaneSet> held) : lanes(std::move(held)), messenger(*lanes) {}
@@ -63,7 +63,7 @@ class ScheduleGroup {
     explicit ScheduleGroup(std::shared_ptr<link::LaneSet> lanes)
         : lanes_(std::move(lanes)),
           messenger_(messenger_of(lanes_)),
-          // Both must outlive a call that still runs on another thread.
+          // Both must outlive a call that is still running on another thread.
           queue_(new CallQueue(std::make_unique<executor::Executor>(*lanes_, *messenger_)),
                  [lanes = lanes_, messenger = messenger_](CallQueue* queue) { delete queue; }) {}
 
@@ -111,7 +111,7 @@ class ScheduleGroup {
                      });
     }
 
-    // Ranks known to have died or left so far; those that died come first.
+    // The ranks known to have died or left so far, with dead ranks first.
     std::vector<int> gone() const {
         if (!messenger_) return {};
         const std::shared_ptr<Messenger> messenger = messenger_;
@@ -137,8 +137,8 @@ class ScheduleGroup {
     void abort() const { abort_calls(queue_); }
     int failure() const { return failure_of(queue_); }
 
-    // What was far from its prediction, once: operation, algorithm, type, count, calls, and the nanoseconds of the
-    // shortest of them and of the prediction.
+    // Returns the calls that were far from their prediction, once: operation, algorithm, dtype, number of elements,
+    // number of calls, and the nanoseconds of the shortest call and of the prediction.
     nb::object surprise() const {
         const auto found = queue_ ? queue_->surprise() : std::nullopt;
         if (!found) return nb::none();
@@ -190,7 +190,7 @@ class ScheduleGroup {
     std::shared_ptr<CallQueue> queue_;
 };
 
-constexpr std::size_t kLeastConnections = 2;  // one for control, the others for data
+constexpr std::size_t kLeastConnections = 2;  // one for control and at least one for data
 
 ScheduleGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
                             const std::vector<int>& mesh_ranks, const std::vector<nb::list>& connections,

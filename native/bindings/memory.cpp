@@ -1,4 +1,4 @@
-// Bindings of memory that the ranks of a host share for longer than a call.
+// Bindings of memory that outlives a call and is shared by the ranks of a host.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>

@@ -1,11 +1,11 @@
-// The extension module paceline._core. Bindings live in this folder and nowhere else, one file for each component.
+// The extension module paceline._core. Only this folder contains bindings, one file for each component.
 #include <system_error>
 
 #include "bindings/bindings.hpp"
 
 namespace {
 
-// A std::system_error (no descriptors or threads left) becomes an OSError with the same errno.
+// Converts a std::system_error (no descriptors or threads left) to an OSError with the same errno.
 void translate(const std::exception_ptr& thrown, void*) {
     try {
         std::rethrow_exception(thrown);

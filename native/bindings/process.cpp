@@ -1,4 +1,4 @@
-// Bindings of what the kernel lets this process use, for the launcher and for modules that choose by it.
+// Bindings of this process's limits (cores, quotas, cgroups), for the launcher and for modules that depend on them.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

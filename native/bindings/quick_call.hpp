@@ -1,8 +1,8 @@
-// What a persistent call does each time that it is called, without a frame of Python's.
+// The fast path of a persistent call, which runs without a Python frame.
 //
-// A subclass in Python (paceline.comm.group.collectives.persistent) does all the rest. Whenever something is not as it
-// should be, or somebody wants to watch, its method `_call_with_care` is called instead, which looks again; `_fail`
-// gets the outcome of a call that failed.
+// A subclass in Python (paceline.comm.group.collectives.persistent) does everything else. If a check fails or a
+// profiler is recording, the subclass's method `_call_with_care` is called instead, which repeats the checks; `_fail`
+// receives the outcome of a failed call.
 #pragma once
 
 #include <optional>
@@ -16,26 +16,26 @@ namespace paceline::bindings {
 
 class QuickCall {
   public:
-    // Until it is armed, every call is made with care. `tensors` has each tensor with its layout at the time when the
-    // call was prepared, which `layout_of` returns for one. The time-out is the attribute `timeout_ns` of `limits`.
-    // `watched` is a dictionary in which `key` stands for whether somebody watches.
-    // `count_writes` is called with `written`, the tensors that the call writes to, before each call.
+    // Before this, every call takes the path of `_call_with_care`. `tensors` has each tensor with its layout when the
+    // call was prepared, as returned by `layout_of`. The time-out is the attribute `timeout_ns` of `limits`. In the
+    // dictionary `watched`, the value of `key` is whether a profiler is recording. `count_writes` is called before each
+    // call with `written`, the tensors that the call writes.
     void arm(nanobind::object prepared, std::vector<std::pair<nanobind::object, nanobind::object>> tensors,
              nanobind::object layout_of, nanobind::object limits, nanobind::dict watched, nanobind::str key,
              nanobind::object count_writes, nanobind::tuple written);
 
-    // Makes the call of the subclass's object `self`; a slot of its type.
+    // Makes the call of `self`, an object of the subclass; a slot of its type.
     static PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords);
     static int traverse(PyObject* self, visitproc visit, void* arg);
     static int clear(PyObject* self);
 
-    bool is_started = false;  // by `start`, and not over yet
+    bool is_started = false;  // whether `start` was called and the call is not complete
 
   private:
     struct Prepared {
         nanobind::object tensor;
-        nanobind::object layout;           // as Python compares it
-        std::optional<TensorLayout> read;  // the same without Python, where that can be had
+        nanobind::object layout;           // in the form that Python compares
+        std::optional<TensorLayout> read;  // the layout as read without Python, if this is supported
     };
 
     bool is_as_usual() const;

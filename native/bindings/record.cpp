@@ -1,4 +1,4 @@
-// Bindings of the recorder, for paceline.comm.record and paceline.operate.diagnosis. They do nothing where it is off.
+// Bindings of the recorder, for paceline.comm.record and paceline.operate.diagnosis. They do nothing while it is off.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -40,7 +40,7 @@ class RecordedCall {
         written_ = recorder->add(fields_, false);
     }
 
-    // It starts now, or started at a tick.
+    // Records the start, at the current tick if `tick` is 0.
     void start(std::uint64_t tick) {
         Recorder* const recorder = Recorder::active();
         if (recorder == nullptr) return;
@@ -49,8 +49,8 @@ class RecordedCall {
         recorder->change(written_, fields_, false);
     }
 
-    // Ends it, now or at a tick, with the bytes that this rank contributed and, of a receive, the rank that they came
-    // from.
+    // Records the end, at the current tick if `tick` is 0, with the bytes that this rank contributed and, for a
+    // receive, the rank that sent them.
     void end(int outcome, std::uint64_t shm_nbytes, std::uint64_t tcp_nbytes, int last_arrived, std::uint64_t tick) {
         Recorder* const recorder = Recorder::active();
         if (recorder == nullptr) return;

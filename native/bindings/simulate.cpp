@@ -31,7 +31,7 @@ std::vector<double> to_doubles(const nb::bytes& bytes) {
     return numbers;
 }
 
-// Each route is eight numbers and then, for each link that it uses, the link and its weight.
+// Each route consists of eight numbers followed by the number and the weight of each link that it uses.
 std::vector<Route> to_routes(const std::vector<double>& numbers) {
     std::vector<Route> routes;
     for (std::size_t at = 0; at < numbers.size();) {
@@ -55,7 +55,7 @@ std::vector<Route> to_routes(const std::vector<double>& numbers) {
     return routes;
 }
 
-// Throws what becomes a ValueError if an amount, a time or a rate is such that time would not go on.
+// Throws an exception that becomes a ValueError if an amount, a time or a rate would stop the simulated time.
 void require_times(const Scenario& scenario) {
     const auto is_amount = [](double number) { return number >= 0 && std::isfinite(number); };
     const auto is_rate = [](double number) { return number > 0; };

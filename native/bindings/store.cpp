@@ -66,7 +66,7 @@ class OwnedServer {
     std::unique_ptr<store::Server> server_;
 };
 
-// Returns (result, status, number, fields); the last three are valid only when the result is `answered`.
+// Returns (result, status, number, fields); the last three are valid only if the result is `answered`.
 nb::tuple ask(Client& client, int op, std::int64_t number, const std::vector<nb::bytes>& fields, double timeout_s) {
     const Message request = to_message(op, number, fields);
     Message answer;
@@ -80,7 +80,7 @@ nb::tuple ask(Client& client, int op, std::int64_t number, const std::vector<nb:
                           to_list(answer.fields));
 }
 
-// Returns (status, number, fields), or None when the request has to wait.
+// Returns (status, number, fields), or None if the request has to wait.
 nb::object apply(store::Table& table, int op, std::int64_t number, const std::vector<nb::bytes>& fields) {
     std::vector<std::string> changed;
     const auto answer = table.apply(to_message(op, number, fields), changed);

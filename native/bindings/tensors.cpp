@@ -19,10 +19,10 @@ struct Table {
     void (*allocate)();
     void (*to_owned)();
     void (*from_owned)();
-    int (*read)(void* object, nb::dlpack::dltensor* found);  // without a copy and a reference; may be null
+    int (*read)(void* object, nb::dlpack::dltensor* found);  // takes neither a copy nor a reference; may be null
 };
 
-// What `read_tensors` was told. The references are never given up, since calls may come until the process ends.
+// The arguments of `read_tensors`. The references are never released, since calls may be made until the process ends.
 struct Known {
     const Table* table = nullptr;
     nb::handle tensor, parameter, is_neg, reduction, count_writes;
@@ -65,7 +65,7 @@ std::optional<DType> dtype_of(const nb::dlpack::dtype& type) {
     return std::nullopt;
 }
 
-// Returns the number of elements if they lie one after the other, in the order of the indices.
+// Returns the number of elements if they are contiguous in index order.
 std::optional<std::uint64_t> dense_count(const nb::dlpack::dltensor& found) {
     std::int64_t count = 1;
     bool is_dense = true;
@@ -99,7 +99,7 @@ std::optional<DenseTensor> read_dense(nb::handle object) {
     const auto dtype = dtype_of(found->dtype);
     const auto count = dense_count(*found);
     const bool has_memory = found->data != nullptr || count == 0U;
-    // Values may be the negatives of what is in memory, of which DLPack knows nothing.
+    // A tensor may be a negative view, which DLPack does not report.
     if (!dtype || !count || !has_memory || !known().is_neg(object).is(Py_False)) return std::nullopt;
     return DenseTensor{begin_of(*found), *count, *dtype};
 }

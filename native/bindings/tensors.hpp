@@ -1,6 +1,6 @@
-// Reads tensors of PyTorch without their attributes in Python, which take as long as a small all-reduce.
+// Reads PyTorch tensors without their Python attributes, access to which takes as long as a small all-reduce.
 //
-// From 2.10 on PyTorch offers C functions for that, in a table that DLPack 1.2 defines (`__dlpack_c_exchange_api__`).
+// Since 2.10 PyTorch offers C functions for this, in a table defined by DLPack 1.2 (`__dlpack_c_exchange_api__`).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,24 +19,25 @@ struct DenseTensor {
     DType dtype;
 };
 
-// Returns where the values of `object` are if it is a dense, contiguous tensor on the CPU, of the class torch.Tensor or
-// torch.nn.Parameter and of a type that can be reduced. Everything else is read in Python, as with an older PyTorch.
+// Returns the memory of `object` if it is a dense, contiguous CPU tensor of the class torch.Tensor or
+// torch.nn.Parameter with a dtype that can be reduced. All other objects, and all objects with an older PyTorch, are
+// read in Python.
 std::optional<DenseTensor> read_dense(nanobind::handle object);
 
-// Tells autograd that a tensor, which `read_dense` has read, is written to.
+// Reports to autograd a write to a tensor that `read_dense` has read.
 void count_write(nanobind::handle tensor);
 
-// Where the values of a tensor are in memory, and how they lie there.
+// The address and layout of a tensor's values in memory.
 struct TensorLayout {
     std::uint64_t address = 0;
-    std::uint8_t type = 0;  // DLPack's
+    std::uint8_t type = 0;  // DLPack's type code
     std::uint8_t bits = 0;
     std::vector<std::int64_t> shape;
     std::vector<std::int64_t> strides;
 };
 
-// Returns the layout of a tensor on whatever device it is; nothing where only Python can tell, as with an older
-// PyTorch, and with complex numbers, of which DLPack does not say whether they are conjugates.
+// Returns the layout of a tensor on any device. Returns nothing if only Python can determine it: with an older PyTorch,
+// and for complex tensors, since DLPack does not report conjugate views.
 std::optional<TensorLayout> read_layout(nanobind::handle tensor);
 
 // Returns whether a tensor that `read_layout` could read has this layout.

@@ -1,5 +1,5 @@
-// Bindings of encrypted connections for paceline.comm.security. While Python holds a connection it waits as sockets
-// with a time-out do; then the store or the lanes take it over.
+// Bindings of encrypted connections for paceline.comm.security. While Python holds a connection, it behaves like a
+// socket with a time-out; afterwards the store or the lanes take ownership.
 #include "bindings/tls.hpp"
 
 #include <fcntl.h>
@@ -27,14 +27,14 @@ using tls::Session;
 constexpr std::int64_t kSliceMs = 100;
 constexpr std::size_t kRecordBytes = 16 << 10;
 
-// Throws what becomes an OSError with this number.
+// Throws an exception that becomes an OSError with this errno.
 [[noreturn]] void fail(int number, const std::string& what) {
     throw std::system_error(number, std::generic_category(), what);
 }
 
 }  // namespace
 
-// A connection whose socket Python closes, until `take`. Threads may send and receive at the same time.
+// A connection whose socket Python closes unless `take` was called. Threads may send and receive at the same time.
 class TlsConnection {
   public:
     TlsConnection(std::shared_ptr<tls::Identity> identity, int socket, bool accepts) : descriptor_(socket) {
@@ -43,7 +43,7 @@ class TlsConnection {
                                              accepts ? tls::Side::accepting : tls::Side::connecting);
     }
 
-    // Returns nothing, or why the other end was refused or has refused this one. Throws when the connection broke off.
+    // Returns an empty string, or the reason why one end rejected the other. Throws if the connection broke.
     std::string shake_hands(double timeout_s) {
         const auto deadline = deadline_in(timeout_s);
         const nb::gil_scoped_release release;
@@ -76,7 +76,7 @@ class TlsConnection {
         }
     }
 
-    // Returns nothing when the other end has closed the connection.
+    // Returns no bytes if the other end has closed the connection.
     nb::bytes receive(std::size_t most, double timeout_s) {
         const auto deadline = deadline_in(timeout_s);
         std::array<char, kRecordBytes> data;
@@ -102,7 +102,7 @@ class TlsConnection {
         return *session_;
     }
 
-    // Returns -1 when the other end must act first; throws when the connection is broken.
+    // Returns -1 if the other end must act first; throws if the connection is broken.
     template <class Step>
     ssize_t exchange(Step step) {
         const std::lock_guard hold(using_);

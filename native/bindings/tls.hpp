@@ -1,4 +1,4 @@
-// How connections that Python has made get into the core.
+// Transfer of connections from Python to the core.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,7 +7,7 @@
 
 namespace paceline::bindings {
 
-// Takes over a connection: a descriptor, or a TlsConnection.
+// Takes ownership of a connection: a descriptor or a TlsConnection.
 tls::Socket to_socket(nanobind::handle connection);
 
 }  // namespace paceline::bindings

@@ -22,7 +22,7 @@ using update::Options;
 using update::Run;
 using update::Update;
 
-// The addresses of a run's elements, of its two states and of its number of steps, its bytes, and its group.
+// The addresses of a run's elements, of its two states and of its number of steps; its number of bytes; its group.
 using RunFields = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t, std::size_t>;
 
 template <class T>

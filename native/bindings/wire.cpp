@@ -1,4 +1,4 @@
-// Bindings of the kernels that pack and unpack, for tests and measurements.
+// Bindings of the packing and unpacking kernels, for tests and measurements.
 #include "wire/wire.hpp"
 
 #include <nanobind/stl/string.h>

@@ -1,9 +1,9 @@
-// Runs a group's calls in the order in which they were made: synchronous ones on the caller's thread, asynchronous ones
-// on a thread of the group's own, which the first of them starts.
+// Runs a group's calls in the order in which they were made: synchronous calls on the caller's thread, asynchronous
+// calls on the group's own thread, which the first asynchronous call starts.
 //
 // Each group has its own thread. With one thread per process, two groups that two ranks use in different orders would
-// deadlock. Where each rank has a core for it, the thread waits a while for the next call with the core busy
-// (patience.hpp), since it takes tens of microseconds to wake up; of all such threads of a process, one at a time does.
+// deadlock. If each rank has a core for it, the thread busy-waits for a while for the next call (patience.hpp), since
+// waking up takes tens of microseconds. At most one thread of a process does so at a time.
 #pragma once
 
 #include <atomic>
@@ -24,13 +24,13 @@ namespace paceline {
 
 class Work {
   public:
-    // `spins`: whether a thread that waits for the call may keep its core busy for a moment.
+    // `spins`: whether a thread that waits for the call may briefly busy-wait.
     Work(Call call, bool spins) : call_(std::move(call)), spins_(spins) {}
 
     bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
-    // Returns true when the work is done, false after `timeout_ns`.
+    // Returns true once the work is done, or false after `timeout_ns`.
     bool wait(std::int64_t timeout_ns) const;
-    // May be called only when the work is done.
+    // Must only be called once the work is done.
     const Outcome& outcome() const { return outcome_; }
 
   private:
@@ -38,7 +38,8 @@ class Work {
 
     bool is_awaited() const { return state_.load(std::memory_order_relaxed) == kAwaited; }
 
-    static constexpr std::uint32_t kOpen = 0, kAwaited = 1, kDone = 2;  // awaited: a thread sleeps until it is done
+    static constexpr std::uint32_t kOpen = 0, kAwaited = 1,
+                                   kDone = 2;  // awaited: a thread sleeps until the work is done
 
     void finish(Outcome outcome);
 
@@ -55,24 +56,24 @@ class CallQueue {
     CallQueue(const CallQueue&) = delete;
     CallQueue& operator=(const CallQueue&) = delete;
     ~CallQueue() { close(); }
-    // Ends every waiting call, on other threads too, and returns when no call runs any more. Idempotent.
+    // Ends every waiting call, including those on other threads, and returns once no call is running. Idempotent.
     void close();
 
     // `interrupted` is called on the caller's thread.
     Outcome run(Call& call, const Interrupted& interrupted);
     std::shared_ptr<Work> submit(Call call);
 
-    // Records the calls from now on as those of the group that the recorder knows by this serial.
+    // Records later calls under the recorder's serial number of the group.
     void record_as(std::uint32_t group) { recorded_as_.store(group, std::memory_order_relaxed); }
 
-    // Whether this process has the queue from a parent, whose group it is, by a fork.
+    // Whether this process inherited the queue by a fork from a parent, which owns the group.
     bool is_inherited() const { return forks_ != forks_from_members(); }
 
     // As for `Collectives`.
     void abort() { group_->abort(); }
     Code failure() { return group_->failure(); }
 
-    // What was far from its prediction, once; for any thread.
+    // Returns the calls that were far from their prediction, once; any thread may call this.
     std::optional<Surprise> surprise() { return foresight_.take(); }
 
   private:
@@ -83,16 +84,16 @@ class CallQueue {
 
     std::unique_ptr<Collectives> group_;
     const bool lingers_ = group_->has_spare_core();
-    const std::uint32_t forks_ = forks_from_members();  // when the queue was made
+    const std::uint32_t forks_ = forks_from_members();  // when the queue was created
     std::atomic<std::uint32_t> recorded_as_{0};
-    std::atomic<std::uint64_t> arrived_{0};  // calls so far, which numbers them as the group does
+    std::atomic<std::uint64_t> arrived_{0};  // the number of calls so far, which is the sequence number of the latest
     std::mutex running_;
-    Foresight foresight_;  // guarded by running_ but for `take`
+    Foresight foresight_;  // guarded by running_, except for `take`
     std::mutex queueing_;
     std::condition_variable queued_;
     std::deque<std::shared_ptr<Work>> queue_;
     std::atomic<std::uint64_t> pending_{0};
-    std::atomic<std::uint32_t> news_{0};  // raised when a call has been queued, and at the end; without the lock
+    std::atomic<std::uint32_t> news_{0};  // incremented, without the lock, when a call has been queued and at the end
     Patience patience_;                   // of the thread
     std::atomic<bool> cancelled_{false};
     bool closing_ = false;

@@ -16,7 +16,7 @@ class CompletionCounter {
     std::uint32_t count() const { return count_.load(std::memory_order_acquire); }
     // Must be called after the call is marked done; a release that pairs with the load in `count`.
     void announce();
-    // Sleeps while `count` is `seen`, for at most `timeout_ns`; it may wake up spuriously.
+    // Sleeps while `count` is `seen`, for at most `timeout_ns`; may wake up spuriously.
     void await(std::uint32_t seen, std::int64_t timeout_ns);
 
   private:

@@ -1,6 +1,6 @@
-// Compares how long calls take with what was predicted for them, and keeps the first kind of call that was far off.
+// Compares the durations of calls with their predictions, and keeps the first kind of call that was far off.
 //
-// Of a kind's first calls the shortest counts, since in some of them a rank was late.
+// The shortest of the first calls of a kind counts, since in some of these calls a rank was late.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace paceline {
 
-// A kind of calls that took longer, or less long, than was predicted.
+// A kind of call whose duration was far from its prediction.
 struct Surprise {
     Operation operation = Operation::none;
     std::uint8_t algorithm = 0;
@@ -27,13 +27,13 @@ struct Surprise {
 
 class Foresight {
   public:
-    static constexpr std::uint32_t kCalls = 20;  // of a kind, before it is judged
-    static constexpr double kFar = 1.2;          // times longer or shorter
+    static constexpr std::uint32_t kCalls = 20;  // the calls of a kind before it is judged
+    static constexpr double kFar = 1.2;          // the ratio, in either direction, from which a duration is far off
 
-    // Notes a call that has succeeded; one without a prediction is left out. Calls of one group do not overlap.
+    // Notes a successful call; ignores a call without a prediction. Calls of one group do not overlap.
     void note(const Call& call, std::int64_t took_ns);
 
-    // Returns what was far off, the first time that it is asked after that; for any thread.
+    // Returns the kind that was far off, only once; any thread may call this.
     std::optional<Surprise> take();
 
   private:
@@ -50,7 +50,7 @@ class Foresight {
 
     std::map<Kind, Seen> seen_;
     Surprise surprise_;
-    // `found` is stored with release after `surprise_`, and loaded with acquire before that is read.
+    // `found` is stored with release after `surprise_` is written, and loaded with acquire before it is read.
     std::atomic<Progress> progress_{Progress::watching};
 };
 

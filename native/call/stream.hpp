@@ -24,7 +24,7 @@ class Stream {
 
     std::size_t nbytes() const { return nbytes_; }
     const std::vector<Piece>& pieces() const { return pieces_; }
-    // Goes back to the front, for another call on the same pieces.
+    // Returns to the front, for another call on the same pieces.
     void rewind() { index_ = within_ = 0; }
 
     // Calls visit(data, n, done) for the next `count` bytes, piece by piece; `done` counts from this call's start.
@@ -49,7 +49,7 @@ class Stream {
         next(count,
              [to](const std::uint8_t* data, std::size_t n, std::size_t done) { std::memcpy(to + done, data, n); });
     }
-    // Copies the next `count` bytes without moving on.
+    // Copies the next `count` bytes without advancing.
     void peek_to(std::uint8_t* to, std::size_t count) const {
         if (count == 0) return;
         if (pieces_.size() == 1) {

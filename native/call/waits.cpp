@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kServes{50};
 constexpr std::chrono::milliseconds kServesAtLeast{400};
-constexpr int kShare = 50;  // of a waiting thread's time, one part in so many is spent on questions
+constexpr int kShare = 50;  // a waiting thread spends one part in this many of its time on queries
 
 }  // namespace
 
@@ -60,8 +60,8 @@ Answer Waits::about(const Occasion& in) const {
     return about_locked(in);
 }
 
-// In the group of the call in question only an earlier call, or the call itself, can hold this rank up. Otherwise it is
-// whatever its program waits for.
+// In the group of the call in question, only an earlier call or the call itself can hold up this rank. In other groups,
+// any call for which its program waits can.
 Answer Waits::about_locked(const Occasion& in) const {
     Answer answer;
     const auto add = [&answer](const Wait& wait) {

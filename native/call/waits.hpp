@@ -1,11 +1,13 @@
-// Whom the threads of this rank wait for, in all of its groups, and how ranks ask each other about that.
+// The ranks for which the threads of this rank wait, in all of its groups, and the queries of other ranks about them.
 //
-// A thread that has waited for a turn says so in an entry, which it renews in each turn. When a call has taken too
-// long, a search (wait_chain.hpp) asks the ranks that it waits for, and those that they wait for in turn. A question
-// may come over the lanes of any group that two ranks share: whichever thread of a rank waits reads the lanes of all
-// its groups now and then (`serve`) and answers for the whole process. A rank of which no thread waits does not answer.
+// A thread that has waited for a turn records this in an entry, which it renews in each turn. When a call has timed
+// out, a search (wait_chain.hpp) queries the ranks for which it waits, and the ranks for which these wait in turn. A
+// query may arrive over the lanes of any group that two ranks share: any waiting thread of a rank reads the lanes of
+// all its groups from time to time (`serve`) and answers for the whole process. A rank without waiting threads does not
+// answer.
 //
-// Locks: `linking_` comes before the lock of a link, which a link only tries to take, and `mutex_` is the innermost.
+// Locks: `linking_` is acquired before the lock of a link, which a link only tries to acquire; `mutex_` is the
+// innermost.
 #pragma once
 
 #include <atomic>
@@ -19,7 +21,7 @@ namespace paceline {
 
 class WaitChainSearch;
 
-// A call of a group, or with sequence 0 a message between two of its ranks.
+// A call of a group or, with sequence 0, a message between two of its ranks.
 struct Occasion {
     std::uint64_t group = 0;
     std::uint64_t sequence = 0;
@@ -32,17 +34,17 @@ constexpr std::uint64_t group_of(std::uint64_t id) {
     return id & ~(std::uint64_t{1} << 63);
 }
 
-// A rank that another one waits for. A name is that by which all groups of a process know the rank.
+// A rank for which another rank waits. All groups of a process use the same name for a rank.
 struct Awaited {
     std::int32_t name;
     std::uint32_t reserved = 0;
     Occasion in;
 };
 
-// What a rank says when it is asked why it does not do its part on an occasion.
-// waits: it waits for others itself.
-// elsewhere: its program does not wait in a call of any group, so nobody but itself holds it up.
-// past: it has done its part and is in a later call.
+// A rank's answer to the query why it has not finished its part on an occasion.
+// waits: it waits for other ranks itself.
+// elsewhere: its program does not wait in a call of any group, so no other rank holds it up.
+// past: it has finished its part and is in a later call.
 struct Answer {
     enum class Kind : std::int32_t { waits, elsewhere, past };
 
@@ -61,20 +63,20 @@ class Waits {
   public:
     using Clock = std::chrono::steady_clock;
 
-    // How long a call waits before its thread also serves other groups.
+    // The time that a call waits before its thread also serves other groups.
     static constexpr std::chrono::milliseconds kServesAfter{200};
 
-    // The lanes of a group. Both functions do what they can without waiting for a lock.
+    // The lanes of a group. Neither function waits for a lock.
     class Link {
       public:
         virtual ~Link() = default;
-        // Reads what has come, and answers.
+        // Reads the queries that have arrived, and answers them.
         virtual void serve() = 0;
-        // Asks a rank; false if this link does not lead there, or cannot be used now.
+        // Queries a rank; returns false if this link does not lead to it or cannot be used now.
         virtual bool ask(int name, const Occasion& in) = 0;
     };
 
-    // The wait of one thread, from `say` to its own end.
+    // The wait of one thread, from `say` until the entry is destroyed.
     class Entry {
       public:
         Entry() = default;
@@ -96,20 +98,20 @@ class Waits {
     Waits(const Waits&) = delete;
     Waits& operator=(const Waits&) = delete;
 
-    // This rank's own.
+    // The name of this rank.
     int name() const { return name_; }
 
     void add(Link& link);
-    // The link is not used any more when this returns.
+    // The link is no longer used once this returns.
     void remove(Link& link);
 
-    // Lets all links read and answer, unless they did so a moment ago or another thread does so now.
+    // Makes all links read and answer, unless they did so very recently or another thread is doing so.
     void serve();
-    // Asks a rank over any link; false if none leads there.
+    // Queries a rank over any link; returns false if no link leads to it.
     bool ask(int name, const Occasion& in);
-    // Says what this rank waits for.
+    // Returns this rank's answer about an occasion.
     Answer about(const Occasion& in) const;
-    // Takes the answer of another rank.
+    // Stores the answer of another rank.
     void heard(int name, const Occasion& in, Answer answer);
 
   private:
