@@ -60,8 +60,8 @@ Answer Waits::about(const Occasion& in) const {
     return about_locked(in);
 }
 
-// In the group of the call in question, only an earlier call or the call itself can hold up this rank. In other groups,
-// any call for which its program waits can.
+// In the group of the call in question, only an earlier call or the call itself can hold up this rank. If no thread
+// waits in that group, the calls in which the program waits hold it up.
 Answer Waits::about_locked(const Occasion& in) const {
     Answer answer;
     const auto add = [&answer](const Wait& wait) {

@@ -1,4 +1,4 @@
-// Why a call of the executor fails: mismatches, ranks that have gone, time-outs and interrupts.
+// Failures of the executor's calls: mismatches, ranks that died or left, time-outs and interrupts.
 #include <algorithm>
 #include <thread>
 
@@ -15,8 +15,8 @@ constexpr auto kReasonComes = std::chrono::milliseconds(200);
 
 }  // namespace
 
-// Fails the call because a lane to `peer` has ended. The reason, a goodbye or a verdict, comes over the control lane
-// and may arrive later, so this waits for it a moment.
+// Fails the call because a lane to `peer` has ended. The reason, a goodbye or a verdict, is sent over the control lane
+// and may arrive later, so this waits for it briefly.
 void Executor::lost(int peer) {
     const auto has = [peer](const std::vector<int>& ranks) {
         return std::find(ranks.begin(), ranks.end(), peer) != ranks.end();
@@ -36,7 +36,7 @@ std::vector<int> Executor::awaited() const {
     return peers;
 }
 
-// Looks, once in every turn of waiting, for a reason to fail the call; false when it found one.
+// Checks, once in every turn of waiting, for a reason to fail the call; returns false if there is one.
 bool Executor::look_around(int turn, const Interrupted& interrupted, bool holds_program, Waits::Entry& entry) {
     hear();
     lanes_.meter().measure_if_due(Clock::now());

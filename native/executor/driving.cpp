@@ -1,4 +1,4 @@
-// How the messenger's lanes are driven: by the threads that wait for requests in turns, or by its own thread.
+// Driving of the messenger's lanes, by the threads that wait for requests or by the messenger's own thread.
 #include <pthread.h>
 #include <sched.h>
 
@@ -26,7 +26,7 @@ bool Messenger::progress() {
     return moved;
 }
 
-// Ends the group if a request has taken too long, once it is known who is to blame.
+// Breaks the group if a request has timed out, once the ranks to blame are determined.
 void Messenger::expire(std::unique_lock<std::mutex>& hold) {
     lanes_.meter().measure_if_due(Clock::now());
     const std::shared_ptr<Request> late = expired();
@@ -58,8 +58,8 @@ void Messenger::look_for_silence() {
     }
 }
 
-// Looks for expired deadlines, silent peers, questions and interrupts, once in a turn even when there is always
-// something to move.
+// Checks for expired deadlines, silent peers, queries and interrupts, once per turn even if there is always data to
+// move.
 void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int turn,
                             const Interrupted& interrupted) {
     expire(hold);
@@ -81,8 +81,8 @@ void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::share
     break_group(std::move(outcome), true);
 }
 
-// Drives the lanes until `until` is done. Without it (on the messenger's own thread), until there is nothing to do or a
-// thread wants to drive for a request of its own.
+// Drives the lanes until `until` is done. If it is null (on the messenger's own thread), drives them until there is
+// nothing to do or another thread waits to drive them for its own request.
 void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
                       Clock::time_point deadline, const Interrupted& interrupted) {
     driving_ = true;

@@ -12,8 +12,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kBackgroundSpin = std::chrono::microseconds(5);
-// A rank that has left or broken the group may have sent all of its part in this call before; what is under way may
-// complete it.
+// A rank that has left or broken the group may already have sent its whole part in this call; data in flight may
+// complete the call.
 constexpr auto kLastMoves = std::chrono::milliseconds(10);
 
 }  // namespace
@@ -27,7 +27,7 @@ Executor::~Executor() {
     messenger_.on_failure(nullptr);
 }
 
-// The bytes of a slice in its buffer; nullopt when the call's buffer lacks some of its blocks.
+// Returns the bytes of a slice in its buffer, or nullopt if the call's buffer lacks some of its blocks.
 std::optional<Executor::Extent> Executor::extent_of(const Slice& slice) const {
     if (slice.length == 0) return Extent{};
     const auto& starts = starts_[static_cast<std::size_t>(slice.buffer)];
@@ -35,15 +35,15 @@ std::optional<Executor::Extent> Executor::extent_of(const Slice& slice) const {
     return Extent{starts[slice.first], starts[slice.first + slice.length] - starts[slice.first]};
 }
 
-// Whether the call's type can be packed, and its residuals are as many as its elements.
+// Whether the call's type can be packed and there is one residual per element.
 bool Executor::can_convert(const Step& step, const StepState& step_state) const {
     if (wire_kernels_ == nullptr || step_state.nbytes % item_ != 0) return false;
     if (step.kind != Kind::pack || residual_ == nullptr) return true;
     return (step_state.src_offset + step_state.nbytes) / item_ <= residual_count_;
 }
 
-// Places the step's slices in the call's buffers; false when the call lacks the blocks, or the reduction, that the step
-// needs.
+// Locates the step's slices in the call's buffers; returns false if the call lacks blocks or the reduction that the
+// step needs.
 bool Executor::place_step(const Step& step, StepState& step_state) const {
     const auto dst = step.writes() ? extent_of(step.dst) : Extent{};
     const auto src = step.reads() ? extent_of(step.src) : Extent{};
@@ -56,14 +56,13 @@ bool Executor::place_step(const Step& step, StepState& step_state) const {
     return step.kind != Kind::reduce || (reduce_ != nullptr && step_state.nbytes % item_ == 0);
 }
 
-// Lays the schedule's three buffers over the call's tensors and places every step in them. Returns the first step that
-// does not fit the call; nothing has been sent by then, so the group remains usable.
-//
-// A schedule counts in blocks, a call in bytes. For operations on one tensor, `cut` gives all blocks the same number of
-// elements, and the first ones one more when they do not divide evenly; scratch is cut in the same way, so that a block
-// fits there. Every other operation has one block for each tensor that the caller passed (one, or one for each rank),
-// of any size, and its scratch blocks hold `count` elements each. `starts_` has one entry more than there are blocks:
-// the end of the last.
+// Maps the schedule's three buffers to the call's tensors and locates every step in them. Returns the first step that
+// does not fit the call; nothing has been sent at that point, so the group remains usable.
+// A schedule is measured in blocks, a call in bytes. For operations on one tensor, `cut` gives all blocks the same
+// number of elements, plus one for the first blocks if they do not divide evenly; scratch is cut in the same way, so
+// that a block fits there. Every other operation has one block of any size for each tensor of the caller (one, or one
+// for each rank), and its scratch blocks hold `count` elements each. `starts_` has one more entry than there are
+// blocks: the end of the last block.
 std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     item_ = item_size(call.dtype);
     for (Memory& each : buffers_) each = Memory();
@@ -87,10 +86,10 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
         if (one_tensor && !streams.empty()) {
             starts.clear();
             cut(starts);
-            if (starts.back() != memory.nbytes()) starts = {0};  // no blocks: every step that uses one does not fit
+            if (starts.back() != memory.nbytes()) starts = {0};  // no blocks, so every step that uses one does not fit
         }
     };
-    // A rank that is not the root of a reduce must not change its tensor, which the schedule reads as its input.
+    // On a rank that is not the root of a reduce, the schedule reads the tensor as its input and must not change it.
     const bool reads_only = call.operation == Operation::reduce && lanes_.rank() != call.root;
     lay(Buffer::input, reads_only ? call.outputs : call.inputs);
     lay(Buffer::output, reads_only ? std::vector<Stream>{} : call.outputs);
@@ -128,8 +127,8 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     return std::nullopt;
 }
 
-// Gives each packed block of the schedule the room that the floats need from which, or into which, it is converted.
-// Returns the first step for which that differs from an earlier one, or which converts blocks that the call lacks.
+// Gives each packed block of the schedule the size that its floats need when packed. Returns the first step for which
+// this size differs from that of an earlier step, or which converts blocks that the call lacks.
 std::optional<std::uint32_t> Executor::lay_out_wire(const Call& call) {
     wire_kernels_ = find_wire_kernels(schedule_->wire, call.dtype);
     auto& starts = starts_[static_cast<std::size_t>(Buffer::wire)];
@@ -156,7 +155,7 @@ std::optional<std::uint32_t> Executor::lay_out_wire(const Call& call) {
     return std::nullopt;
 }
 
-// Adds up the bytes that the schedule sends within this host and to other hosts.
+// Adds the bytes that the schedule sends within this host and to other hosts.
 void Executor::observe_traffic(Observed& observed) {
     for (const Flow& flow : schedule_->flows) {
         std::uint64_t& nbytes = lanes_.peer(flow.peer).mesh_rank >= 0 ? observed.shm_nbytes : observed.tcp_nbytes;
@@ -169,7 +168,7 @@ void Executor::poll() {
     messenger_.poll();
 }
 
-// Reads what the others have sent on the control lanes.
+// Reads the frames that the other ranks have sent on the control lanes.
 void Executor::hear() {
     seen_changes_ = lanes_.changes();
     poll();
@@ -178,7 +177,7 @@ void Executor::hear() {
 
 Outcome Executor::run(Call& call, const Interrupted& interrupted, bool background) {
     started_ = Clock::now();
-    // A rank that only sends never waits, so this is where it learns of failures.
+    // A rank that only sends never waits, so it detects failures here.
     if (started_ - polled_ > kTurn) poll();
     lanes_.meter().measure_if_due(started_);
     if (auto failure = messenger_.failure()) return *failure;

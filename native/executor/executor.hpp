@@ -1,13 +1,13 @@
 // Runs schedules over a group's lanes.
-//
 // Every step has a watermark: the number of bytes of its slice that are done. A step advances as far as the watermarks
-// of the earlier steps that it depends on allow, so large slices are pipelined without being cut: while the end of a
-// block still arrives, its front is reduced and sent on. Steps with one peer keep their order; steps with different
-// peers do not wait for each other.
+// of the earlier steps on which it depends allow, so large slices are pipelined without being cut: while the end of a
+// block is still arriving, its front is reduced and sent on. Steps with the same peer keep their order; steps with
+// different peers do not wait for each other.
 //
-// A message is a header, which describes the call and the message's length, and its bytes; a long one is striped over
-// the peer's lanes (stripes.hpp). The receiver compares the header with its own call, so the rank that waits for a
-// message detects a mismatch, and reports it to all ranks (messenger.hpp). Any failure breaks the group.
+// A message consists of a header, which describes the call and the message's length, and the message's bytes; a long
+// message is striped over the peer's lanes (stripes.hpp). The receiver compares the header with its own call, so the
+// rank that waits for a message detects a mismatch and reports it to all ranks (messenger.hpp). Any failure breaks the
+// group.
 #pragma once
 
 #include <chrono>
@@ -37,18 +37,18 @@ class Executor final : public Collectives {
 
   private:
     struct StepState {
-        std::size_t dst_offset = 0;  // of its slices in their buffers, in bytes
+        std::size_t dst_offset = 0;  // the offsets of its slices in their buffers, in bytes
         std::size_t src_offset = 0;
-        std::size_t nbytes = 0;  // of a step that converts: of the floats
+        std::size_t nbytes = 0;  // for a step that converts, the bytes of the floats
         std::size_t done = 0;    // the watermark
         bool finished = false;
     };
-    struct Extent {  // of a slice in its buffer, in bytes
+    struct Extent {  // the range of a slice in its buffer, in bytes
         std::size_t offset = 0;
         std::size_t nbytes = 0;
     };
-    // Where one side of a step lies in its buffer, and how much of it is done, in bytes of that buffer: a packed block
-    // has fewer than the floats that it stands for.
+    // The position of one side of a step in its buffer, and its progress, in bytes of that buffer: a packed block has
+    // fewer bytes than its floats.
     struct Side {
         std::size_t offset;
         std::size_t nbytes;
@@ -57,14 +57,14 @@ class Executor final : public Collectives {
     };
     struct Header {
         std::uint32_t magic;
-        std::uint32_t step;  // of the sender, for messages of errors
+        std::uint32_t step;  // the sender's step, for error messages
         std::uint64_t nbytes;
         CallHeader call;
 
         static constexpr std::uint32_t kMagic = 0x504c4332;
     };
     static_assert(sizeof(Header) == 64);
-    // The progress of one lane with its stripes of the current message.
+    // The progress of one lane on its stripes of the current message.
     struct LaneState {
         std::size_t moved = 0;
         std::size_t carried = 0;  // bytes of an incomplete element, at the front of `staging`
@@ -122,31 +122,31 @@ class Executor final : public Collectives {
     Messenger& messenger_;
     link::Waiter waiter_;
     std::uint64_t sequence_ = 0;
-    std::chrono::steady_clock::time_point polled_{};  // the messenger
-    std::uint32_t seen_changes_ = 0;                  // of the lanes
+    std::chrono::steady_clock::time_point polled_{};  // when the messenger was last polled
+    std::uint32_t seen_changes_ = 0;                  // the latest `LaneSet::changes` that was processed
     std::vector<std::uint8_t> scratch_;
-    std::unique_ptr<std::uint8_t[]> wire_;  // packed blocks; its pages become memory when they are used
+    std::unique_ptr<std::uint8_t[]> wire_;  // packed blocks; its pages are allocated on first use
     std::size_t wire_room_ = 0;
 
-    // Of the call that runs:
+    // The current call:
     const Schedule* schedule_ = nullptr;
     CallHeader header_{};
     std::vector<StepState> states_;
     Memory buffers_[kBuffers];
-    std::vector<std::size_t> starts_[kBuffers];  // of the blocks in each buffer, and the end of the last block
+    std::vector<std::size_t> starts_[kBuffers];  // the starts of each buffer's blocks, and the end of the last block
     std::vector<FlowState> flows_;
-    std::size_t open_ = 0;         // number of unfinished steps
-    std::size_t first_local_ = 0;  // before it in the schedule's `local`, all are finished
+    std::size_t open_ = 0;         // the number of unfinished steps
+    std::size_t first_local_ = 0;  // all steps before it in the schedule's `local` are finished
     std::size_t item_ = 1;
     const WireKernels* wire_kernels_ = nullptr;
-    float* residual_ = nullptr;  // of the call: what earlier calls have lost by rounding; null without error feedback
+    float* residual_ = nullptr;  // the rounding errors of earlier calls; null without error feedback
     std::size_t residual_count_ = 0;
     bool averages_ = false;
     ReduceFn reduce_ = nullptr;
     ReduceFn reduce_last_ = nullptr;
     bool failed_ = false;
-    std::optional<std::chrono::steady_clock::time_point> broken_at_;  // when this rank learned that the group is broken
-    std::optional<WaitChainSearch> search_;                           // once the call's time is over
+    std::optional<std::chrono::steady_clock::time_point> broken_at_;  // when this rank detected the failure
+    std::optional<WaitChainSearch> search_;                           // set once the call has timed out
     Outcome outcome_;
     std::int64_t timeout_ns_ = 0;
     std::chrono::steady_clock::time_point started_{};

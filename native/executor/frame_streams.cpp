@@ -1,5 +1,5 @@
-// How frames get through the control lanes, a part at a time: those that wait are written, and those that come are read
-// straight to where matching.cpp wants their bodies.
+// Writes waiting frames to the control lanes and reads arriving frames, a part at a time. The body of a frame is read
+// directly into the memory that matching.cpp chooses.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -14,7 +14,7 @@ void Messenger::push(int peer, Frame frame, std::vector<std::uint8_t> own, std::
     to.outgoing.push_back({frame, std::move(own), std::move(request), 0});
 }
 
-// Copies the body of a frame, so that it no longer depends on the tensor of its request.
+// Copies the body of a frame so that it no longer depends on the tensor of its request.
 void Messenger::copy_body(Outgoing& outgoing) {
     if (!outgoing.request) return;
     const bool in_parts = outgoing.frame.kind == FrameKind::data;
@@ -28,7 +28,7 @@ void Messenger::copy_body(Outgoing& outgoing) {
     outgoing.request = nullptr;
 }
 
-// Writes the frames that wait for `peer`; true when anything moved.
+// Writes the frames that wait for `peer`; returns whether any data was written.
 bool Messenger::flush(int peer) {
     PeerState& to = state(peer);
     bool moved = false;
@@ -51,7 +51,7 @@ bool Messenger::flush(int peer) {
         }
         const std::ptrdiff_t n = lanes_.peer(peer).control->write({pieces.data(), used});
         if (n == link::kClosed) {
-            // The frames that it sent before it went are still to be read, and may say why it went.
+            // The frames that the peer sent before it ended have yet to be read and may contain the reason.
             to.deaf = true;
             return true;
         }
@@ -67,7 +67,7 @@ bool Messenger::flush(int peer) {
             over.frame.offset = sent;
             over.frame.part = static_cast<std::uint32_t>(std::min(kPartBytes, over.frame.nbytes - sent));
             over.sent = 0;
-            to.outgoing.push_back(std::move(over));  // behind the frames that wait, which so get through
+            to.outgoing.push_back(std::move(over));  // behind the waiting frames, so that these are sent in between
         } else {
             finish(over.request, {});
         }
@@ -75,13 +75,13 @@ bool Messenger::flush(int peer) {
     return moved;
 }
 
-// Reads the frames that came from `peer`; true when anything moved.
+// Reads the frames from `peer`; returns whether any data was read.
 bool Messenger::receive_from(int peer) {
     PeerState& from = state(peer);
     link::Lane& lane = *lanes_.peer(peer).control;
     bool moved = false;
     for (;;) {
-        // After a failure the tensors belong to the program again and must not be written.
+        // After a failure the tensors belong to the program again and must not be written to.
         if (from.left || from.lost || failure_) return moved;
         std::array<Piece, link::kMostPieces> pieces;
         std::size_t used = 0;

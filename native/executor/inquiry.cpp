@@ -1,5 +1,5 @@
-// Whom a rank blames when a call or a message takes too long (call/wait_chain.hpp), and how the ranks of a group put
-// the questions of such a search to each other.
+// Search for the ranks to blame when a call or a message times out (call/wait_chain.hpp), and the exchange of the
+// queries of such a search between the ranks of a group.
 #include <algorithm>
 
 #include "executor/executor.hpp"
@@ -9,9 +9,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A rank says that it is in a call after a turn, so it waits a while before it denies that.
+// A rank records that it is in a call only after a turn, so it waits a while before it denies this.
 constexpr auto kDenies = std::chrono::milliseconds(100);
-constexpr std::size_t kMostQuestions = 64;  // of one peer
+constexpr std::size_t kMostQuestions = 64;  // per peer
 
 }  // namespace
 
@@ -68,7 +68,7 @@ bool Messenger::ask(int name, const Occasion& in) {
     return false;
 }
 
-// The ranks that the request waits for.
+// Returns the ranks for which the request waits.
 std::vector<int> Messenger::peers_of(const Request& request) const {
     if (request.peer_ != kAnySource) return {request.peer_};
     std::vector<int> peers;
@@ -81,8 +81,8 @@ Wait Messenger::wait_for(const Request& request) const {
     return {{lanes_.group(), 0}, true, lanes_.names_of(peers_of(request))};
 }
 
-// Looks for those who hold up a request whose time is over; nullopt while that is not known. The lock is given up
-// meanwhile, because the questions may go over other groups.
+// Searches for the ranks that hold up a request that has timed out; returns nullopt while they are unknown. The lock is
+// released in the meantime, because the queries may be sent over other groups.
 std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& hold,
                                            const std::shared_ptr<Request>& request) {
     const std::vector<int> peers = peers_of(*request);
@@ -100,7 +100,7 @@ std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& hold,
     Outcome outcome;
     outcome.code = Code::timed_out;
     outcome.waited_ns = search_->waited_ns();
-    // It is not known what the others came to, except that those asked for the message did not.
+    // The other ranks' progress is unknown, except that the ranks queried about the message did not take part in it.
     const Members members{[this](int rank) { return lanes_.name(rank); }, [](int) { return true; }, lanes_.size()};
     paceline::blame(outcome, *found, members, peers, peers);
     outcome.cause = cause_of_time_out(outcome, members);
@@ -111,15 +111,15 @@ std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& hold,
     return outcome;
 }
 
-// Whether a rank has come to the call, as far as it is known.
+// Returns a function that returns whether a rank has begun the call, as far as this is known.
 std::function<bool(int)> Executor::has_come() const {
     return [this, latest = messenger_.latest()](int rank) {
         return rank == lanes_.rank() || latest[static_cast<std::size_t>(rank)].sequence >= header_.sequence;
     };
 }
 
-// The ranks that have not come to the call: those that this rank waits for, or else any if the call needs all. In other
-// calls, a rank of which nothing has been heard may have done its part and gone on.
+// Returns the ranks that have not begun the call: only those for which this rank waits unless the call needs all ranks.
+// In other calls, a rank from which nothing has arrived may have finished its part and continued.
 std::vector<int> Executor::absent() const {
     const auto has_come = this->has_come();
     std::vector<int> ranks = awaited();
@@ -130,7 +130,7 @@ std::vector<int> Executor::absent() const {
     return ranks;
 }
 
-// Names in `outcome` the ranks to blame for a time-out; false while this is not known yet.
+// Sets the ranks of `outcome` that are to blame for a time-out; returns false while they are unknown.
 bool Executor::blame(Outcome& outcome, std::int64_t waited_ns) {
     const std::vector<int> mine = awaited();
     std::vector<int> missing = absent();

@@ -1,4 +1,4 @@
-// The steps that need no other rank: copies, and conversions of blocks to what travels between hosts and back.
+// The steps that need no other rank: copies, and conversions of blocks to and from the wire format between hosts.
 #include <algorithm>
 #include <cstring>
 
@@ -7,13 +7,13 @@
 namespace paceline::executor {
 namespace {
 
-// How many bytes of floats are converted before the lanes get their turn: little enough that what is packed or received
-// stays in the cache, and that a socket's buffer does not run dry meanwhile.
+// The number of bytes of floats that are converted before the lanes are driven again: small enough that packed or
+// received data stays in the cache and that a socket's buffer does not become empty in the meantime.
 constexpr std::size_t kAtATime = 128 << 10;
 
 }  // namespace
 
-// Lets each local step go on as far as it may.
+// Advances each local step as far as possible.
 bool Executor::work_locally() {
     bool moved = false;
     const std::vector<std::uint32_t>& local = schedule_->local;
@@ -70,7 +70,7 @@ bool Executor::convert(std::uint32_t step, std::size_t until) {
     return moves;
 }
 
-// Converts the floats at `floats`, which are the next ones of the step.
+// Converts the step's next floats, which are at `floats`.
 void Executor::convert_run(std::uint32_t step, std::uint8_t* floats, std::size_t nbytes) {
     const StepState& step_state = states_[step];
     const Step& what = schedule_->steps[step];
@@ -89,7 +89,7 @@ void Executor::convert_run(std::uint32_t step, std::uint8_t* floats, std::size_t
         wire_kernels_->add(packed, floats, count, what.final && averages_ ? lanes_.size() : 1);
 }
 
-// Converts a group of which several tensors have parts, in a copy.
+// Converts, in a copy, a group that is divided among several tensors.
 void Executor::convert_split_group(std::uint32_t step, const Memory& floats, std::size_t at, std::size_t nbytes) {
     alignas(8) std::uint8_t group[kWireGroup * sizeof(float)];
     const auto each_piece = [&](auto visit) {

@@ -1,5 +1,5 @@
-// What the messenger does with a frame that has come: it matches messages with receives, and keeps the protocol (see
-// the note in messenger.hpp).
+// The messenger's treatment of received frames: it matches messages with receives and enforces the protocol (see the
+// note in messenger.hpp).
 #include <algorithm>
 #include <cstring>
 
@@ -8,7 +8,7 @@
 
 namespace paceline::executor {
 
-// Gives `request` a message that has come.
+// Completes `request` with a message that has arrived.
 void Messenger::take(Arrival& arrival, const std::shared_ptr<Request>& request) {
     const Frame& frame = arrival.frame;
     request->source_ = arrival.peer;
@@ -48,12 +48,12 @@ void Messenger::accept(int peer, const Frame& offer, const std::shared_ptr<Reque
     flush(peer);
 }
 
-// Whether the message has the size and dtype of the receive.
+// Whether the message has the receive's size and dtype.
 bool Messenger::fits(const Frame& frame, const Request& request) {
     return frame.nbytes == request.memory_.nbytes() && frame.dtype == request.dtype_;
 }
 
-// Fails a receive that its message does not fit.
+// Fails a receive whose message does not fit.
 void Messenger::misfit(const Frame& frame, int peer, const std::shared_ptr<Request>& request) {
     Outcome outcome;
     outcome.code = Code::mismatch;
@@ -67,7 +67,7 @@ void Messenger::misfit(const Frame& frame, int peer, const std::shared_ptr<Reque
     finish(request, std::move(outcome));
 }
 
-// Counts an eager message as taken, and returns the credit once there is half a window of it.
+// Counts an eager message as consumed, and returns the credit once it amounts to half a window.
 void Messenger::credit(int peer, std::size_t nbytes) {
     PeerState& from = state(peer);
     from.eager_in += charge(nbytes);
@@ -99,7 +99,8 @@ void Messenger::record_end(Request& request) {
     request.recorded_.end(observed, request.outcome_);
 }
 
-// Decides where the body of the frame that has come is read to; false when the frame breaks the protocol.
+// Chooses the memory into which the body of the received frame is read; returns false if the frame violates the
+// protocol.
 bool Messenger::begin_body(int peer) {
     PeerState& from = state(peer);
     Frame& frame = from.frame;
@@ -110,7 +111,7 @@ bool Messenger::begin_body(int peer) {
             from.eager_held += charge(frame.nbytes);
             if (from.eager_held > kEagerWindow) return false;
             frame.offset = 0;
-            // One that does not fit is failed at the end of the body, like one that is made until then.
+            // A receive that does not fit fails after the body has been read, like a receive that is posted until then.
             if (const auto at = posted_for(frame, peer); at != posted_.end() && fits(frame, **at)) {
                 from.body_for = *at;
                 from.body_for->source_ = peer;
@@ -141,7 +142,7 @@ bool Messenger::begin_body(int peer) {
     }
 }
 
-// Whether the message has a new id: ids only rise.
+// Whether the message has a new id: ids only increase.
 bool Messenger::is_next(int peer) {
     PeerState& from = state(peer);
     if (from.frame.id <= from.latest_id) return false;
@@ -149,18 +150,18 @@ bool Messenger::is_next(int peer) {
     return true;
 }
 
-// Whether the receive is one for this message of `peer`.
+// Whether the receive matches this message from `peer`.
 bool Messenger::belongs(const Frame& frame, int peer, const Request& request) {
     return request.tag_ == frame.tag && (request.peer_ == kAnySource || request.peer_ == peer);
 }
 
-// The oldest posted receive for this message of `peer`; the end of the list if there is none.
+// Returns the oldest posted receive that matches this message from `peer`, or the end of the list.
 std::list<std::shared_ptr<Request>>::iterator Messenger::posted_for(const Frame& frame, int peer) {
     return std::find_if(posted_.begin(), posted_.end(),
                         [&](const std::shared_ptr<Request>& each) { return belongs(frame, peer, *each); });
 }
 
-// Gives a message that has come to the posted receive that it belongs to, or keeps it until there is one.
+// Completes the posted receive that matches a message, or keeps the message until there is one.
 void Messenger::arrive(Arrival arrival) {
     PeerState& from = state(arrival.peer);
     if (arrival.frame.kind == FrameKind::offer) ++from.offers_held;
@@ -236,7 +237,7 @@ void Messenger::end_body(int peer) {
             return;
         }
         case FrameKind::verdict:
-            // Passed on, so that no rank sees this one leave before it knows why.
+            // The verdict is passed on, so that no rank detects that this one leaves before it has the reason.
             if (auto outcome = decode(from.body, lanes_.size()); !outcome)
                 closed(peer);
             else if (!failure_)

@@ -1,4 +1,4 @@
-// A call's tensors as one run of bytes that can be entered anywhere.
+// A call's tensors as one sequence of bytes with random access.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ class Memory {
 
     std::size_t nbytes() const { return nbytes_; }
 
-    // The bytes [from, from + count) as pieces, at most `room` of them.
+    // Stores the bytes [from, from + count) as at most `room` pieces in `into`; returns the number of pieces.
     std::size_t slice(std::size_t from, std::size_t count, Piece* into, std::size_t room) const {
         std::size_t used = 0;
         for (std::size_t i = index_of(from); count != 0 && used < room; ++i) {
@@ -38,7 +38,7 @@ class Memory {
         return used;
     }
 
-    // The longest run of bytes from `from` on that lies in one piece, at most `count`.
+    // Returns the longest run of at most `count` bytes from `from` on that is in one piece.
     Piece run(std::size_t from, std::size_t count) const {
         const std::size_t i = index_of(from);
         const std::size_t within = from - starts_[i];

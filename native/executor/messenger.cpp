@@ -9,7 +9,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kFarewell = std::chrono::milliseconds(500);
-// An acknowledgement takes a round trip, and up to 40 ms more if the peer has nothing to send.
+// An acknowledgement takes a round trip, plus up to 40 ms if the peer has nothing to send.
 constexpr auto kDelivery = std::chrono::seconds(2);
 
 }  // namespace
@@ -21,7 +21,7 @@ Messenger::Messenger(link::LaneSet& lanes)
 }
 
 void Messenger::close() {
-    lanes_.waits().remove(*this);  // before `mutex_`, which comes after the lock that this needs
+    lanes_.waits().remove(*this);  // before `mutex_`, which must be acquired after the lock that this acquires
     std::unique_lock hold(mutex_);
     if (closing_) return;
     closing_ = true;
@@ -45,7 +45,7 @@ void Messenger::close() {
         return std::any_of(states_.begin(), states_.end(),
                            [](const PeerState& s) { return !s.outgoing.empty() && !s.deaf; });
     };
-    for (bool late = false; pending() && !late;) {  // tries once, however late this thread is
+    for (bool late = false; pending() && !late;) {  // at least one attempt, even if this thread is late
         late = Clock::now() >= until;
         if (!progress() && !late) waiter_.sleep(std::chrono::milliseconds(1));
     }
@@ -56,9 +56,9 @@ void Messenger::close() {
     if (!failure_) await_delivery(hold);
 }
 
-// Waits until the peers' machines have the goodbyes. A peer that is still in its last call may announce it to this
-// rank; if that came after the lane is closed, the reset in answer could overtake the goodbye, and this rank would seem
-// to have died.
+// Waits until the peers' machines have received the goodbyes. A peer that is still in its last call may announce it to
+// this rank; if this frame arrived after the lane is closed, the reset in answer could overtake the goodbye, and this
+// rank would appear to have died.
 void Messenger::await_delivery(std::unique_lock<std::mutex>& hold) {
     std::vector<const link::Lane*> awaited;
     for (int peer = 0; peer < lanes_.size(); ++peer) {
@@ -162,14 +162,15 @@ Outcome Messenger::without_locked(int peer) {
     return outcome;
 }
 
-// Tells the mesh why this rank gives up. Its other groups will soon be left too, and their ranks then know the cause.
+// Reports to the mesh why this rank gives up. It will soon leave its other groups too, and their ranks then have the
+// cause.
 void Messenger::note(const Outcome& outcome) {
     const auto name = [this](int rank) { return lanes_.name(rank); };
     const Cause cause = cause_of_leaving(outcome, lanes_.waits().name(), name);
     if (cause.known()) lanes_.blame(cause);
 }
 
-// Ends the connection to a peer that died, broke the protocol, or said goodbye.
+// Ends the connection to a peer that died, violated the protocol, or sent a goodbye.
 void Messenger::closed(int peer) {
     PeerState& from = state(peer);
     const std::deque<Outgoing> unsent = std::exchange(from.outgoing, {});
@@ -210,8 +211,8 @@ void Messenger::break_group(Outcome outcome, bool notifies_others) {
         each.accepted.clear();
         each.still.clear();
         each.body_for = nullptr;
-        // A peer that has read half of a frame must get the rest of it before the verdict; all other frames are void.
-        // The rest is copied, because the tensors belong to the program again once their requests have failed.
+        // A peer that has read a part of a frame must receive the rest before the verdict; all other frames are
+        // dropped. The rest is copied, because the tensors belong to the program again once their requests have failed.
         while (each.outgoing.size() > 1) each.outgoing.pop_back();
         if (each.outgoing.empty()) continue;
         if (each.outgoing.front().sent == 0)
@@ -254,8 +255,8 @@ Outcome Messenger::fail(Outcome outcome) {
 void Messenger::abort() {
     abort_asked_.store(true, std::memory_order_release);
     waiter_.wake();
-    // The thread that drives the lanes may hold the lock for as long as there is something to move, and then ends the
-    // group itself.
+    // The thread that drives the lanes may hold the lock as long as there is data to move, and then breaks the group
+    // itself.
     const std::lock_guard hold(mutex_);
     heed_abort();
 }
@@ -274,7 +275,7 @@ void Messenger::announce(const CallHeader& header) {
     for (int peer = 0; peer < lanes_.size(); ++peer) {
         if (!lanes_.peer(peer).control) continue;
         auto& outgoing = state(peer).outgoing;
-        // A peer that computes for long reads nothing, so only the latest announcement is kept for it.
+        // A peer that computes for a long time reads nothing, so only the latest announcement is kept for it.
         std::erase_if(outgoing,
                       [](const Outgoing& each) { return each.frame.kind == FrameKind::waiting && each.sent == 0; });
         push(peer, {.kind = FrameKind::waiting, .nbytes = sizeof header}, {from, from + sizeof header}, nullptr);

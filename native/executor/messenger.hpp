@@ -1,37 +1,34 @@
-// Point-to-point messages, and what the ranks of a group report to each other beside their collectives.
+// Point-to-point messages, and the reports that the ranks of a group exchange in addition to their collectives.
 //
 // Note: the protocol. Every pair of ranks has one control lane, on which each side writes a sequence of frames
 // (frame.hpp).
-//
 // - A *request* is a send or a receive of the program. It is *open* until it is done, and a receive without a
 //   message is *posted*. A message without a receive is an *arrival*. A message matches the first receive, and a
-//   receive the first message, with the same sender (or kAnySource) and tag; so messages with one tag keep their
-//   order.
+//   receive matches the first message, with the same sender (or kAnySource) and tag; so messages with the same tag
+//   keep their order.
 // - A message of up to kEagerBytes is *eager*: its bytes follow its frame at once, and the receiver keeps them
 //   until there is a receive. The *window* bounds that memory: a sender has at most kEagerWindow of eager messages
-//   for which the receiver has not returned a *credit*. The receiver credits what its receives have taken, in
-//   batches of half a window. A message that finds the window full is offered instead, so a send never waits for
-//   credits.
-// - A longer message is an *offer*: the frame travels alone, and the receiver answers with *accept* once a receive
-//   matches. Then the bytes follow as *data* frames of at most kPartBytes, straight from tensor to tensor; other
-//   frames may come between them. An offer costs the receiver a frame, so kMostOffers of them to one rank are the
-//   most that may wait; a further send fails as `too_many_offers`.
-// - A receive of another size or dtype than its message fails as a mismatch. An offer is then answered with
-//   *refuse*, and its send fails too; an eager message is dropped, its send being done long ago. The group remains
+//   for which the receiver has not returned a *credit*. The receiver credits the messages that its receives have
+//   consumed, in batches of half a window. A message that exceeds the window is offered instead, so a send never
+//   waits for credits.
+// - A longer message is an *offer*: the frame is sent alone, and the receiver answers with *accept* once a receive
+//   matches. Then the bytes follow as *data* frames of at most kPartBytes, directly from tensor to tensor; other
+//   frames may be sent between them. Each offer takes a frame at the receiver, so at most kMostOffers to one rank may
+//   wait; a further send fails as `too_many_offers`.
+// - A receive whose size or dtype differs from its message's fails as a mismatch. An offer is then answered with
+//   *refuse*, and its send fails too; an eager message, whose send was done long ago, is dropped. The group remains
 //   usable.
 // - *waiting* carries the call in which the sender waits, for the reports of time-outs and mismatches.
-// - *ask* and *answer* find out who holds up a call that has taken too long (inquiry.cpp).
-// - A *verdict* says why the sender broke the group. A rank that receives its first verdict adopts it, fails all of
-//   its requests with it, and passes it on, so that no rank sees another one leave before it knows why. A rank
-//   keeps its first reason: whatever arrives later is ignored.
-// - *goodbye* is the last frame of a rank that destroys its group. Its peers fail what they have open with that
-//   rank and continue with the others. A lane that ends without a goodbye means that the rank died, which breaks
-//   the group.
-//
-// A rank trusts its peers with the data only: a frame that breaks these rules counts as the peer's death.
-//
-// The thread that waits for a request *drives* all control lanes, one thread at a time; the messenger's own thread does
-// so while asynchronous requests are open and nobody waits.
+// - *ask* and *answer* determine which ranks hold up a call that has timed out (inquiry.cpp).
+// - A *verdict* is the reason why the sender broke the group. A rank that receives its first verdict adopts it, fails
+//   all of its requests with it, and passes it on, so that no rank detects that another one leaves before it has the
+//   reason. A rank keeps its first reason and ignores later ones.
+// - *goodbye* is the last frame of a rank that destroys its group. Its peers fail their open requests with that rank
+//   and continue with the others. A lane that ends without a goodbye means that the rank died, which breaks the
+//   group.
+// A rank trusts its peers only with the data: a frame that violates these rules counts as the peer's death.
+// A thread that waits for a request *drives* all control lanes, one thread at a time; the messenger's own thread does
+// so while asynchronous requests are open and no other thread waits.
 #pragma once
 
 #include <atomic>
@@ -57,10 +54,11 @@ namespace paceline::executor {
 constexpr int kAnySource = -1;
 constexpr std::size_t kEagerBytes = 16 << 10;    // longer messages are offered
 constexpr std::size_t kEagerWindow = 512 << 10;  // eager bytes to one rank without a credit
-constexpr std::size_t kPartBytes = 1 << 20;      // the longest data frame, for which other frames may have to wait
-constexpr std::size_t kMostOffers = 1 << 16;     // offers to one rank that wait for its receives
+constexpr std::size_t kPartBytes = 1 << 20;      // the longest data frame; other frames may have to wait for it
+constexpr std::size_t kMostOffers = 1 << 16;     // the most offers to one rank that may wait for its receives
 
-// What an eager message takes of the window. The receiver keeps a frame even for an empty message, so none is free.
+// The share of the window that an eager message takes. The receiver keeps a frame even for an empty message, so no
+// message is free.
 constexpr std::size_t charge(std::size_t nbytes) {
     return nbytes + sizeof(Frame);
 }
@@ -68,7 +66,7 @@ constexpr std::size_t charge(std::size_t nbytes) {
 class Request {
   public:
     bool done() const { return done_.load(std::memory_order_acquire); }
-    // Only when done.
+    // Valid only once the request is done.
     const Outcome& outcome() const { return outcome_; }
     int source() const { return source_; }
 
@@ -86,7 +84,7 @@ class Request {
     RecordedCall recorded_;
     Outcome outcome_;
     std::atomic<bool> done_{false};
-    std::list<std::shared_ptr<Request>>::iterator place_{};  // among the open ones
+    std::list<std::shared_ptr<Request>>::iterator place_{};  // its position among the open requests
 };
 
 class Messenger final : public Waits::Link {
@@ -95,7 +93,7 @@ class Messenger final : public Waits::Link {
     Messenger(const Messenger&) = delete;
     Messenger& operator=(const Messenger&) = delete;
     ~Messenger() override { close(); }
-    // Ends open requests, says goodbye to every peer, finishes all lanes, and waits a moment until the goodbyes have
+    // Ends open requests, sends a goodbye to every peer, finishes all lanes, and waits briefly until the goodbyes have
     // been delivered. Idempotent.
     void close();
 
@@ -103,43 +101,43 @@ class Messenger final : public Waits::Link {
                                   std::int64_t timeout_ns);
     std::shared_ptr<Request> receive(int peer, std::int32_t tag, DType dtype, const Stream& tensor,
                                      std::int64_t timeout_ns);
-    // True when done; false after `timeout_ns`. `interrupted` ends the request.
+    // Returns true once the request is done, or false after `timeout_ns`. `interrupted` ends the request.
     bool wait(const std::shared_ptr<Request>& request, std::int64_t timeout_ns, const Interrupted& interrupted);
-    // Lets open requests go on without anybody waiting for them.
+    // Makes open requests proceed while no thread waits for them.
     void run_in_background();
 
-    // Records the messages from now on as those of the group that the recorder knows by this serial.
+    // Records later messages under the recorder's serial number of the group.
     void record_as(std::uint32_t group) { recorded_as_.store(group, std::memory_order_relaxed); }
 
     // Processes pending input once; returns at once if another thread is already doing so.
     void poll();
-    // Wakes `waiter` when any thread breaks the group; nullptr wakes nobody.
+    // Wakes `waiter`, unless it is nullptr, when any thread breaks the group.
     void on_failure(link::Waiter* waiter);
-    // Why the group is broken; nullopt while it is not.
+    // Returns why the group is broken, or nullopt if it is not.
     std::optional<Outcome> failure();
-    // Breaks the group for this rank and sends the verdict to all others. The first reason is kept, and returned.
+    // Breaks the group for this rank and sends the verdict to all others. The first reason is kept and returned.
     Outcome fail(Outcome outcome);
-    // Breaks the group as `aborted`, on any thread, while others wait in it.
+    // Breaks the group as `aborted`; any thread may call this while others wait in the group.
     void abort();
     // Reports to all others that this rank waits in a call.
     void announce(const CallHeader& header);
     // The latest call that each rank has announced.
     std::vector<CallHeader> announced();
-    // Record calls that were not announced: one whose header came from `peer`, and one that ends only when all have
-    // made it.
+    // Record calls that were not announced: a call whose header came from `peer`, and a call that completes only after
+    // all ranks have made it.
     void saw(int peer, const CallHeader& header);
     void saw_all(const CallHeader& header);
-    // The latest call of each rank, announced or recorded; its operation is `none` where no call is known.
+    // Returns the latest call of each rank, announced or recorded; its operation is `none` if no call is known.
     std::vector<CallHeader> latest();
-    // Answers what the peers have asked, as far as this rank knows the answer yet.
+    // Answers the peers' queries, as far as this rank already has the answers.
     void answer();
     void serve() override;
     bool ask(int name, const Occasion& in) override;
     // The number of frames that wait to be written to `peer`.
     std::size_t queued(int peer);
-    // Ranks that said goodbye.
+    // The ranks that have sent a goodbye.
     std::vector<int> left();
-    // The outcome of a call that fails because `peer` is gone.
+    // Returns the outcome of a call that fails because `peer` died or left.
     Outcome without(int peer);
 
   private:
@@ -149,7 +147,7 @@ class Messenger final : public Waits::Link {
         std::shared_ptr<Request> request;  // otherwise its tensor holds the body
         std::size_t sent = 0;              // bytes of frame and body
     };
-    struct Arrival {  // a message that has come
+    struct Arrival {  // a message that has arrived
         Frame frame;
         int peer;
         std::vector<std::uint8_t> bytes;
@@ -161,26 +159,26 @@ class Messenger final : public Waits::Link {
     struct PeerState {
         std::deque<Outgoing> outgoing;
         std::map<std::uint64_t, std::shared_ptr<Request>> offered;   // sends, by id, until they are accepted
-        std::map<std::uint64_t, std::shared_ptr<Request>> accepted;  // receives, by id, until all their data has come
-        std::map<std::uint64_t, std::size_t> still;                  // of `accepted`: bytes that are still to come
+        std::map<std::uint64_t, std::shared_ptr<Request>> accepted;  // receives, by id, until they are complete
+        std::map<std::uint64_t, std::size_t> still;                  // the bytes of `accepted` that are still missing
         std::uint64_t next_id = 1;
         std::size_t eager_out = 0;    // charges of eager messages sent, not credited yet
-        std::size_t eager_in = 0;     // charges of those taken by receives, not credited yet
-        std::size_t eager_held = 0;   // charges of those that have come, not credited yet
-        std::size_t offers_held = 0;  // offers that have come, without a receive
-        std::uint64_t latest_id = 0;  // of the messages that have come
-        // The frame that is coming in.
+        std::size_t eager_in = 0;     // charges of eager messages consumed by receives, not credited yet
+        std::size_t eager_held = 0;   // charges of eager messages that have arrived, not credited yet
+        std::size_t offers_held = 0;  // offers that have arrived and have no receive
+        std::uint64_t latest_id = 0;  // the latest id of an arrived message
+        // The frame that is being received.
         Frame frame;
         std::size_t frame_read = 0;
         std::vector<std::uint8_t> body;
         std::size_t body_read = 0;
         std::shared_ptr<Request> body_for;
         CallHeader announced{};
-        std::vector<Question> questions;  // of it, without an answer
-        bool deaf = false;                // its lane takes no more, but may hold frames to read
+        std::vector<Question> questions;  // its queries without an answer
+        bool deaf = false;                // its lane accepts no more frames, but may have frames to read
         bool left = false;
         bool lost = false;
-        Cause cause;  // why it left, if it said so
+        Cause cause;  // the reason why it left, if it reported one
     };
 
     std::vector<CallHeader> latest_locked();
@@ -227,20 +225,20 @@ class Messenger final : public Waits::Link {
 
     link::LaneSet& lanes_;
     link::Waiter waiter_;
-    link::Waiter* told_ = nullptr;  // told of a failure
+    link::Waiter* told_ = nullptr;  // woken on a failure
     std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<PeerState> states_;
-    std::mutex seeing_;  // guards the two below; `mutex_` may be held for long, while large messages move
+    std::mutex seeing_;  // guards the two below, since `mutex_` may be held for long while large messages move
     std::vector<CallHeader> seen_;
     CallHeader seen_of_all_{};
     std::list<std::shared_ptr<Request>> posted_;  // receives without a message, in the order of their calls
     std::list<Arrival> arrivals_;                 // messages without a receive, in the order of their arrival
     std::list<std::shared_ptr<Request>> open_;    // requests that are not done
     std::atomic<std::uint32_t> recorded_as_{0};
-    std::optional<WaitChainSearch> search_;  // into the time-out of `search_about_`
+    std::optional<WaitChainSearch> search_;  // the search about the time-out of `search_about_`
     std::shared_ptr<Request> search_about_;
-    bool inquiring_ = false;  // a thread is in the search, without `mutex_`
+    bool inquiring_ = false;  // a thread is in the search and does not hold `mutex_`
     bool driving_ = false;
     int urgent_ = 0;  // threads that wait for a request while another drives
     bool closing_ = false;

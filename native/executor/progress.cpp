@@ -1,19 +1,19 @@
-// Which steps of a schedule may go on, and how far: the watermarks.
+// The watermarks: which steps of a schedule may advance, and how far.
 #include <algorithm>
 
 #include "executor/executor.hpp"
 
 namespace paceline::executor {
 
-// A send of no blocks has no bytes to be ordered by, so it waits for all earlier receives instead: a barrier consists
-// of nothing but this order.
+// A send without blocks has no bytes that could order it, so it waits for all earlier receives instead: a barrier
+// consists only of this order.
 bool Executor::all_received_before(std::uint32_t step) const {
     for (std::uint32_t earlier = 0; earlier < step; ++earlier)
         if (schedule_->steps[earlier].kind != Kind::send && !states_[earlier].finished) return false;
     return true;
 }
 
-// What the other steps see of a step's progress in the buffer that it writes or, if not `dst`, reads.
+// Returns a step's progress, as other steps see it, in the buffer that it writes (`dst`) or reads.
 Executor::Side Executor::side(std::uint32_t step, bool dst) const {
     const StepState& state = states_[step];
     const Step& what = schedule_->steps[step];
@@ -24,12 +24,12 @@ Executor::Side Executor::side(std::uint32_t step, bool dst) const {
     return {offset, size(state.nbytes), size(state.done), true};
 }
 
-// The watermark that `step` may reach now; nullopt when it may not even begin.
+// Returns the watermark that `step` may reach now, or nullopt if it may not even begin.
 //
-// An earlier step that is not finished has done the bytes of its slice up to its own watermark, `front`, and blocks the
-// rest. Both steps' slices are ranges of the same buffer. Where they overlap, this step may pass the bytes before
-// `front` and must stop at the first one behind it. Where they do not, or only before `front`, the earlier step does
-// not limit this one. A step that converts goes on by whole groups.
+// An earlier, unfinished step has processed the bytes of its slice up to its own watermark, `front`, and blocks the
+// rest. The slices of both steps are ranges of the same buffer. Where they overlap, this step may process the bytes
+// before `front` and must stop at the first byte after it. If they do not overlap, or only before `front`, the earlier
+// step does not limit this one. A step that converts advances by whole groups.
 std::optional<std::size_t> Executor::limit(std::uint32_t step) const {
     const StepState& step_state = states_[step];
     const Step& what = schedule_->steps[step];
@@ -46,7 +46,7 @@ std::optional<std::size_t> Executor::limit(std::uint32_t step) const {
         const std::size_t at = std::max(front, std::max(other.offset, mine.offset)) - mine.offset;
         most = std::min(most, mine.packed ? at / packed_group(schedule_->wire) * kWireGroup * item_ : at);
     }
-    // A stripe or a read may end within an element, which can be reduced only when all of it is there.
+    // A stripe or a read may end within an element, which can be reduced only once it is complete.
     const std::size_t unit = converts(what.kind) ? kWireGroup * item_ : item_;
     if (most != step_state.nbytes) most = most / unit * unit;
     if (most == 0 && step_state.nbytes != 0) return std::nullopt;
@@ -69,7 +69,7 @@ void Executor::finish(StepState& step_state) {
     --open_;
 }
 
-// Finishes a step whose message has been moved, and turns to the next one in the same direction.
+// Finishes a step whose message has been transferred, and proceeds to the next step in the same direction.
 void Executor::finish_message(FlowState& state, FlowDirection& direction, StepState& step_state) {
     constexpr std::size_t whole = link::kMemoryAlignment;
     if ((*state.lanes)[0]->in_memory()) direction.padding = (whole - step_state.nbytes % whole) % whole;

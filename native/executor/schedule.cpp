@@ -10,7 +10,7 @@ namespace {
 constexpr std::size_t kNumbersPerStep = 9;
 constexpr std::uint32_t kMostBlocks = 1 << 20;
 
-// The step that last wrote a block, and the steps that have read it since.
+// The step that last wrote a block, and the steps that have read it since then.
 struct Touched {
     std::int64_t writer = -1;
     std::vector<std::uint32_t> readers;
@@ -23,7 +23,7 @@ bool to_slice(const std::int32_t* numbers, Slice& slice) {
     return slice.first <= kMostBlocks && slice.length <= kMostBlocks;
 }
 
-// Packed blocks are sent and received as they are, and only the steps that convert them use them otherwise, one by one.
+// Packed blocks are sent and received unchanged; only the steps that convert them use them otherwise, one by one.
 bool uses_wire_well(const Step& step) {
     const bool from = step.reads() && step.src.buffer == Buffer::wire;
     const bool to = step.writes() && step.dst.buffer == Buffer::wire;

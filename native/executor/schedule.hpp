@@ -1,5 +1,5 @@
-// What one rank does in a collective, as data: made and proved by paceline.comm.schedule, executed by executor.hpp. The
-// words are those of src/paceline/comm/schedule/steps.py.
+// The steps of one rank in a collective, as data: built and proved by paceline.comm.schedule, executed by executor.hpp.
+// The terms are those of src/paceline/comm/schedule/steps.py.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ enum class Buffer : std::uint8_t { input, output, scratch, wire };
 
 constexpr std::size_t kBuffers = 4;
 
-// Whether a step turns a block of floats into its packed form in the wire buffer, or back.
+// Whether a step converts a block of floats to its packed form in the wire buffer, or back.
 constexpr bool converts(Kind kind) {
     return kind >= Kind::pack;
 }
@@ -35,19 +35,19 @@ struct Slice {
 
 struct Step {
     Kind kind = Kind::send;
-    bool final = false;  // of a reduction: all ranks' values are in it now
+    bool final = false;  // for a reduction: its result contains all ranks' values
     int peer = -1;       // group rank; -1 for a local step
-    Slice dst;           // written by all but send; an add also reads it
-    Slice src;           // read by all but recv; a reduction's local operand
+    Slice dst;           // written by all steps except send; an add also reads it
+    Slice src;           // read by all steps except recv; a reduction's local operand
 
     bool reads() const { return kind != Kind::recv; }
     bool writes() const { return kind != Kind::send; }
 };
 
-// An earlier step that touches blocks of a later one in a conflicting way: the later step follows it, byte by byte.
+// An earlier step that accesses blocks of a later step in a conflicting way: the later step follows it, byte by byte.
 struct Dependency {
     std::uint32_t step;
-    bool earlier_dst;  // the conflict is with what the earlier step writes, not with what it reads
+    bool earlier_dst;  // the conflict is with the blocks that the earlier step writes, not with those that it reads
     bool later_dst;    // the later step writes these blocks, and does not read them
 };
 
@@ -59,9 +59,9 @@ struct Flow {
 };
 
 struct Schedule {
-    // `flat` holds nine numbers per step: kind, final, peer, and buffer, first, length of `dst` and of `src`.
-    // Returns nullptr when they are not a schedule for `rank` of `size`; `bad_step` is then the first invalid step.
-    // `wire` says how the blocks in the wire buffer are packed, if there are any.
+    // `flat` has nine numbers per step: kind, final, peer, and buffer, first, length of `dst` and of `src`. Returns
+    // nullptr if they are not a schedule for `rank` of `size`; `bad_step` is then the first invalid step. `wire` is the
+    // format of the blocks in the wire buffer, if there are any.
     static std::shared_ptr<const Schedule> make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
                                                 std::span<const std::int32_t> flat, std::size_t* bad_step = nullptr,
                                                 Wire wire = Wire::none);

@@ -1,4 +1,4 @@
-// How the messages of a schedule's sends get out of the tensors and into the lanes.
+// Transfer of the messages of a schedule's sends from the tensors into the lanes.
 #include <algorithm>
 #include <array>
 

@@ -1,10 +1,10 @@
-// How any thread ends a host group, and learns whether it has ended, while another thread runs a call.
+// Functions with which any thread aborts a host group, or detects that it is broken, while another thread runs a call.
 #include "host/group.hpp"
 #include "shm/futex.hpp"
 
 namespace paceline::host {
 
-// A rank that has aborted the group, -1 without one.
+// Returns a rank that has aborted the group, or -1.
 int Group::aborted_by() const {
     for (int r = 0; r < size_; ++r)
         if (control(r).aborted.load(std::memory_order_acquire) != 0) return r;
@@ -20,10 +20,10 @@ bool Group::adopt_abort() {
 }
 
 void Group::abort() {
-    if (aborted_by() >= 0) return;  // every rank names the first one
+    if (aborted_by() >= 0) return;  // so that every rank names the first rank that aborted
     control(rank_).aborted.store(1, std::memory_order_release);
-    // Whoever waits sleeps on a cell of the rank that it waits for, whichever that is. A thread that is about to sleep
-    // misses this and looks after its turn.
+    // A waiting thread sleeps on a cell of any of the ranks for which it waits. A thread that is about to sleep misses
+    // this wake-up and checks after its turn.
     for (int r = 0; r < size_; ++r)
         for (Cell& each : control(r).cells) shm::futex_wake_all(each.round);
 }

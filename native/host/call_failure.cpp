@@ -1,4 +1,4 @@
-// Why a call on one host fails: mismatches, ranks that have gone, time-outs and interrupts.
+// Failures of calls on one host: mismatches, ranks that died or left, time-outs and interrupts.
 #include <algorithm>
 
 #include "call/turns.hpp"
@@ -14,23 +14,23 @@ constexpr std::int64_t kServesAfterNs = std::chrono::nanoseconds(Waits::kServesA
 
 }  // namespace
 
-// Looks, after a turn of waiting since `since`, for a reason to end the wait, in this order: the verdict of another
-// rank, an abort, ranks that have gone, the deadline and an interrupt. The order matters: a verdict names the first
-// cause, and a rank that gave up because of a dead one, or aborted the group, also leaves. `missing` returns the ranks
-// that have not come, none when the wait is over. False when this rank gave up or adopted a verdict.
+// Checks, after a turn of waiting since `since`, for a reason to end the wait, in this order: the verdict of another
+// rank, an abort, ranks that died or left, the deadline and an interrupt. The order matters: a verdict names the first
+// cause, and a rank that gave up because of a dead rank, or aborted the group, also leaves. `missing` returns the ranks
+// that have not arrived, or none if the wait is over. Returns false if this rank gave up or adopted a verdict.
 bool Group::look_around(int turn, Clock::time_point since, const std::function<RankSet()>& missing,
                         Waits::Entry& entry) {
     const RankSet lost = this->lost();
     const RankSet left = this->left();
     const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - since).count();
-    // Read after the masks of the lost and the left, whose acquire makes visible whatever a peer published before it
-    // went. Otherwise a peer that completed the round and then left would be reported as missing.
+    // Read after the sets of lost ranks and of ranks that left, whose acquire makes visible whatever a peer published
+    // before it ended. Otherwise a peer that completed the round and then left would be reported as missing.
     const RankSet ranks = missing();
-    // Read last, so that a rank that has given up, and then taken back its marks or left, is not reported as missing.
+    // Read last, so that a rank that gave up and then withdrew its marks or left is not reported as missing.
     for (int other = 0; other < size_; ++other)
         if (other != rank_ && adopt_verdict(other)) return false;
     if (ranks.empty()) return true;
-    if (aborted_by() >= 0) return missing().empty() || adopt_abort();  // it may have published the round before
+    if (aborted_by() >= 0) return missing().empty() || adopt_abort();  // the rank may have published the round first
     if (!(ranks & (lost | left)).empty()) return give_up_without(ranks, ranks & lost, ranks & left, waited_ns);
     say_whom_it_awaits(ranks, entry);
     if (waited_ns > kServesAfterNs) mesh_.waits().serve();
@@ -45,7 +45,7 @@ void Group::say_whom_it_awaits(const RankSet& ranks, Waits::Entry& entry) const 
     entry.say(mesh_.waits(), {{group_of(id_), sequence_}, holds_program(*call_, background_), names_of(ranks.ranks())});
 }
 
-// Why the call takes too long for the ranks in `missing`, which it waits for; nullopt while that is not known yet.
+// Returns the verdict on a call that has timed out while it waits for `missing`, or nullopt while it is unknown.
 std::optional<Verdict> Group::look_for_the_cause(const RankSet& missing, std::int64_t waited_ns) {
     if (!search_) search_.emplace(mesh_.waits(), Occasion{group_of(id_), sequence_}, timeout_ns_, waited_ns);
     const std::vector<int> awaited = missing.ranks();
@@ -113,7 +113,7 @@ bool Group::have_begun(const RankSet& ranks) const {
     return std::all_of(all.begin(), all.end(), [this](int rank) { return has_begun(rank); });
 }
 
-// Why `rank` left, if it said so in this group or to the mesh.
+// Returns why `rank` left, if it reported this in the group or to the mesh.
 Cause Group::cause_of(int rank) const {
     const Control& theirs = control(rank);
     if (theirs.gave_up.load(std::memory_order_acquire) == GaveUp::left && theirs.verdict.cause != 0)
@@ -121,8 +121,8 @@ Cause Group::cause_of(int rank) const {
     return mesh_.blamed_by(members_[static_cast<std::size_t>(rank)]);
 }
 
-// Blames the ranks that went first: dead ranks before those that left, and those without a cause of their own before
-// those that gave up because of another rank.
+// Blames the ranks that ended first: dead ranks before ranks that left, and ranks without a cause before ranks that
+// gave up because of another rank.
 bool Group::give_up_without(const RankSet& missing, const RankSet& lost, const RankSet& left, std::int64_t waited_ns) {
     const RankSet& gone = lost.empty() ? left : lost;
     RankSet first;
@@ -146,7 +146,7 @@ bool Group::give_up(GaveUp reason, const Verdict& verdict) {
     outcome_.held_by.assign(verdict.held_by, verdict.held_by + std::min(verdict.held_by_count, kMostHeldBy));
     outcome_.cause = Cause::unpack(verdict.cause);
     outcome_.waited_ns = verdict.waited_ns;
-    // The latest call of a missing rank shows what it did instead.
+    // The latest call of a missing rank shows what the rank did instead.
     outcome_.calls.resize(static_cast<std::size_t>(size_));
     for (int r = 0; r < size_; ++r) {
         CallHeader& latest = outcome_.calls[static_cast<std::size_t>(r)];
@@ -166,12 +166,12 @@ bool Group::give_up(GaveUp reason, const Verdict& verdict) {
     return false;
 }
 
-// Takes back the marks of the rounds of this call, so that a rank that comes to it later finds the verdict and does not
-// complete what failed here. The marks of earlier calls stay, because those calls have been completed.
+// Withdraws the marks of this call's rounds, so that a rank that makes the call later reads the verdict and does not
+// complete the call that failed here. The marks of earlier calls stay, because those calls have completed.
 void Group::take_marks_back() {
     for (Cell& each : control(rank_).cells) {
         const std::uint32_t round = each.round.load(std::memory_order_relaxed);
-        // This is a round of the next cell, so nobody waits for it here. Whoever reads it also sees the verdict.
+        // This is a round of the next cell, so no rank waits for it here. A rank that reads it also sees the verdict.
         if (static_cast<std::int32_t>(round - first_round_) >= 0)
             each.round.store(round + 1, std::memory_order_release);
         shm::futex_wake_all(each.round);

@@ -11,7 +11,8 @@
 namespace paceline::host {
 namespace {
 
-// Where `operation` is among those in which all ranks stage and read alike; a number beyond them if it is not there.
+// Returns the index of `operation` among the operations in which all ranks stage and read in the same way, or an index
+// past the end for other operations.
 std::size_t number_of(Operation operation) {
     switch (operation) {
         case Operation::all_reduce:

@@ -1,9 +1,9 @@
-// How a rank copies into its slot what the others will read: through its cache, or past it into memory.
+// Copies of a rank's data into its slot for the other ranks: through the cache, or past the cache into memory.
 //
-// Ranks on cores that share a cache read each other's data fastest out of that cache. On cores that do not, each line
-// has to be fetched out of another core's cache, which takes several times as long as to fetch it from memory. Which of
-// the two holds changes when the scheduler, or the host of a virtual machine, moves a rank. So a group measures both
-// ways in a few of its calls, all ranks in the same ones, and each rank uses in the others what was faster.
+// Ranks on cores that share a cache read each other's data fastest from that cache. On other cores, each line has to be
+// fetched from another core's cache, which takes several times as long as fetching it from memory. The faster way
+// changes when the scheduler, or the host of a virtual machine, moves a rank. A group therefore measures both ways in a
+// few of its calls, which are the same on all ranks, and each rank uses the faster way in the other calls.
 #pragma once
 
 #include <algorithm>
@@ -23,24 +23,25 @@ enum class Way : std::uint8_t { cached, streamed };
 #if defined(__x86_64__)
 constexpr bool kCanStream = true;
 #else
-constexpr bool kCanStream = false;  // no store of arm64 is sure to go past the cache
+constexpr bool kCanStream = false;  // no store instruction of arm64 is certain to bypass the cache
 #endif
 
-// Learns which way is the faster one for calls of one kind, which are of about the same size.
+// Measurements of both ways for one kind of call, whose sizes are about the same.
 class Experience {
   public:
-    static constexpr std::uint32_t kEarly = 64;        // calls in which the ways are measured often
-    static constexpr std::uint32_t kEarlyEvery = 16;   // in those, each way is measured once in so many calls
-    static constexpr std::uint32_t kLaterEvery = 256;  // afterwards
+    static constexpr std::uint32_t kEarly = 64;        // the first calls, in which the ways are measured often
+    static constexpr std::uint32_t kEarlyEvery = 16;   // each way is measured once in this many of the first calls
+    static constexpr std::uint32_t kLaterEvery = 256;  // and once in this many later calls
 
-    // Returns the way of the next call, and whether its time is to be learned.
+    // Returns the way for the next call, and whether the call is measured.
     std::pair<Way, bool> next();
-    // Takes how long a call took for each byte; waits for other ranks are not part of it.
+    // Adds the time per byte of a measured call, without its waits for other ranks.
     void learn(Way way, float ticks_per_byte);
 
   private:
-    static constexpr std::size_t kKept = 4;  // the latest measurements; a rank may lose its core in the middle of one
-    static constexpr float kWorth = 0.9F;    // of the time of the cached way, which the streamed one must not need
+    static constexpr std::size_t kKept =
+        4;                                 // the latest measurements kept; a rank may lose its core during one of them
+    static constexpr float kWorth = 0.9F;  // the streamed way must take less than this share of the cached way's time
 
     struct Times {
         std::array<float, kKept> latest{};
@@ -56,23 +57,23 @@ class Experience {
     std::array<Times, 2> times_;  // by way
 };
 
-// Copies like memcpy, past the cache where it can; what was copied is visible before what this thread stores next.
+// Copies like memcpy, but past the cache if possible; the copied data is visible before later stores of this thread.
 void copy_streamed(std::uint8_t* to, const std::uint8_t* from, std::size_t nbytes);
 
 // The copies of a group's calls.
 class Copying {
   public:
-    // Begins a call that stages so many bytes.
+    // Begins a call that stages `nbytes` bytes.
     void begin(Operation operation, std::size_t nbytes);
-    // Ends it, if it has succeeded; one that copied nothing into slots teaches nothing.
+    // Ends a successful call, which is measured only if it copied data into slots.
     void end();
 
     // Copies the next `nbytes` of a stream into a slot.
     void stage_next(Stream& from, std::uint8_t* slot, std::size_t nbytes) const;
-    // ... without moving on.
+    // Copies the next `nbytes` of a stream into a slot without advancing the stream.
     void stage(const Stream& from, std::uint8_t* slot, std::size_t nbytes) const;
 
-    // Does a part of a call's work that contains no wait.
+    // Runs a part of a call's work that contains no waits, and times it.
     template <class Work>
     void timed(Work work) {
         if (!is_measured_) {
@@ -85,12 +86,12 @@ class Copying {
     }
 
   private:
-    static constexpr std::size_t kLeast = 2 << 10;  // bytes of a call; below, the ways hardly differ
-    static constexpr std::size_t kSizes = 22;       // from the least, each twice the one before
-    static constexpr std::size_t kOperations = 3;   // in which all ranks stage and read alike
+    static constexpr std::size_t kLeast = 2 << 10;  // bytes of a call, below which the ways hardly differ
+    static constexpr std::size_t kSizes = 22;       // from `kLeast` on, each twice the previous one
+    static constexpr std::size_t kOperations = 3;   // the operations in which all ranks stage and read in the same way
 
     std::array<std::array<Experience, kSizes>, kOperations> experiences_;
-    Experience* experience_ = nullptr;  // of the call that runs; none if it is not measured ever
+    Experience* experience_ = nullptr;  // that of the current call; null if calls of its kind are never measured
     Way way_ = Way::cached;
     bool is_measured_ = false;
     std::size_t nbytes_ = 0;

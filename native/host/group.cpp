@@ -16,18 +16,17 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Long enough for a peer that is about to publish, short enough not to keep a
-// peer from the core that it needs. The thread of asynchronous calls competes with the program's own, so it spins less
-// unless it has a core for itself.
+// Long enough for a peer that is about to publish, and short enough not to block a peer that needs the core. The thread
+// of asynchronous calls competes with the program's own threads, so it spins less unless it has its own core.
 constexpr int kSpins = 4000;
 constexpr int kBackgroundSpins = 100;
-constexpr int kMoment = 50;  // spins, which take a microsecond or two
+constexpr int kMoment = 50;  // the spins of a brief wait, which take a microsecond or two
 constexpr int kYields = 20;
-constexpr double kManyYielding = 4;  // ranks to a core; a round of yields through more of them costs more than a sleep
-constexpr double kManyLooking = 8;   // likewise, looking around
-constexpr int kLongestTurn = 10;     // usual turns
-// A yield that took this long gave the core to a thread that computes. To yield again would cost another of its time
-// slices, whereas the scheduler soon runs a thread that is woken from its sleep.
+constexpr double kManyYielding = 4;  // ranks per core; a round of yields through more ranks takes longer than a sleep
+constexpr double kManyLooking = 8;   // ranks per core from which turns are longer, since each rank checks every turn
+constexpr int kLongestTurn = 10;     // in usual turns
+// A yield that took this long gave the core to a computing thread. Yielding again would take another of its time
+// slices, whereas the scheduler soon runs a thread that is woken from sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);
 constexpr std::int64_t kTurnNs = std::chrono::nanoseconds(kTurn).count();  // a death ends a turn early
 
@@ -67,7 +66,7 @@ std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, 
     return group;
 }
 
-// Decides how to wait, and in which order to reduce, by where all ranks run.
+// Chooses how to wait and in which order to reduce, based on the cores of all ranks.
 void Group::learn_of_cores() {
     std::vector<Cores> everyones;
     std::vector<Domain> domains;
@@ -94,9 +93,9 @@ Group::~Group() {
     }
 }
 
-// Says how many bytes of its slot each round of the call may use. Where those are few, each round in a slot uses others
-// than the one before: by the time that it writes to the same ones again, they have left the second-level caches, and a
-// line is got several times as fast from the cache that all share as out of another core's.
+// Sets the number of bytes of its slot that each round of the call may use. If they are few, successive rounds in a
+// slot use different bytes: by the time a rank writes to the same bytes again, they have left the L2 caches, and
+// fetching a line from the shared cache is several times as fast as fetching it from another core's cache.
 void Group::stage_in(std::size_t nbytes) {
     span_ = staged(nbytes, room_);
     places_ = static_cast<std::uint32_t>(room_ / span_);
@@ -104,7 +103,7 @@ void Group::stage_in(std::size_t nbytes) {
 
 void Group::publish(std::uint32_t round) {
     Cell& mine = cell(rank_, round);
-    // seq_cst, paired with the sleeper's increment and re-check in await_slowly: one of the two sees the other.
+    // seq_cst, paired with the sleeper's increment and second check in await_slowly: one of the two sees the other.
     mine.round.store(round, std::memory_order_seq_cst);
     if (control(rank_).sleepers.load(std::memory_order_seq_cst) != 0) shm::futex_wake_all(mine.round);
 }
@@ -152,7 +151,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
     };
     Waits::Entry entry;
     search_.reset();
-    // A group that has been aborted already has nobody left who would wake this thread.
+    // In a group that has already been aborted, no rank would wake this thread.
     if (aborted_by() >= 0 && !look_around(1, started_, missing, entry)) return false;
     for (int turn = 1;; ++turn) {
         sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -175,7 +174,7 @@ bool Group::begin(Call& call, const void* payload, std::size_t payload_bytes) {
     if (payload_bytes != 0) std::memcpy(mine.payload, payload, payload_bytes);
     publish(round);
     if (!await(round)) return false;
-    // The ranks that came before the one awaited last had come when this rank looked, or were awaited before it.
+    // All other ranks had arrived when this rank checked them, or were awaited before the last awaited rank.
     call.observed.last_arrived = last_awaited_ >= 0 ? last_awaited_ : rank_;
     if (total_nbytes(call.outputs) > slot_bytes_) call.observed.complete = record::ticks();
     for (int r = 0; r < size_; ++r)
@@ -183,7 +182,7 @@ bool Group::begin(Call& call, const void* payload, std::size_t payload_bytes) {
     return true;
 }
 
-// The bytes that this rank contributes to a call.
+// Returns the number of bytes that this rank contributes to a call.
 std::uint64_t Group::sent_nbytes(const Call& call) const {
     if (call.operation == Operation::broadcast) return rank_ == call.root ? total_nbytes(call.outputs) : 0;
     if (call.operation == Operation::reduce) return rank_ == call.root ? 0 : total_nbytes(call.outputs);
@@ -194,7 +193,7 @@ std::uint64_t Group::sent_nbytes(const Call& call) const {
 Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) {
     if (broken_) return outcome_;
     if (outcome_.code != Code::ok) outcome_ = {};
-    // Only this rank's own word is looked at here: another rank that has aborted is missed in this call's first round.
+    // Only this rank's own word is checked here: an abort by another rank is detected in this call's first round.
     if (control(rank_).aborted.load(std::memory_order_acquire) != 0) {
         adopt_abort();
         return outcome_;

@@ -1,7 +1,8 @@
-// The host collectives: every rank of a group on one machine, over shared memory.
+// The host collectives, over shared memory, of a group whose ranks are all on one machine.
 //
-// One call at a time; `run` is not thread-safe (see call_queue.hpp). A call whose headers do not fit fails alike on
-// every rank and leaves the group usable; any other failure breaks the group, and every later call fails the same way.
+// One call runs at a time; `run` is not thread-safe (see call_queue.hpp). A call whose headers do not match fails in
+// the same way on every rank and leaves the group usable; any other failure breaks the group, and every later call
+// fails in the same way.
 #pragma once
 
 #include <chrono>
@@ -24,9 +25,9 @@ using shm::RankSet;
 class Group final : public Collectives {
   public:
     // `members[r]` is the mesh rank of group rank r; `id` is the same on every member and new for each group.
-    // `threads`: how many this process computes with. `domain` is where this rank runs, if it is not what the machine
-    // says (tests make up machines). Returns nullptr when a member does not come until `deadline`. Throws
-    // std::system_error when descriptors or memory are short.
+    // `threads` is the number of threads with which this process computes. `domain` overrides the detected location of
+    // this rank (tests simulate machines). Returns nullptr if a member does not arrive by `deadline`. Throws
+    // std::system_error if descriptors or memory run out.
     static std::unique_ptr<Group> create(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id,
                                          std::size_t slot_bytes, std::chrono::steady_clock::time_point deadline,
                                          int threads = 1, std::optional<Domain> domain = std::nullopt);
@@ -47,7 +48,7 @@ class Group final : public Collectives {
         return *std::launder(reinterpret_cast<Control*>(controls_ + static_cast<std::size_t>(rank) * kControlBytes));
     }
     Cell& cell(int rank, std::uint32_t round) const { return control(rank).cells[round % kSlots]; }
-    // Where in its slot a rank has what it stages in a round of this call.
+    // Returns the place in a rank's slot for the data that it stages in a round of this call.
     std::uint8_t* slot(int rank, std::uint32_t round) const {
         return slots_ + (static_cast<std::size_t>(rank) * kSlots + round % kSlots) * room_ +
                round / kSlots % places_ * span_;
@@ -102,39 +103,39 @@ class Group final : public Collectives {
     shm::Mesh& mesh_;
     std::vector<int> members_;
     std::uint64_t id_;
-    std::size_t slot_bytes_;    // that most calls stage at a time
-    std::size_t room_ = 0;      // bytes of a slot
-    std::size_t span_ = 0;      // ... that each round of the call may use
-    std::uint32_t places_ = 1;  // for that in a slot
+    std::size_t slot_bytes_;    // the bytes that most calls stage at a time
+    std::size_t room_ = 0;      // the size of a slot in bytes
+    std::size_t span_ = 0;      // the bytes of a slot that each round of the call may use
+    std::uint32_t places_ = 1;  // the number of such spans in a slot
     int rank_ = 0;
     int size_ = 0;
     std::unique_ptr<shm::GroupSegment> shared_;
-    std::uint8_t* controls_ = nullptr;  // in the shared, like the slots
+    std::uint8_t* controls_ = nullptr;  // in `shared_`, like the slots
     std::uint8_t* slots_ = nullptr;
     std::vector<const void*> sources_;
     Copying copying_;
     shm::ChangeNotifier::Sleeper sleeper_;
 
-    std::uint32_t round_ = 1;        // the next to publish
-    std::uint32_t first_round_ = 1;  // of the latest call
+    std::uint32_t round_ = 1;        // the next round to publish
+    std::uint32_t first_round_ = 1;  // the first round of the latest call
     std::uint64_t sequence_ = 0;
     CallHeader header_{};
     Outcome outcome_;
     bool broken_ = false;
     std::size_t block_ = 0;  // see `block_of`
-    bool crowded_ = false;   // a rank that waits may take time from another one
-    int yields_ = 0;         // if it does
-    int turn_length_ = 1;    // in usual turns: many ranks that look around leave a core no time for anything else
+    bool crowded_ = false;   // a busy-waiting rank may take processor time from another rank
+    int yields_ = 0;         // the number of yields if `crowded_`
+    int turn_length_ = 1;    // in usual turns; many ranks that check often would leave a core no time for other work
     bool has_spare_core_ = false;
 
-    Call* call_ = nullptr;  // the one that runs
+    Call* call_ = nullptr;  // the current call
     const Interrupted* interrupted_ = nullptr;
     bool background_ = false;
     std::int64_t timeout_ns_ = 0;
     std::chrono::steady_clock::time_point started_{};
     bool clock_started_ = false;
-    int last_awaited_ = -1;                  // the rank that the latest `await` waited for last
-    std::optional<WaitChainSearch> search_;  // into the call that runs, once its time is over
+    int last_awaited_ = -1;                  // the last rank for which the latest `await` waited
+    std::optional<WaitChainSearch> search_;  // the search about the current call, once it has timed out
 };
 
 }  // namespace paceline::host

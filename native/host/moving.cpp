@@ -73,7 +73,8 @@ bool Group::scatter(Call& call) {
         });
 }
 
-// The first round shares how much each rank sends to and expects from each other rank, so that all see a disagreement.
+// In the first round the ranks share how much each of them sends to and expects from each other rank, so that all
+// detect a disagreement.
 bool Group::all_to_all(Call& call) {
     const auto ranks = static_cast<std::size_t>(size_);
     const std::uint32_t first = round_;

@@ -1,9 +1,9 @@
 // all_reduce, reduce and reduce_scatter.
-//
-// Small tensors travel in the cells. Otherwise every rank stages as much as fits in a slot at a time. With two ranks,
-// both reduce all of it ("flat"); with more, each rank reduces one slice and collects the other slices one round later
-// ("in slices"); where ranks are in several parts of the machine, those of each part reduce among themselves first ("in
-// blocks"). An all_reduce with an input leaves it unchanged: what a rank contributes is then its staged copy.
+// Small tensors are passed in the cells. Otherwise every rank stages as much as fits into a slot at a time. With two
+// ranks, both reduce all of it ("flat"); with more ranks, each rank reduces one slice and collects the other slices one
+// round later ("in slices"); if the ranks are in several parts of the machine, the ranks of each part first reduce
+// among themselves ("in blocks"). An all_reduce with an input leaves the input unchanged: a rank then contributes its
+// staged copy.
 #include <algorithm>
 
 #include "call/turns.hpp"
@@ -12,16 +12,16 @@
 namespace paceline::host {
 namespace {
 
-constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes; below, one round over everything is cheaper than two
-constexpr std::size_t kTile = 32 << 10;        // bytes of each rank's tensor that are kept in the cache at a time
-constexpr std::size_t kUpdateTile = 8 << 10;   // bytes of results that are kept in the first-level cache for an update
+constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes, below which one round over everything is faster than two
+constexpr std::size_t kTile = 32 << 10;        // the bytes of each rank's tensor that are kept in the cache at a time
+constexpr std::size_t kUpdateTile = 8 << 10;   // the bytes of results that are kept in the L1 cache for an update
 
 struct Slice {
     std::size_t from = 0, nbytes = 0;
 };
 
-// A tensor cut into parts, of which each fits into a slot together with `extra` slices of another part, and each part
-// cut into `count` slices.
+// A tensor cut into parts, each of which fits into a slot together with `extra` slices of another part and is cut into
+// `count` slices.
 struct Slices {
     Slices(std::size_t nbytes, std::size_t slot_bytes, std::size_t count, std::size_t extra)
         : slices(count), parts{nbytes, staged(nbytes, (slot_bytes - extra * kLine) / (count + extra) * count)} {}
@@ -32,7 +32,7 @@ struct Slices {
         const std::size_t from = each * slice < nbytes ? each * slice : nbytes;
         return {from, nbytes - from < each ? nbytes - from : each};
     }
-    // Where the slot's first or second slice of another part begins.
+    // Returns the start of the slot's first or second slice of another part.
     std::size_t after(std::size_t number) const {
         return parts.part_bytes + number * in_lines((parts.part_bytes + slices - 1) / slices);
     }
@@ -41,7 +41,7 @@ struct Slices {
     Parts parts;
 };
 
-// Returns what this rank contributes to a reduction with one output.
+// Returns this rank's contribution to a reduction with one output.
 const Stream& contribution(const Call& call) {
     return call.inputs.empty() ? call.outputs[0] : call.inputs[0];
 }
@@ -92,7 +92,7 @@ bool Group::all_reduce_in_one_round(Call& call) {
     return true;
 }
 
-// Reduces this rank's contribution, which is `tensor` itself or else lies in its slot too, with the contents of the
+// Reduces this rank's contribution, which is either `tensor` itself or in this rank's slot, with the contents of the
 // peers' slots into the next `nbytes` of `tensor`.
 void Group::reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nbytes, std::uint32_t round) {
     const std::size_t item = item_size(call.dtype);
@@ -117,7 +117,7 @@ bool Group::reduce(Call& call) {
 bool Group::reduce_flat(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = contribution(call);
-    // What fits one large part is faster in several, the first of which is reduced while the next one is staged.
+    // Data that fits into one large part is faster in several parts: the first is reduced while the next is staged.
     const Parts parts{tensor.nbytes(), tensor.nbytes() > room_ ? room_ : slot_bytes_};
     const bool stages = call.operation != Operation::reduce || !receives_result;
     stage_in(parts.largest());
@@ -132,7 +132,7 @@ bool Group::reduce_flat(Call& call, bool receives_result) {
 }
 
 bool Group::reduce_large(Call& call, bool receives_result) {
-    // These types are rounded once only (reduce.hpp), which the sums of a block would be, too.
+    // These types must be rounded only once (reduce.hpp), but the sums of a block would be rounded as well.
     const bool in_blocks = block_ != 0 && call.dtype != DType::f16 && call.dtype != DType::bf16;
     return in_blocks ? reduce_in_blocks(call, receives_result) : reduce_in_slices(call, receives_result);
 }
@@ -168,8 +168,8 @@ bool Group::reduce_in_slices(Call& call, bool receives_result) {
 }
 
 // A slot holds part j, this rank's slice of part j - 1 reduced over its block, and its slice of part j - 2 reduced over
-// all blocks. Only the slices that ranks with the same place in their blocks exchange go between parts of the machine.
-// comm/schedule/hierarchical.py has the same as a schedule.
+// all blocks. Only the slices that ranks with the same position in their blocks exchange move between parts of the
+// machine. comm/schedule/hierarchical.py has the same algorithm as a schedule.
 bool Group::reduce_in_blocks(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = contribution(call);
@@ -210,8 +210,8 @@ bool Group::reduce_in_blocks(Call& call, bool receives_result) {
     return true;
 }
 
-// Returns the tensor that `rank` shares, or nullptr if the call ends without it. Its owner may have withdrawn it after
-// a failure, so this also checks whether a rank has given up, died or left.
+// Returns the tensor that `rank` shares, or nullptr if the call ends without it. The owner may have withdrawn the
+// tensor after a failure, so this also checks whether a rank has given up, died or left.
 std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     using Clock = std::chrono::steady_clock;
     const int member = members_[static_cast<std::size_t>(rank)];
@@ -269,7 +269,7 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
 }
 
 // Each slot is divided into one part for each other rank; a rank reduces its parts of the others' slots together with
-// what it contributes itself, where that is.
+// its own contribution, which it reads in place.
 bool Group::reduce_scatter(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     const std::size_t item = item_size(call.dtype);

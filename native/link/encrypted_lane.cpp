@@ -7,7 +7,7 @@
 namespace paceline::link {
 namespace {
 
-// Goes through a list of pieces.
+// A position in a list of pieces.
 class Cursor {
   public:
     explicit Cursor(std::span<const Piece> pieces) : pieces_(pieces) { pass_empty(); }
@@ -27,10 +27,10 @@ class Cursor {
 
     std::span<const Piece> pieces_;
     std::size_t next_ = 0;
-    std::size_t done_ = 0;  // of piece `next_`
+    std::size_t done_ = 0;  // the bytes of piece `next_` that have been passed
 };
 
-// Copies the next bytes into `record`; returns how many.
+// Copies the next bytes into `record`; returns their number.
 std::size_t gather(Cursor& from, std::span<std::uint8_t> record) {
     std::size_t have = 0;
     while (have < record.size() && !from.at_end()) {
@@ -61,7 +61,7 @@ std::ptrdiff_t EncryptedLane::write(std::span<const Piece> pieces) {
     }
     while (!from.at_end()) {
         const Piece next = from.rest();
-        const bool is_whole = next.nbytes >= kRecordBytes;  // a record's worth in one place
+        const bool is_whole = next.nbytes >= kRecordBytes;  // a full record is contiguous
         std::size_t nbytes = kRecordBytes;
         if (is_whole)
             from.advance(nbytes);

@@ -10,10 +10,10 @@ namespace {
 constexpr std::size_t kLanesOfAPair = 2;  // rings: control and bulk
 constexpr std::size_t kMostRingBytes = 256 << 10;
 constexpr std::size_t kLeastRingBytes = 4 << 10;
-constexpr std::size_t kAllRingsBytes = std::size_t{2} << 30;  // of a group, most of which is never touched
+constexpr std::size_t kAllRingsBytes = std::size_t{2} << 30;  // per group; most of it is never used
 
-// The rings between the ranks of one host: the marks of all, and then the bytes of all. Those with one reader lie next
-// to each other.
+// The rings between the ranks of one host: the marks of all rings, followed by the bytes of all rings. The rings with
+// the same reader are adjacent.
 class Rings {
   public:
     explicit Rings(std::size_t ranks) : ranks_(ranks) {
@@ -68,8 +68,8 @@ std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::u
 
 bool LaneSet::share_rings(std::uint64_t id, const std::vector<int>& mesh_ranks,
                           std::chrono::steady_clock::time_point deadline) {
-    std::vector<int> places;  // in the mesh
-    std::vector<int> locals;  // the group ranks there
+    std::vector<int> places;  // the mesh ranks of the members on this host
+    std::vector<int> locals;  // the group ranks of the same members
     std::size_t mine = 0;
     for (int r = 0; r < size(); ++r) {
         const int place = mesh_ranks[static_cast<std::size_t>(r)];

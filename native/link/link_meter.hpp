@@ -1,8 +1,8 @@
-// Measures the connections of a group, about once a second while it is used, and writes what it finds into the
-// recording, where it outlives the process.
+// Measures the connections of a group, about once a second while the group is used, and writes the measurements into
+// the recording, which outlives the process.
 //
-// No thread wakes up for it: the threads that run calls and messages ask when they begin one, and in every turn of
-// waiting. What nobody uses does not change.
+// No thread wakes up for this: the threads that run calls and messages call the meter when they begin one and in every
+// turn of waiting. The measurements of an unused group do not change.
 #pragma once
 
 #include <atomic>
@@ -15,8 +15,9 @@
 
 namespace paceline::link {
 
-// Adds what the kernel knows of a connection to what is known of its link: bytes and segments are summed up, and of
-// the times the longest counts, but the shortest of the shortest round trips. False if it is no TCP connection.
+// Adds the kernel's statistics of a connection to those of its link. Bytes and segments are summed; of the times, the
+// longest counts, except that the shortest of the shortest round trips counts. Returns false if it is not a TCP
+// connection.
 bool add_connection(int socket, record::LinkFields& to);
 
 class LinkMeter {
@@ -28,14 +29,14 @@ class LinkMeter {
     LinkMeter& operator=(const LinkMeter&) = delete;
     ~LinkMeter() { close(); }
 
-    // Adds a link; `peer` is the other rank's number in the default group. No call may run yet.
+    // Adds a link; `peer` is the other rank in the default group. No call may have been made yet.
     void watch(int peer, std::vector<int> sockets);
     // Measures for the last time; the sockets must still be open. Idempotent.
     void close();
-    // The group's serial in the recording.
+    // Sets the group's serial number in the recording.
     void record_as(std::uint32_t group) { group_.store(group, std::memory_order_relaxed); }
 
-    // Measures if it is time to. Any thread may ask; while one measures, the others go on.
+    // Measures if a measurement is due. Any thread may call this; while one thread measures, the others continue.
     void measure_if_due(Clock::time_point now) {
         if (now.time_since_epoch().count() >= due_.load(std::memory_order_relaxed)) measure(now);
     }

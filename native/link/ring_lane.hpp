@@ -1,9 +1,8 @@
 // A lane in shared memory: one ring for each direction, with one writer and one reader.
-//
-// `head` and `tail` count bytes and never wrap to the start of the ring. The writer fills the bytes before it releases
-// `head`; the reader has read them before it releases `tail`. A side that is about to sleep sets `reader_waits` or
-// `writer_waits` and checks once more; the other side checks that flag after every store and wakes the
-// sleeper through its doorbell.
+// `head` and `tail` count bytes and never wrap to the start of the ring. The writer writes the bytes before it releases
+// `head`; the reader reads them before it releases `tail`. A side that is about to sleep sets `reader_waits` or
+// `writer_waits` and checks once more; the other side checks this flag after every store and wakes the sleeping side
+// through its doorbell.
 #pragma once
 
 #include <atomic>
@@ -13,7 +12,7 @@
 
 namespace paceline::link {
 
-// The marks of a ring, apart from its bytes, so that a rank that looks at many rings touches few pages.
+// The marks of a ring, separate from its bytes, so that a rank that polls many rings accesses few pages.
 struct RingMarks {
     alignas(128) std::atomic<std::uint64_t> head{0};
     alignas(128) std::atomic<std::uint64_t> tail{0};
@@ -31,7 +30,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 class RingLane final : public Lane {
   public:
-    // `wake_peer` ends its sleep; `gone` returns whether it died or left.
+    // `wake_peer` wakes the peer; `gone` returns whether the peer died or left.
     RingLane(Ring outgoing, Ring incoming, std::function<void()> wake_peer, std::function<bool()> gone)
         : out_(outgoing), in_(incoming), wake_peer_(std::move(wake_peer)), gone_(std::move(gone)) {}
 

@@ -13,15 +13,16 @@
 namespace paceline::link {
 namespace {
 
-// A live machine answers a probe within a round trip: its kernel answers even if the process is stopped or busy.
+// A live machine answers a keepalive probe within a round trip: its kernel answers even if the process is stopped or
+// busy.
 constexpr int kIdleS = 2;
 constexpr int kProbeS = 1;
 constexpr int kProbes = 6;
 constexpr std::uint32_t kSilenceMs = 8000;
-constexpr int kMostDrained = 4096;  // reads
-// Unsent data in the kernel's buffer is read from memory a second time if it does not fit in the cache.
+constexpr int kMostDrained = 4096;  // the most reads that drain a socket
+// Unsent data in the kernel's buffer is read a second time from memory if it does not fit into the cache.
 constexpr int kMostUnsent = 128 << 10;
-// States of a TCP connection whose end the peer has not acknowledged; <linux/tcp.h> does not name them.
+// The states of a TCP connection whose FIN the peer has not acknowledged; <linux/tcp.h> does not define them.
 constexpr int kFinWait1 = 4;
 constexpr int kLastAck = 9;
 constexpr int kClosing = 11;
@@ -55,7 +56,7 @@ SocketLane::SocketLane(int socket) : socket_(socket), guard_([socket] { ::close(
 
 SocketLane::~SocketLane() {
     // Closing a socket with unread data makes the kernel send a reset, which may overtake the last data sent from here.
-    // A peer that keeps sending gets the reset nevertheless.
+    // A peer that keeps sending receives the reset nevertheless.
     for (int i = 0; i < kMostDrained && recv(socket_, ahead_.data(), ahead_.size(), MSG_DONTWAIT) > 0; ++i) {
     }
     guard_.close();

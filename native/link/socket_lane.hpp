@@ -1,6 +1,5 @@
 // A lane over a connected stream socket.
-//
-// Small reads also read ahead, so that a message's header and body cost one system call; large reads go straight into
+// Small reads also read ahead, so that a message's header and body take one system call; large reads go directly into
 // the tensor.
 #pragma once
 
@@ -14,7 +13,7 @@ namespace paceline::link {
 
 class SocketLane : public Lane {
   public:
-    // Takes over `socket`, an authenticated connection.
+    // Takes ownership of `socket`, an authenticated connection.
     explicit SocketLane(int socket);
     SocketLane(const SocketLane&) = delete;
     SocketLane& operator=(const SocketLane&) = delete;

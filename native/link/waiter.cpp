@@ -49,7 +49,8 @@ void Waiter::watch_for_alerts(int descriptor) {
     add(epoll_, descriptor, EPOLLIN, Sign::alert);
 }
 
-// Room to write stays an event even after another waiter has taken the datagrams, so that each waiter hears each ring.
+// Room to write remains an event even after another waiter has read the datagrams, so that each waiter is woken by each
+// ring.
 void Waiter::watch_doorbell(int descriptor) {
     add(epoll_, descriptor, EPOLLIN | EPOLLOUT, Sign::doorbell);
     doorbell_ = descriptor;
@@ -63,7 +64,7 @@ bool Waiter::sleep(std::chrono::milliseconds timeout) {
             return event.data.u32 == static_cast<std::uint32_t>(sign);
         });
     };
-    // A doorbell that is full takes no more, and then nobody would be woken.
+    // A full doorbell accepts no more datagrams, and then no thread would be woken.
     char nothing = 0;
     if (any(Sign::doorbell))
         while (recv(doorbell_, &nothing, sizeof nothing, MSG_DONTWAIT) >= 0) {

@@ -1,5 +1,5 @@
-// Sleeps until one of the watched descriptors is ready. It is edge-triggered: before a thread sleeps, it must have
-// tried every descriptor since it last woke.
+// Makes a thread sleep until one of the watched descriptors is ready. It is edge-triggered: before a thread sleeps, it
+// must have tried every descriptor since it last woke up.
 #pragma once
 
 #include <chrono>
@@ -9,20 +9,20 @@ namespace paceline::link {
 
 class Waiter {
   public:
-    // Throws std::system_error, like `watch`, when the system has no descriptors or memory left.
+    // Throws std::system_error, like `watch`, if the system has no descriptors or memory left.
     Waiter();
     Waiter(const Waiter&) = delete;
     Waiter& operator=(const Waiter&) = delete;
     ~Waiter();
 
     void watch(int descriptor);
-    // Input on `descriptor` alerts the sleeper, which does not read it.
+    // Input on `descriptor` alerts the sleeping thread, which does not read it.
     void watch_for_alerts(int descriptor);
-    // Likewise for a socket of datagrams that say nothing; they are taken as they come.
+    // Watches a socket of datagrams without content for alerts; the datagrams are discarded as they arrive.
     void watch_doorbell(int descriptor);
-    // Returns after `timeout` at the latest; true when a descriptor alerted the sleeper, or `wake` did.
+    // Sleeps for at most `timeout`; returns true if a descriptor or `wake` alerted the thread.
     bool sleep(std::chrono::milliseconds timeout);
-    // Wakes the sleeper, or the next thread to sleep if there is none. May be called from any thread.
+    // Wakes the sleeping thread or, if there is none, the next thread to sleep. Any thread may call this.
     void wake();
 
   private:

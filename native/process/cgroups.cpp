@@ -9,10 +9,10 @@ namespace {
 
 constexpr const char* kUsual = "/sys/fs/cgroup";
 
-// A hierarchy, and the path of this process's cgroup in it.
+// A cgroup hierarchy and the path of this process's cgroup in it.
 struct Membership {
     bool is_version_2;
-    std::string path;  // without a slash at its end, so empty for the root
+    std::string path;  // without a trailing slash, so it is empty for the root
 };
 
 bool lists(const std::string& names, const std::string& wanted) {
@@ -38,13 +38,13 @@ std::optional<Membership> membership_of(const std::string& controller, const std
     return unified;
 }
 
-// Where the hierarchy is mounted, and the path of the cgroup below that.
+// The mount point of the hierarchy, and the path of the cgroup below it.
 struct Mounted {
     std::string at;
     std::string below;
 };
 
-// What is left of `path` below `top`; nullopt if it is elsewhere.
+// Returns `path` relative to `top`, or nullopt if it is not below `top`.
 std::optional<std::string> below(const std::string& path, const std::string& top) {
     if (top == "/") return path;
     if (path.compare(0, top.size(), top) != 0) return std::nullopt;

@@ -1,4 +1,4 @@
-// Where this process's cgroups are, in versions 1 and 2. Everything that asks for a limit or a cgroup asks here.
+// The directories of this process's cgroups, in versions 1 and 2. All code that needs a limit or a cgroup uses this.
 #pragma once
 
 #include <string>
@@ -7,14 +7,16 @@
 namespace paceline {
 
 struct Cgroups {
-    // Of this process's cgroup and of those around it, from the inner to the outer one; some may not exist.
+    // The directories of this process's cgroup and of its ancestors, from the innermost to the outermost; some may not
+    // exist.
     std::vector<std::string> directories;
-    // Whether the table of mounts says so. Otherwise they are where they usually are: in a container, the path of its
-    // cgroup may be one of the host's, of which only the end is visible, or nothing but the outermost directory.
+    // Whether the directories come from the table of mounts. Otherwise they are the usual ones: in a container, the
+    // path of its cgroup may be a path of the host, of which only the end, or only the outermost directory, is visible.
     bool is_mounted_so = false;
 };
 
-// The cgroup that has `controller`; with an empty name, the one of version 2. `root` stands before /proc and /sys.
+// Returns the cgroup with `controller` or, if that is empty, the cgroup of version 2. `root` is prepended to /proc and
+// /sys.
 Cgroups cgroups_of_this_process(const std::string& controller, const std::string& root = "");
 
 }  // namespace paceline

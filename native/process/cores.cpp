@@ -33,12 +33,12 @@ bool overlap(const Cores& a, const Cores& b) {
     return false;
 }
 
-// What the processes that compete with one of them keep busy, and what they have for it.
+// The load and the cores of the processes that compete with a process.
 struct Contest {
-    double busy = 0;            // threads on the cores that they share
-    double busy_in_cgroup = 0;  // threads that share its quota
-    std::size_t processes = 0;  // on those cores
-    Cores together;             // the cores of all of them
+    double busy = 0;            // the number of busy threads on the shared cores
+    double busy_in_cgroup = 0;  // the number of busy threads that share its quota
+    std::size_t processes = 0;  // the number of processes on the shared cores
+    Cores together;             // the cores of all these processes
 
     double crowding(const Cores& me) const {
         const double on_cores = busy / together.count();

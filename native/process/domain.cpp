@@ -15,7 +15,7 @@ constexpr int kMostNodes = 128;
 constexpr int kMostCaches = 8;  // of one core
 constexpr int kSharedLevel = 3;
 
-// Reads a list of cores like "0-3,8"; nullopt if there is none.
+// Reads a list of cores such as "0-3,8"; returns nullopt if there is none.
 std::optional<Allowed> cores_in(const std::string& path) {
     std::ifstream file(path);
     std::string line;
@@ -67,8 +67,8 @@ int cache_of(const Allowed& cores, const std::string& root) {
     return -1;
 }
 
-// The largest power of two that divides the length of every run of ranks with the same place; 0 if all are in one
-// place, or a rank's place is not known.
+// Returns the largest power of two that divides the length of every run of ranks with the same place, or 0 if all ranks
+// are in one place, the place of a rank is unknown, or blocks would not pay off.
 std::size_t common_block(std::span<const Domain> ranks, const std::function<int(const Domain&)>& place_of) {
     std::size_t divisor = 0;
     std::size_t runs = 0;
@@ -81,7 +81,7 @@ std::size_t common_block(std::span<const Domain> ranks, const std::function<int(
         first = end;
     }
     const std::size_t block = divisor & (~divisor + 1);
-    // Otherwise more would go between the parts than without blocks, or not much less.
+    // Otherwise blocks would not move much less data between the parts, or would even move more.
     const bool is_worth_it = block >= kLeastBlock && ranks.size() / block <= block;
     return runs > 1 && is_worth_it ? block : 0;
 }
