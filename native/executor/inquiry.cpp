@@ -118,8 +118,9 @@ std::function<bool(int)> Executor::has_come() const {
     };
 }
 
-// Returns the ranks that have not begun the call: only those for which this rank waits unless the call needs all ranks.
-// In other calls, a rank from which nothing has arrived may have finished its part and continued.
+// Returns the awaited ranks that have not begun the call or, if there are none and the call needs all ranks, all ranks
+// that have not begun it. In other calls, a rank from which nothing has arrived may have finished its part and
+// continued.
 std::vector<int> Executor::absent() const {
     const auto has_come = this->has_come();
     std::vector<int> ranks = awaited();

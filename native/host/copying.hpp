@@ -39,9 +39,8 @@ class Experience {
     void learn(Way way, float ticks_per_byte);
 
   private:
-    static constexpr std::size_t kKept =
-        4;                                 // the latest measurements kept; a rank may lose its core during one of them
-    static constexpr float kWorth = 0.9F;  // the streamed way must take less than this share of the cached way's time
+    static constexpr std::size_t kKept = 4;  // the measurements kept, since a rank may lose its core during one
+    static constexpr float kWorth = 0.9F;    // the streamed way must take less than this share of the cached way's time
 
     struct Times {
         std::array<float, kKept> latest{};

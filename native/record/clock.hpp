@@ -1,4 +1,4 @@
-// The clock of a recording: the processor's time stamp counter where it runs at one speed, otherwise CLOCK_MONOTONIC.
+// The clock of a recording: the processor's time stamp counter if its speed is constant, otherwise CLOCK_MONOTONIC.
 #pragma once
 
 #include <time.h>
@@ -24,7 +24,7 @@ inline std::int64_t nanoseconds_of(clockid_t clock) {
     return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
-// The present, in ticks of the clock. Never 0.
+// Returns the current time in ticks of the clock, which is never 0.
 inline std::uint64_t ticks() {
 #if defined(__x86_64__)
     if (kClock == ClockKind::time_stamp_counter) return __rdtsc();
@@ -38,10 +38,10 @@ inline std::uint64_t ticks() {
     return static_cast<std::uint64_t>(nanoseconds_of(CLOCK_MONOTONIC));
 }
 
-// The frequency in Hz if the processor states it or the clock defines it, otherwise 0.
+// Returns the frequency in Hz if the processor reports it or the clock defines it, otherwise 0.
 std::uint64_t ticks_per_second();
 
-// One instant on all clocks, to within a fraction of a microsecond.
+// Returns one instant on all clocks, accurate to a fraction of a microsecond.
 PairFields read_clocks();
 
 }  // namespace paceline::record

@@ -1,4 +1,4 @@
-// How entries of a recording are claimed, written, changed and copied; layout.hpp says why that is safe.
+// Functions that claim, write, change and copy the entries of a recording; layout.hpp explains why this is safe.
 #pragma once
 
 #include <cstring>
@@ -8,11 +8,11 @@
 
 namespace paceline::record {
 
-constexpr int kMostOpen = 64;  // entries in a row that are open or being written, which a claim passes over
-constexpr int kCopies = 1000;  // a writer needs nanoseconds, unless it is interrupted in the middle
+constexpr int kMostOpen = 64;  // the most consecutive open or partly written entries that a claim skips
+constexpr int kCopies = 1000;  // the attempts to copy an entry; a writer needs nanoseconds unless it is interrupted
 
-// An entry that its writer may change: its place and its latest stamp. Without an entry it stands for one that was not
-// recorded, and whatever is done with it does nothing.
+// An entry that its writer may change: its place and its latest stamp. Without a place it represents an entry that was
+// not recorded, and all operations on it do nothing.
 template <std::size_t N>
 struct Written {
     Entry<N>* entry = nullptr;
@@ -21,8 +21,8 @@ struct Written {
     explicit operator bool() const { return entry != nullptr; }
 };
 
-// Claims the next place of a ring for writing. `next` is where to look for it: the index behind the latest claim, or an
-// earlier one if several threads claim at once. The exchange alone decides, which saves a second atomic operation.
+// Claims the next place of a ring for writing. The search begins at `next`, which is the index after the latest claim,
+// or an earlier one if several threads claim at once. Only the exchange decides, which saves a second atomic operation.
 template <std::size_t N, std::size_t Capacity>
 Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
     std::uint64_t index = next.load(std::memory_order_relaxed);
@@ -35,7 +35,7 @@ Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
         const std::uint64_t stamp = index << kIndexShift | kWriting;
         if (entry.stamp.compare_exchange_strong(old, stamp, std::memory_order_acquire, std::memory_order_relaxed)) {
             next.store(index + 1, std::memory_order_relaxed);
-            __builtin_prefetch(&ring[(index + 1) % Capacity], 1);  // it has left the nearest cache since the last round
+            __builtin_prefetch(&ring[(index + 1) % Capacity], 1);  // it has left the L1 cache since the last round
             return {&entry, stamp};
         }
     }
@@ -43,7 +43,7 @@ Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
     return {};
 }
 
-// Stores the words from `first` on, for entries of which the others do not change.
+// Stores the words from `first` on, for entries whose other words do not change.
 template <class Fields, std::size_t N>
 void fill_from(Entry<N>& entry, const Fields& fields, std::size_t first) {
     std::uint64_t words[N];
@@ -58,21 +58,21 @@ void fill(Entry<N>& entry, const Fields& fields) {
     fill_from(entry, fields, 0);
 }
 
-// Ends the writing of an entry; `state` is `kOpen` if it will be changed again, otherwise 0.
+// Ends the writing of an entry; `state` is `kOpen` if the entry will be changed again, otherwise 0.
 template <std::size_t N>
 void publish(Written<N>& written, std::uint64_t state) {
     written.stamp = ((written.stamp & ~kStateMask) + kNextVersion) | state;
     written.entry->stamp.store(written.stamp, std::memory_order_release);
 }
 
-// Begins to change an open entry of which this writer is the only one.
+// Begins to change an open entry that has no other writer.
 template <std::size_t N>
 void reopen_own(Written<N>& written) {
     written.stamp = (written.stamp & ~kStateMask) | kWriting;
     written.entry->stamp.store(written.stamp, std::memory_order_relaxed);  // before the fields, which are released
 }
 
-// Begins to change an open entry that several threads may have the stamp of; false if it has been changed since.
+// Begins to change an open entry whose stamp several threads may have; returns false if it has changed since then.
 template <std::size_t N>
 bool reopen(Written<N>& written) {
     std::uint64_t seen = written.stamp;
@@ -85,8 +85,8 @@ bool reopen(Written<N>& written) {
     return true;
 }
 
-// Copies an entry's stamp and words to `out`; nullopt if it is being written all the time, as one is forever whose
-// writer was killed. `out` is then not whole.
+// Copies an entry's stamp and words to `out`. Returns nullopt, with `out` incomplete, if the entry is being written all
+// the time, for instance because its writer was killed.
 template <std::size_t N>
 std::optional<std::uint64_t> copy(const Entry<N>& entry, std::uint64_t (&out)[N]) {
     for (int i = 0; i < kCopies; ++i) {

@@ -1,11 +1,11 @@
-// The memory of a recording: what a process did last, laid out so that others can read it while it is written and after
-// its writer was killed. src/paceline/comm/record/layout.py is the other half.
+// The memory of a recording: the latest activity of a process, laid out so that other processes can read it while it is
+// being written and after its writer was killed. src/paceline/comm/record/layout.py is its counterpart.
 //
 // Every entry of a table begins with a stamp: index << 8 | version << 2 | state. A writer claims an entry by setting
 // its state to `kWriting`, stores the fields, and stores a stamp with the next version and the state `kOpen` (it will
-// change again) or 0 (complete). Every field is a word that is stored with release and loaded with acquire, so whoever
-// loads a new field and then the stamp finds that the stamp has changed: a copy with the same stamp before and after is
-// whole. An open entry keeps its place when the ring comes round; the next entry takes the next place.
+// change again) or 0 (complete). Every field is a word that is stored with release and loaded with acquire, so a reader
+// that loads a new field and then the stamp finds that the stamp has changed: a copy with the same stamp before and
+// after is consistent. An open entry keeps its place when the ring wraps around; the next entry takes the next place.
 #pragma once
 
 #include <atomic>
@@ -33,9 +33,9 @@ constexpr std::uint32_t kGroups = 64;
 constexpr std::uint32_t kCalls = 4096;
 constexpr std::uint32_t kEvents = 16384;
 constexpr std::uint32_t kLinks = 256;
-constexpr std::uint32_t kValue = 2;  // an event's kind whose `first` holds the bits of a double
+constexpr std::uint32_t kValue = 2;  // the event kind whose `first` has the bits of a double
 constexpr std::size_t kNameBytes = 64;
-constexpr std::size_t kMostMembers = 224;  // of a group that lists its members
+constexpr std::size_t kMostMembers = 224;  // the largest group whose members are listed
 
 template <std::size_t N>
 struct Entry {
@@ -43,7 +43,7 @@ struct Entry {
     Word words[N];
 };
 
-// Text, filled with zeros.
+// Text, padded with zeros.
 template <std::size_t N>
 struct Text {
     Word words[N / sizeof(std::uint64_t)];
@@ -55,18 +55,18 @@ struct Table {
 };
 
 struct Header {
-    Word magic;  // stored last of all that is written when the recording begins
+    Word magic;  // stored last when the recording begins
     std::uint32_t version;
     std::uint32_t header_bytes;
     std::uint64_t nbytes;
     Table pairs, names, groups, calls, events;
-    std::atomic<std::uint32_t> pid;  // of the process that has claimed the memory
+    std::atomic<std::uint32_t> pid;  // the process that has claimed the memory
     std::atomic<std::int32_t> rank;
     std::atomic<std::int32_t> world_size;
     std::uint32_t clock_kind;
     std::atomic<std::uint32_t> flags;
-    std::atomic<std::uint32_t> links_used;  // no entry of the links behind so many was ever used
-    std::uint64_t ticks_per_s;              // 0: the processor does not say
+    std::atomic<std::uint32_t> links_used;  // the number of link entries that were ever used
+    std::uint64_t ticks_per_s;              // 0: unknown
     std::uint64_t time_namespace;
     Word pair_count;
     Word name_count;
@@ -114,7 +114,7 @@ struct CallFields {
     std::uint8_t algorithm = 0;
     std::uint64_t sequence = 0;
     std::uint64_t count = 0;
-    std::int32_t root = -1;  // of a message: the other rank
+    std::int32_t root = -1;  // for a message, the other rank
     State state = State::pending;
     std::uint8_t outcome = 0;
     std::uint8_t is_async = 0;
@@ -130,8 +130,8 @@ struct CallFields {
     std::uint32_t thread = 0;
     std::int64_t tag = -1;
     std::uint64_t complete = 0;
-    std::uint64_t missing = 0;      // bits: the ranks from `first_missing` on
-    std::int64_t predicted_ns = 0;  // 0: nobody has predicted it
+    std::uint64_t missing = 0;      // the missing ranks as bits, from `first_missing` on
+    std::int64_t predicted_ns = 0;  // 0: no prediction
 };
 
 struct EventFields {
@@ -146,26 +146,26 @@ struct EventFields {
     std::uint32_t thread = 0;
 };
 
-// What the kernel knows of the connections of one group to one other rank. Its entry is written over again and again.
+// The kernel's statistics of the connections of one group to one other rank. The entry is overwritten repeatedly.
 struct LinkFields {
     std::uint32_t group = 0;
     std::int32_t peer = -1;         // its rank in the default group
     std::uint64_t measured = 0;     // ticks
-    std::uint64_t sent_nbytes = 0;  // those that the peer's kernel has acknowledged
+    std::uint64_t sent_nbytes = 0;  // the bytes that the peer's kernel has acknowledged
     std::uint64_t received_nbytes = 0;
-    std::uint64_t segments = 0;      // sent with data
-    std::uint64_t nbytes_per_s = 0;  // the latest rate at which data was delivered
-    std::uint64_t busy_us = 0;       // data was under way
-    std::uint64_t held_us = 0;       // and the peer had no room for more of it
+    std::uint64_t segments = 0;      // the segments sent with data
+    std::uint64_t nbytes_per_s = 0;  // the latest delivery rate
+    std::uint64_t busy_us = 0;       // the time with data in flight
+    std::uint64_t held_us = 0;       // of this, the time in which the peer had no room for more
     std::uint32_t round_trip_us = 0;
-    std::uint32_t variation_us = 0;  // of the round trips
+    std::uint32_t variation_us = 0;  // the variation of the round trips
     std::uint32_t least_round_trip_us = 0;
-    std::uint32_t retransmits = 0;  // segments
-    std::uint32_t silent_ms = 0;    // the peer's kernel has owed an answer for so long
+    std::uint32_t retransmits = 0;  // the segments sent again
+    std::uint32_t silent_ms = 0;    // the time for which an answer of the peer's kernel has been pending
     std::uint32_t connections = 0;
 };
 
-// The entry that holds these fields.
+// The entry with these fields.
 template <class Fields>
 using EntryOf = Entry<sizeof(Fields) / sizeof(std::uint64_t)>;
 

@@ -1,8 +1,7 @@
 // The recorder of this process: every thread writes its calls and events into one recording, without waiting.
-//
-// It is off until `begin` gives it memory; then it stays on until the process ends. A forked child has no recorder of
-// its own, and what it still writes through entries of its parent goes into memory that nobody reads: the child sees
-// private pages in the recording's place (see `Recorder::leave_to_parent`).
+// It is off until `begin` provides memory; then it stays on until the process ends. A forked child has no recorder, and
+// its writes through entries of its parent go into private memory that no process reads, which replaces the recording
+// (see `Recorder::leave_to_parent`).
 #pragma once
 
 #include <memory>
@@ -21,7 +20,7 @@ using WrittenCall = Written<sizeof(CallFields) / sizeof(std::uint64_t)>;
 using WrittenEvent = Written<sizeof(EventFields) / sizeof(std::uint64_t)>;
 using WrittenLink = Written<sizeof(LinkFields) / sizeof(std::uint64_t)>;
 
-// What a process says of itself.
+// The description of a process in its recording.
 struct Identity {
     std::string worker;
     std::string host;
@@ -31,50 +30,50 @@ struct Identity {
 
 class Recorder {
   public:
-    // The recorder of this process if it is on, else nullptr.
+    // Returns the recorder of this process if it is on, otherwise nullptr.
     static Recorder* active() { return active_.load(std::memory_order_acquire); }
-    // Begins to record into the file behind `fd`, which is `kBytes` long and stays reserved, or with -1 into memory of
-    // this process only. Takes the memory over from a process that has ended; returns false if another one uses it.
-    // Does nothing if the recorder is on. Throws std::system_error if the memory cannot be mapped.
+    // Begins to record into the file of `fd`, which has `kBytes` bytes and must remain reserved, or with -1 into
+    // private memory. Takes over the memory of a process that has ended; returns false if another process uses it. Does
+    // nothing if the recorder is on. Throws std::system_error if the memory cannot be mapped.
     static bool begin(int fd, const Identity& identity);
 
     Recorder(const Recorder&) = delete;
     Recorder& operator=(const Recorder&) = delete;
     ~Recorder() = delete;  // threads write until the process ends
 
-    // Records nothing while it is paused, to measure what recording costs; what is open must have ended before.
+    // Pauses or resumes the recording, to measure its cost; open entries must have ended before.
     static void pause(bool is_paused);
 
-    // This process is that rank of so many.
+    // Records the rank of this process and the number of ranks.
     void identify(int rank, int world_size);
-    // The process ends in an orderly way.
+    // Records that the process ends normally.
     void finish();
-    // The number of a name; names beyond the table's room share the last number.
+    // Returns the number of a name; names that do not fit into the table share the last number.
     std::uint32_t name(std::string_view text);
-    // The tick at which CLOCK_MONOTONIC was at `monotonic_ns`, since the recording began.
+    // Returns the tick at which CLOCK_MONOTONIC was at `monotonic_ns`, a time since the recording began.
     std::uint64_t tick_at(std::int64_t monotonic_ns) const;
     void set_step(std::uint64_t step) { header().step.store(step, std::memory_order_relaxed); }
 
-    // Adds a group, whose serial it returns. `members` are ranks of the default group, by group rank.
+    // Adds a group and returns its serial number. `members` are ranks of the default group, by group rank.
     std::uint32_t open_group(std::string_view name, std::string_view engine, std::uint64_t identity, int rank,
                              std::span<const int> members);
     void close_group(std::uint32_t serial);
 
-    // Records a call that has come at `fields.arrived`; `change` records what is known of it later. Unless `is_over`,
-    // the call keeps its place.
+    // Records a call that was made at `fields.arrived`; `change` records later updates. Unless `is_over`, the call
+    // keeps its place.
     WrittenCall add(CallFields& fields, bool is_over);
     void change(WrittenCall& written, const CallFields& fields, bool is_over);
 
     WrittenEvent add(EventFields fields, bool is_over);
-    // Ends the event with that stamp, now or at `tick`; nothing happens if it has lost its place.
+    // Ends the event with that stamp, now or at `tick`; does nothing if the event has lost its place.
     void end_event(std::uint64_t stamp);
     void end_event_at(std::uint64_t stamp, std::uint64_t tick);
     void end_event(std::uint64_t stamp, std::int64_t first, std::int64_t second);
-    // Notes that what the event is about was sent now.
+    // Records the current time as the time at which the event's data was sent.
     void event_sent(std::uint64_t stamp);
 
-    // Takes a place for what is measured of a link; `change` writes it, and `close_link` leaves it there until another
-    // link takes the place. Each link has one writer at a time.
+    // Takes a place for the measurements of a link; `change` writes them, and after `close_link` they stay until
+    // another link takes the place. Each link has one writer at a time.
     WrittenLink open_link(const LinkFields& fields);
     static void change(WrittenLink& written, const LinkFields& fields);
     static void close_link(WrittenLink& written);
@@ -103,11 +102,11 @@ class Recorder {
     std::uint32_t links_ = 0;
     std::unordered_map<std::uint32_t, Written<sizeof(GroupFields) / sizeof(std::uint64_t)>> open_groups_;
     std::atomic_flag calibrating_;
-    std::uint64_t calibration_gap_ns_;                // until the next pair
+    std::uint64_t calibration_gap_ns_;                // the time until the next pair
     std::atomic<std::uint64_t> next_calibration_{0};  // in ticks
 };
 
-// The kernel's number of the calling thread.
+// Returns the kernel's id of the calling thread.
 std::uint32_t thread_number();
 
 }  // namespace paceline::record

@@ -1,6 +1,5 @@
-// The elements of a reduction: their types, how each is loaded and stored, what the reductions do with two values, and
-// how an average is finished. kernels.inl includes this once for each SIMD level, and what it says of templates holds
-// here.
+// The elements of a reduction: their types, loads and stores, the reductions of two values, and the division of
+// averages. kernels.inl includes this file once for each SIMD level, and its rule about templates applies here too.
 
 namespace paceline::PACELINE_SIMD {
 namespace {
@@ -195,7 +194,7 @@ struct Divide<Complex<R>> {
     }
 };
 
-// For a power of two, multiplying by the reciprocal gives the same result and is several times as fast.
+// For a power of two, multiplying by the reciprocal gives the same result and is several times faster.
 template <class T>
 struct Scale {
     static T finish(T value, int n) { return value * (T{1} / static_cast<T>(n)); }

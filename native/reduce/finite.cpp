@@ -8,14 +8,14 @@ namespace {
 
 constexpr std::size_t kBlockBytes = 2048;
 
-// In every IEEE format, NaN and infinity are the numbers whose exponent has only ones.
+// In every IEEE format, NaN and infinity are the values whose exponent bits are all ones.
 template <typename Bits>
 bool have_finite_exponents(const unsigned char* data, std::size_t nbytes, Bits exponent) {
     constexpr std::size_t kBlock = kBlockBytes / sizeof(Bits);
     Bits block[kBlock];
     while (nbytes >= sizeof(Bits)) {
         const std::size_t count = std::min(nbytes / sizeof(Bits), kBlock);
-        std::memcpy(block, data, count * sizeof(Bits));  // the array may be aligned less than its elements
+        std::memcpy(block, data, count * sizeof(Bits));  // the array may be less aligned than its elements require
         Bits found = 0;
         for (std::size_t i = 0; i < count; ++i)
             found = static_cast<Bits>(found | static_cast<Bits>((block[i] & exponent) == exponent ? 1 : 0));

@@ -1,4 +1,4 @@
-// Finds NaN and infinity in arrays as fast as memory can be read.
+// Detects NaN and infinity in arrays as fast as memory can be read.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace paceline {
 
-// Returns whether the array has only finite numbers. Those of types that gradients do not have are taken to be finite.
+// Returns whether the array has only finite numbers. Numbers of types that gradients do not have count as finite.
 bool are_finite(const void* data, std::size_t nbytes, DType dtype);
 
 }  // namespace paceline

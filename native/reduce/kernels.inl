@@ -4,7 +4,8 @@
 
 #include "reduce/elements.inl"
 
-// Before a loop whose turns do not depend on one another. Clang finds out when it runs whether the arrays are apart.
+// Precedes a loop whose iterations are independent. With Clang, a check at run time determines whether the arrays
+// overlap.
 #if defined(__clang__)
 #define PACELINE_INDEPENDENT
 #else
@@ -14,7 +15,7 @@
 namespace paceline::PACELINE_SIMD {
 namespace {
 
-constexpr std::size_t kTile = 1024;  // elements; the deepest tree's tiles stay within the first-level caches
+constexpr std::size_t kTile = 1024;  // elements; the tiles of the deepest tree fit into the L1 caches
 
 template <class T, class Op>
 struct Tree {

@@ -1,7 +1,6 @@
 // Reductions of n arrays into one, in an order fixed by rank.
-//
-// The sources are summed as a pairwise tree over their index: ((0 1) (2 3)) ((4 5) ...), never in the order in which
-// they arrived, so a result is bitwise the same on every rank and in every run. float16 and bfloat16 are accumulated in
+// The sources are summed as a pairwise tree over their indices: ((0 1) (2 3)) ((4 5) ...), never in the order in which
+// they arrived, so a result is bitwise equal on every rank and in every run. float16 and bfloat16 are accumulated in
 // float32 and rounded once. Every SIMD level rounds in the same way (without fused multiply-add).
 #pragma once
 
@@ -40,7 +39,7 @@ enum class ReduceOp : std::uint8_t { sum, avg, product, min, max, band, bor, bxo
 std::size_t item_size(DType dtype);
 
 // out[i] = sources[0][i] op ... op sources[n - 1][i]; `out` may be one of the sources. `avg` divides by `divisor`, the
-// number of ranks, which differs from n where a sum takes several steps. Sums of integers wrap; their average is the
+// number of ranks, which differs from n if a sum takes several steps. Sums of integers wrap; their average is the
 // wrapped sum divided and rounded towards zero.
 using ReduceFn = void (*)(void* out, const void* const* sources, int n, std::size_t count, int divisor);
 

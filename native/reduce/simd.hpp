@@ -7,13 +7,13 @@ namespace paceline {
 
 enum class SimdLevel : std::uint8_t { baseline, avx2, avx512 };
 
-// Whether this machine can run the kernels of the level, and this build has them.
+// Returns whether this machine can run the kernels of the level and this build has them.
 bool has_simd(SimdLevel level);
 
-// The fastest level that this machine can run.
+// Returns the fastest level that this machine can run.
 SimdLevel best_simd();
 
-// "avx512", "avx2" or "baseline".
+// Returns "avx512", "avx2" or "baseline".
 const char* name_of(SimdLevel level);
 
 }  // namespace paceline

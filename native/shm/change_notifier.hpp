@@ -1,10 +1,10 @@
 // Wakes the threads that sleep on words of shared memory when a rank of the host has died or left.
 //
-// A sleeper publishes the address of its word and then reads the count of changes; the notifier raises the count and
-// then wakes every word that is published. Both use sequentially consistent operations, so either the sleeper sees the
-// new count and does not sleep, or the notifier sees the word. Between its look at the count and its system call a
-// sleeper cannot be woken: the futex compares the word only, which a notification does not change. A wake in that gap
-// is lost, so the notifier repeats its wakes until every sleeper has read the new count.
+// A sleeper publishes the address of its word and then reads the count of changes; the notifier increments the count
+// and then wakes every published word. Both use sequentially consistent operations, so either the sleeper reads the new
+// count and does not sleep, or the notifier reads the word. A sleeper cannot be woken between its read of the count and
+// its system call: the futex compares only the word, which a notification does not change. A wake-up in this gap is
+// lost, so the notifier repeats its wake-ups until every sleeper has read the new count.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ namespace paceline::shm {
 
 class ChangeNotifier {
   public:
-    // Sleeps for one thread at a time.
+    // A sleeper, used by one thread at a time.
     class Sleeper {
       public:
         explicit Sleeper(ChangeNotifier& notifier);
@@ -26,23 +26,23 @@ class ChangeNotifier {
         Sleeper& operator=(const Sleeper&) = delete;
         ~Sleeper();
 
-        // Sleeps while `word` holds `expected`, at most `timeout_ns`, and returns at once after a change since the last
-        // sleep. May return early for no reason.
+        // Sleeps while `word` holds `expected`, for at most `timeout_ns`; returns at once after a change since the last
+        // sleep. May wake up spuriously.
         void sleep(const std::atomic<std::uint32_t>& word, std::uint32_t expected, std::int64_t timeout_ns);
 
       private:
         friend class ChangeNotifier;
 
         ChangeNotifier& notifier_;
-        std::atomic<const std::atomic<std::uint32_t>*> word_{nullptr};  // while it sleeps
+        std::atomic<const std::atomic<std::uint32_t>*> word_{nullptr};  // set while it sleeps
         std::atomic<std::uint32_t> seen_{0};
     };
 
-    // The number of changes. An acquire: the latest change is visible.
+    // Returns the number of changes. This is an acquire: the latest change is visible.
     std::uint32_t count() const { return count_.load(std::memory_order_acquire); }
-    // Raises the count; call `repeat` next.
+    // Increments the count; `repeat` must be called next.
     void notify() { count_.fetch_add(1, std::memory_order_seq_cst); }
-    // Wakes every sleeper that has not read the latest count; false when there was none.
+    // Wakes every sleeper that has not read the latest count; returns false if there was none.
     bool repeat();
 
   private:

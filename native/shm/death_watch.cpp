@@ -18,7 +18,7 @@
 namespace paceline::shm {
 namespace {
 
-// From <linux/futex.h> since Linux 5.16; the headers that we are built with may be older.
+// From <linux/futex.h> since Linux 5.16; the headers used for the build may be older.
 constexpr long kFutexWaitV = 449;
 constexpr std::uint32_t kWord32 = 2;
 struct WaitV {
@@ -28,15 +28,15 @@ struct WaitV {
     std::uint32_t reserved;
 };
 
-constexpr int kManyLooking = 32;  // ranks; if more look, each does so less often
+constexpr int kManyLooking = 32;  // the number of ranks above which each rank checks less often
 constexpr std::chrono::milliseconds kSeldom{200};
-constexpr std::chrono::hours kLong{1};  // somebody else waits for every pulse
+constexpr std::chrono::hours kLong{1};  // used if other ranks wait for every pulse
 
 WaitV expecting(const std::atomic<std::uint32_t>& word, std::uint32_t value) {
     return {value, reinterpret_cast<std::uintptr_t>(&word), kWord32, 0};
 }
 
-// Sleeps until a word is woken or no longer holds its expected value, at most for `timeout`.
+// Sleeps until a word is woken or no longer holds its expected value, for at most `timeout`.
 void wait_for_any(const std::vector<WaitV>& words, std::chrono::nanoseconds timeout) {
     timespec until{};
     clock_gettime(CLOCK_MONOTONIC, &until);
@@ -48,16 +48,16 @@ void wait_for_any(const std::vector<WaitV>& words, std::chrono::nanoseconds time
 
 }  // namespace
 
-// What one look at all entries has found.
+// The result of one check of all entries.
 struct DeathWatch::Look {
     int gone = 0;
-    bool has_found = false;     // a rank whose end nobody had told of
-    bool waits_for_all = true;  // the pulses tell of every rank
-    std::vector<std::pair<const std::atomic<std::uint32_t>*, std::uint32_t>> pulses;  // and what they hold
+    bool has_found = false;     // whether a rank has ended whose end had not been reported
+    bool waits_for_all = true;  // whether the pulses cover every rank
+    std::vector<std::pair<const std::atomic<std::uint32_t>*, std::uint32_t>> pulses;  // the pulses and their values
 };
 
 bool DeathWatch::is_possible() {
-    // A kernel that knows the call rejects an empty list with EINVAL; others return ENOSYS.
+    // A kernel with this call rejects an empty list with EINVAL; others return ENOSYS.
     return syscall(kFutexWaitV, nullptr, 0, 0, nullptr, 0) < 0 && errno == EINVAL;
 }
 
@@ -69,7 +69,7 @@ DeathWatch::DeathWatch(std::shared_ptr<HostDirectory> directory, int rank, std::
 
 DeathWatch::~DeathWatch() {
     if (forked_from_member()) {
-        if (thread_.joinable()) thread_.detach();  // it does not exist in a forked child
+        if (thread_.joinable()) thread_.detach();  // the thread does not exist in a forked child
         return;
     }
     close();
@@ -77,7 +77,7 @@ DeathWatch::~DeathWatch() {
 
 void DeathWatch::close() {
     closing_.store(1, std::memory_order_release);
-    futex_wake_all(closing_);  // a thread that looks in every turn sees it then
+    futex_wake_all(closing_);  // a thread that checks in every turn reads it there
     if (thread_.joinable()) thread_.join();
 }
 
@@ -105,7 +105,7 @@ DeathWatch::Look DeathWatch::look() const {
     return seen;
 }
 
-// How long a thread that looks around now and then sleeps in between.
+// Returns how long a thread that checks only from time to time sleeps in between.
 std::chrono::milliseconds DeathWatch::seldom_turn() const {
     return std::min(kTurn * (1 + directory_->size() / kManyLooking), kSeldom);
 }
@@ -121,7 +121,7 @@ void DeathWatch::run() {
         if (seen.gone != known) {
             known = seen.gone;
             changed_();
-            // Many ranks mostly leave one after the other, and each would wake all that are still there.
+            // Many ranks usually leave in succession, and each of them would wake all remaining ranks.
             if (directory_->size() > kManyLooking)
                 futex_wait(closing_, 0, std::chrono::nanoseconds(seldom_turn()).count());
             continue;

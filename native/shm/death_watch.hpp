@@ -1,11 +1,11 @@
-// Notices, on a thread of its own, which ranks of the directory have come to their end.
+// Detects, on its own thread, which ranks of the directory have ended.
 //
-// The thread sleeps on the directory's count of changes and on the pulses of the kMostWatchers ranks behind it in the
-// circle. That needs futex_waitv; before Linux 5.16 it looks at all pulses in every turn instead. It also does so every
-// few turns while a rank has not come yet, and now and then on larger hosts, since all watchers of a rank may die with
-// it. There it rests for some turns after each change: ranks that leave would wake all others once for each of them. A
-// rank that could not hold a pulse (emulators of other processors lack robust futexes) lives as long as its socket
-// listens.
+// The thread sleeps on the directory's count of changes and on the pulses of the next kMostWatchers ranks in the
+// circle. This needs futex_waitv; before Linux 5.16 the thread checks all pulses in every turn instead. It also does so
+// every few turns while a rank has not arrived yet, and from time to time on larger hosts, since all watchers of a rank
+// may die with it. On larger hosts it pauses for some turns after each change, since ranks that leave would otherwise
+// wake all others once for each of them. A rank that could not hold a pulse (emulators of other processors lack robust
+// futexes) counts as live as long as its socket listens.
 #pragma once
 
 #include <atomic>
@@ -21,10 +21,10 @@ namespace paceline::shm {
 
 class DeathWatch {
   public:
-    // Whether this kernel can wait for many words at once.
+    // Returns whether this kernel can wait for many words at once.
     static bool is_possible();
 
-    // `changed` is called on that thread, after every change in which ranks are gone.
+    // `changed` is called on the thread after every change in which ranks have died or left.
     DeathWatch(std::shared_ptr<HostDirectory> directory, int rank, std::function<void()> changed,
                bool waits_for_many = is_possible());
     DeathWatch(const DeathWatch&) = delete;

@@ -1,5 +1,5 @@
-// One segment that ranks of the host share as members of a group. The first of them makes it and the others fetch it;
-// each fills its own part, and then each waits for the others. After that nobody needs a descriptor any more.
+// A segment that ranks of the host share as members of a group. The first member creates it and the others fetch it;
+// each member fills its own part and then waits for the others. After that no member needs a descriptor.
 #pragma once
 
 #include <memory>
@@ -11,20 +11,20 @@ namespace paceline::shm {
 
 class GroupSegment {
   public:
-    // `places` are the members' ranks in the mesh, in the same order on each of them; `id` is new for each group.
-    // Returns nullptr when the first member does not offer the memory until `deadline`. Throws std::system_error when
-    // descriptors or memory are short.
+    // `places` are the members' mesh ranks, in the same order on each of them; `id` is new for each group. Returns
+    // nullptr if the first member does not offer the memory by `deadline`. Throws std::system_error if descriptors or
+    // memory run out.
     static std::unique_ptr<GroupSegment> open(Mesh& mesh, std::vector<int> places, RegionId id, std::size_t nbytes,
                                               Mesh::Deadline deadline);
     GroupSegment(const GroupSegment&) = delete;
     GroupSegment& operator=(const GroupSegment&) = delete;
-    // Before all members have come, gives the memory up for all of them.
+    // If not all members have arrived, gives up the memory for all of them.
     ~GroupSegment();
 
-    // The memory, of zeros at first, from a multiple of the size of a page on.
+    // Returns the memory, which is page-aligned and initially zero.
     std::uint8_t* data() const;
-    // Waits until all members have come here, after which each sees what the others have written before. False when one
-    // has not come by `deadline`, is gone, or gives up.
+    // Waits until all members have called this, after which each sees the earlier writes of the others. Returns false
+    // if a member has not called it by `deadline`, has died or left, or gives up.
     bool wait_for_all(Mesh::Deadline deadline);
 
   private:

@@ -87,7 +87,7 @@ Pulse::Pulse(const HostDirectory& directory, int rank)
 void Pulse::hold() {
     static_assert(sizeof(Entry) == sizeof(Held));
     const auto holder = static_cast<std::uint32_t>(syscall(SYS_gettid)) |
-                        FUTEX_WAITERS;  // without the bit the kernel marks the word, but wakes nobody
+                        FUTEX_WAITERS;  // without this bit the kernel marks the word but wakes no waiter
     robust_list* next = &head_.list;
     for (std::size_t r = entries_.size(); r-- > 0;) {
         entries_[r].list.next = next;

@@ -11,9 +11,9 @@
 namespace paceline::shm {
 namespace {
 
-// How long to wait before waking a thread again that had not fallen asleep yet, or has not had a core since.
+// The time after which a thread is woken again if it had not fallen asleep yet or has not had a core since.
 constexpr std::chrono::milliseconds kFirstRepeat{1};
-// Who goes on for longer than this after a time-out does not leave because of it.
+// A rank that continues for longer than this after a time-out does not leave because of it.
 constexpr std::chrono::seconds kTimeOutLasts{30};
 
 }  // namespace
@@ -48,7 +48,7 @@ Mesh::~Mesh() {
 }
 
 void Mesh::close() {
-    if (forks_ != forks_from_members()) return;  // in a forked child, whose parent has not left
+    if (forks_ != forks_from_members()) return;  // a forked child; its parent has not left
     {
         const std::lock_guard hold(mutex_);
         if (closed_) return;
@@ -68,7 +68,7 @@ void Mesh::close() {
     guard_.close();
 }
 
-// The server's thread also holds the pulse.
+// The server's thread, which also holds the pulse.
 void Mesh::serve(std::promise<void> begun) {
     pthread_setname_np(pthread_self(), "paceline-mesh");
     Pulse pulse(*directory_, rank_);
@@ -102,7 +102,7 @@ void Mesh::ranks_are_gone() {
 Cause Mesh::blamed_by(int rank) const {
     const RankEntry& entry = directory_->entry(rank);
     const Cause cause = Cause::unpack(entry.blamed.load(std::memory_order_acquire));
-    // A rank that is there, or died, may have had its time-out long ago: see `blamed`.
+    // A rank that is present or has died may have had its time-out long ago; see `blamed`.
     return cause.hung && entry.state.load(std::memory_order_acquire) != State::left ? Cause{} : cause;
 }
 
@@ -132,7 +132,7 @@ void Mesh::announce_offers() {
 }
 
 std::shared_ptr<Segment> Mesh::withdraw(RegionId id) {
-    if (forks_ != forks_from_members()) return nullptr;  // in a forked child, whose parent still has the region
+    if (forks_ != forks_from_members()) return nullptr;  // a forked child; its parent still has the region
     Offer ended;
     {
         const std::lock_guard hold(mutex_);
@@ -181,7 +181,7 @@ Found Mesh::get(Request::Kind kind, int owner, RegionId id, Deadline deadline) {
             const Request request{directory_->key(), kind, rank_, id};
             Received received = RegionExchange::ask(entry.listener, request, deadline, [&] { return is_gone(owner); });
             if (received.segment) {
-                received.segment->close_descriptor();  // nobody gets the memory from this rank
+                received.segment->close_descriptor();  // this rank passes the memory to no other rank
                 return {std::move(received.segment), 0};
             }
             if (received.failure == kGivenUp) return {};

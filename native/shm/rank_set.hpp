@@ -1,4 +1,4 @@
-// A set of ranks of one host, of a fixed size, so that it can lie in shared memory.
+// A set of ranks of one host, with a fixed size so that it can be in shared memory.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 namespace paceline::shm {
 
-constexpr int kMaxRanks = 1024;  // of one host; the same as MAX_RANKS_OF_HOST in comm/engine/native/bootstrap.py
+constexpr int kMaxRanks = 1024;  // per host; the same as MAX_RANKS_OF_HOST in comm/engine/native/bootstrap.py
 
 class RankSet {
   public:
@@ -23,7 +23,7 @@ class RankSet {
     void add(int rank) { word(rank) |= bit(rank); }
     bool has(int rank) const { return (words_[static_cast<std::size_t>(rank) / kBits] & bit(rank)) != 0; }
     bool empty() const { return first() < 0; }
-    // The lowest rank, -1 without one.
+    // Returns the lowest rank, or -1 if the set is empty.
     int first() const {
         for (std::size_t i = 0; i < words_.size(); ++i)
             if (words_[i] != 0) return static_cast<int>(i * kBits) + std::countr_zero(words_[i]);

@@ -24,15 +24,15 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kMostStrangers = 64;
-constexpr std::chrono::seconds kSilence{5};  // after which a stranger is sent away
-constexpr int kLook = 1000;                  // milliseconds until the next look at how long they have been silent
-constexpr int kQueued = 1024;                // connections that wait to be accepted
+constexpr std::chrono::seconds kSilence{5};  // the silence after which an unidentified connection is closed
+constexpr int kLook = 1000;                  // the milliseconds between two checks for silent connections
+constexpr int kQueued = 1024;                // the most connections that wait to be accepted
 constexpr std::chrono::milliseconds kPause{2};
 
 struct ReplyHead {
-    std::uint64_t size = 0;  // of the region; 0: there is none
+    std::uint64_t size = 0;  // the size of the region; 0: there is none
     Pages pages{};
-    std::int32_t failure = 0;  // if there is none
+    std::int32_t failure = 0;  // the reason if there is none
 };
 
 // A descriptor that is closed at the end of its scope.
@@ -53,7 +53,7 @@ class Descriptor {
     int fd_;
 };
 
-// A connection that has not asked for anything yet.
+// A connection that has not made a request yet.
 struct Stranger {
     Descriptor connection;
     Clock::time_point since;
@@ -104,7 +104,7 @@ bool equal(const HostDirectory::Key& a, const HostDirectory::Key& b) {
     return difference == 0;
 }
 
-// Reads the reply, which has come; `failure` is ECONNRESET if the other end went instead.
+// Reads the reply, which has arrived; `failure` is ECONNRESET if the other end closed the connection instead.
 Received read_reply(int connection) {
     ReplyHead head;
     iovec data{&head, sizeof head};
@@ -121,18 +121,18 @@ Received read_reply(int connection) {
         std::memcpy(&fd, CMSG_DATA(ancillary), sizeof fd);
     if (got != static_cast<ssize_t>(sizeof head)) return {nullptr, ECONNRESET};
     if (head.size == 0) return {nullptr, head.failure};
-    if (fd < 0) return {nullptr, EMFILE};  // the kernel drops a descriptor if this process has no free slot for it
+    if (fd < 0) return {nullptr, EMFILE};  // the kernel drops a descriptor if this process has no free one
     auto segment = Segment::adopt(fd, head.size, head.pages);
     return segment ? Received{std::move(segment), 0} : Received{nullptr, ENOMEM};
 }
 
-// Whether there is something to read, within a turn.
+// Waits for at most a turn; returns whether there is data to read.
 bool has_come(int connection) {
     pollfd watched{connection, POLLIN, 0};
     return poll(&watched, 1, static_cast<int>(kTurn.count())) > 0;
 }
 
-// A request of one connection. True if the connection is done with.
+// Handles a request of one connection; returns true if the connection is finished.
 bool handle(int connection, const HostDirectory::Key& key, const RegionExchange::Answer& answer) {
     Request request{};
     const ssize_t got = recv(connection, &request, sizeof request, MSG_DONTWAIT);
@@ -202,7 +202,7 @@ void RegionExchange::serve(const HostDirectory::Key& key, const Answer& answer) 
         if (watched[1].revents == 0) continue;
         Descriptor connection(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
         if (connection.get() < 0) {
-            std::this_thread::sleep_for(kPause);  // no descriptors are left; the other end waits or asks again
+            std::this_thread::sleep_for(kPause);  // no descriptors are left; the other end waits or tries again
             continue;
         }
         if (!is_same_user(connection.get()) || handle(connection.get(), key, answer)) continue;
@@ -230,7 +230,7 @@ void RegionExchange::reply(int connection, const Segment* segment, int failure) 
         const int fd = segment->fd();
         std::memcpy(CMSG_DATA(ancillary), &fd, sizeof fd);
     }
-    // If it fails, because the other rank is gone or too many descriptors are under way, that rank asks again.
+    // If this fails because the other rank has ended or too many descriptors are in flight, that rank tries again.
     static_cast<void>(sendmsg(connection, &header, MSG_NOSIGNAL | MSG_DONTWAIT));
 }
 
@@ -242,8 +242,8 @@ Received RegionExchange::ask(const SocketName& listener, const Request& request,
         const Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
         if (connection.get() < 0) return {nullptr, errno};
         if (connect(connection.get(), address.get(), address.nbytes) != 0) {
-            if (errno != EAGAIN) return {nullptr, ETIMEDOUT};  // nobody listens there any more
-            std::this_thread::sleep_for(kPause);               // too many wait there
+            if (errno != EAGAIN) return {nullptr, ETIMEDOUT};  // no process listens there any more
+            std::this_thread::sleep_for(kPause);               // too many connections wait there
             continue;
         }
         if (!is_same_user(connection.get())) return {nullptr, ETIMEDOUT};

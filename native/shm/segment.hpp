@@ -1,7 +1,7 @@
-// Memory that several processes map: a memfd whose descriptor is passed between them and which is freed with its last
-// holder.
+// Memory that several processes map: a memfd whose descriptor is passed between them, and which is freed when the last
+// process releases it.
 //
-// It is sealed against shrinking, so that no holder can make another's access fault.
+// It is sealed against shrinking, so that no process can make the accesses of another one fault.
 #pragma once
 
 #include <cstddef>
@@ -10,15 +10,15 @@
 
 namespace paceline::shm {
 
-// Where the parts of a segment belong to different processes, a huge page would take all of them to the place of the
-// first one that touches it.
+// If the parts of a segment belong to different processes, a huge page would place several parts on the NUMA node of
+// the process that touches it first.
 enum class Pages : std::uint32_t { huge_if_large, small };
 
 class Segment {
   public:
-    // Returns nullptr, with errno set, when the memory cannot be allocated.
+    // Returns nullptr, with errno set, if the memory cannot be allocated.
     static std::shared_ptr<Segment> create(std::size_t size, Pages pages = Pages::huge_if_large);
-    // Takes over `fd`; returns nullptr if the memory behind it is smaller than `size` or not sealed.
+    // Takes ownership of `fd`; returns nullptr if its memory is smaller than `size` or not sealed.
     static std::shared_ptr<Segment> adopt(int fd, std::size_t size, Pages pages = Pages::huge_if_large);
 
     Segment(const Segment&) = delete;
@@ -29,10 +29,10 @@ class Segment {
     std::size_t size() const { return size_; }
     Pages pages() const { return pages_; }
     int fd() const { return fd_; }
-    // The memory stays mapped, but it can no longer be passed to another process.
+    // Closes the descriptor: the memory stays mapped, but can no longer be passed to another process.
     void close_descriptor();
-    // Replaces the pages that hold these bytes, in this process, by copies that it alone has. They stay as they are if
-    // the system has no memory for that.
+    // Replaces the pages that contain these bytes by private copies in this process. If the system has no memory for
+    // this, the pages do not change.
     void make_private(std::size_t offset, std::size_t nbytes) const;
 
   private:
