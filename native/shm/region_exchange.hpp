@@ -77,8 +77,7 @@ class RegionExchange {
 
     int listener_ = -1;
     int doorbell_ = -1;
-    int ringer_ =
-        -1;  // rings other doorbells; a datagram from the own doorbell would wake its own waiters once it is read
+    int ringer_ = -1;  // sends rings, which if sent from the doorbell would wake its own waiters
     int stop_ = -1;
     SocketName listener_name_;
     SocketName doorbell_name_;

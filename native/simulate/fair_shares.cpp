@@ -8,7 +8,7 @@ namespace paceline::simulate {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kAlmost = 1 + 1e-12;  // two shares that differ less are equal, but for rounding
+constexpr double kAlmost = 1 + 1e-12;  // the ratio below which two shares differ only by rounding
 
 }  // namespace
 
@@ -50,7 +50,7 @@ const std::vector<std::uint32_t>& FairShares::divide() {
     return found_routes_;
 }
 
-// Collects the links that share routes with the touched ones, and the open routes over them.
+// Collects the links that share routes with the affected ones, and the open routes over them.
 void FairShares::find_affected() {
     found_routes_.clear();
     found_links_.clear();
@@ -71,7 +71,8 @@ void FairShares::find(std::uint32_t link) {
     found_links_.push_back(link);
 }
 
-// Raises all rates together until a link is full or a route has its most, fixes those, and goes on with the others.
+// Raises all rates together until a link is full or a route reaches its limit, fixes their rates, and continues with
+// the others.
 void FairShares::fill() {
     for (const std::uint32_t number : found_links_) {
         links_[number].left = links_[number].capacity;

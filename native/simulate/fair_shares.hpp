@@ -1,5 +1,5 @@
-// Divides links among the transfers that cross them: max-min fairness, as of Bertsekas and Gallager 1992,
-// section 6.5.2. No transfer can be faster without making slower one that is no faster than itself.
+// Divides links among the transfers that cross them by max-min fairness (Bertsekas and Gallager 1992, section 6.5.2):
+// no transfer can be faster without slowing down one that is not faster than itself.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace paceline::simulate {
 
-// A link that a route crosses. `weight` is how much of it a byte takes: several routes may stand for one another.
+// A link that a route crosses. `weight` is the number of bytes that a byte of the route puts on the link, since a route
+// may represent several routes.
 struct Use {
     std::uint32_t link = 0;
     double weight = 1;
@@ -15,17 +16,17 @@ struct Use {
 
 class FairShares {
   public:
-    // `capacities` are those of the links in bytes a second. Routes are added once, in their order; each crosses a
-    // link.
+    // `capacities` are the rates of the links in bytes per second. Routes are added once, in order; each crosses at
+    // least one link.
     explicit FairShares(std::vector<double> capacities);
     void add_route(std::vector<Use> uses, double most);
 
-    // Says that something begins, or ceases, to move over a route.
+    // Mark a route as carrying data from now on, or as no longer carrying data.
     void open(std::uint32_t route);
     void close(std::uint32_t route);
 
-    // Divides anew the links that the routes opened and closed since the last call touch, directly or through others.
-    // Returns the open routes whose rate was decided; they are valid until the next call.
+    // Redivides the links that are affected, directly or through others, by the routes opened and closed since the last
+    // call. Returns the open routes whose rates were set; the reference is valid until the next call.
     const std::vector<std::uint32_t>& divide();
 
     double rate(std::uint32_t route) const { return routes_[route].rate; }

@@ -1,7 +1,7 @@
-// How far a simulated rank is in its schedule: the watermarks of executor/progress.cpp, in bytes that may be fractions.
+// The progress of a simulated rank in its schedule: the watermarks of executor/progress.cpp, in fractional bytes.
 //
-// All blocks are equally long here, which the executor's are but for one element. A message of no blocks counts as one
-// byte, which stands for its header.
+// All blocks have the same length here, while the executor's blocks may differ by one element. A message without blocks
+// counts as one byte, which represents its header.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace paceline::simulate {
 
-constexpr double kSliver = 1e-3;  // bytes that are only there because of rounding
+constexpr double kSliver = 1e-3;  // bytes that result only from rounding
 
 struct StepState {
     double src_offset = 0;
@@ -32,17 +32,17 @@ class RankProgress {
     const StepState& state(std::uint32_t step) const { return states_[step]; }
     bool is_over() const { return open_ == 0; }
 
-    // The watermark that the step may reach now; nullopt when it may not go on at all.
+    // Returns the watermark that the step may reach now, or nullopt if it may not advance at all.
     std::optional<double> limit(std::uint32_t step) const;
 
-    // How many bytes, up to `most`, the steps of `numbers` from the one at `at` on may move now. They are those of one
-    // flow in their order, and only those count that follow one another directly in the schedule.
+    // Returns how many bytes, up to `most`, the steps in `numbers` from index `at` on may move now. `numbers` has the
+    // steps of one flow in order; only steps that directly follow one another in the schedule count.
     double ahead(std::span<const std::uint32_t> numbers, std::size_t at, double most) const;
 
-    // Moves a step on; returns whether that finished it.
+    // Advances a step; returns whether this finished it.
     bool advance(std::uint32_t step, double nbytes);
 
-    // The later steps that the step's progress may let go on.
+    // Returns the later steps that may be able to advance after this step's progress.
     std::span<const std::uint32_t> followers(std::uint32_t step) const;
 
   private:
@@ -50,7 +50,7 @@ class RankProgress {
         double offset;
         double nbytes;
         double done;
-        double scale;  // bytes in this buffer for a byte of the step
+        double scale;  // the bytes in this buffer per byte of the step
     };
 
     void place(std::uint32_t step, double block_nbytes);
@@ -59,7 +59,7 @@ class RankProgress {
     Side side(std::uint32_t step, bool dst) const;
 
     std::shared_ptr<const executor::Schedule> schedule_;
-    double packed_;  // bytes on the wire for a byte of floats
+    double packed_;  // the bytes on the wire per byte of floats
     std::vector<StepState> states_;
     std::vector<std::uint32_t> followers_;
     std::vector<std::uint32_t> followers_from_;

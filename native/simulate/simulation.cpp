@@ -51,7 +51,7 @@ class Simulation {
     std::vector<Rank> ranks_;
     std::vector<Stream> streams_;
     std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
-    std::vector<std::uint32_t> pending_;  // streams that may go on
+    std::vector<std::uint32_t> pending_;  // streams that may advance
     std::vector<std::uint32_t> changed_;  // streams that began or ended a piece in this instant
     std::uint64_t events_so_far_ = 0;
     double now_ = 0;
@@ -139,7 +139,7 @@ void Simulation::handle(const Event& event) {
     }
 }
 
-// Tells FairShares which routes are in use now, and when what moves over them will have left.
+// Updates FairShares with the routes in use, and schedules the ends of the pieces that move over them.
 void Simulation::divide_links() {
     for (const std::uint32_t number : changed_) {
         Stream& stream = streams_[number];
@@ -168,7 +168,7 @@ void Simulation::schedule_departure(Stream& stream, std::uint32_t number) {
     push(now_ + takes, stream.order, What::moved, number, 0, ++stream.version);
 }
 
-// Lets all that a rank does go on.
+// Resumes all activity of a rank.
 void Simulation::resume(std::uint32_t number) {
     Rank& rank = ranks_[number];
     for (const std::uint32_t step : rank.progress.schedule().local) try_work(number, step);
@@ -180,7 +180,7 @@ void Simulation::try_send(std::uint32_t number) {
     if (!std::exchange(streams_[number].is_pending, true)) pending_.push_back(number);
 }
 
-// Pieces begin once all that happens in an instant has happened, so that its order does not decide on their lengths.
+// Pieces begin after all events of an instant, so that the order of these events does not determine their lengths.
 void Simulation::send_what_is_ready() {
     std::sort(pending_.begin(), pending_.end(), [&](std::uint32_t one, std::uint32_t other) {
         return std::pair(streams_[one].order, one) < std::pair(streams_[other].order, other);
@@ -249,7 +249,7 @@ void Simulation::piece_came(Stream& stream, std::uint32_t number, double nbytes)
     try_take(number);
 }
 
-// Lets the receiving steps take what has arrived, as far as they may. To reduce takes time, to receive none.
+// Makes the receiving steps consume the arrived bytes, as far as possible. Reducing takes time, receiving takes none.
 void Simulation::try_take(std::uint32_t number) {
     Stream& stream = streams_[number];
     Rank& to = target(stream);
@@ -269,13 +269,14 @@ void Simulation::try_take(std::uint32_t number) {
     stream.is_taking = false;
 }
 
-// The stream is taking meanwhile, so that steps which wait for this one do not take from it, too.
+// The stream is marked as taking in the meantime, so that steps that wait for this one do not consume its bytes as
+// well.
 void Simulation::take(Stream& stream, double nbytes) {
     stream.waiting -= nbytes;
     stream.receiving = advance_along(stream.route->target, *stream.receives, stream.receiving, nbytes);
 }
 
-// Lets a local step go on. A copy takes no time; converting a byte takes as long as reducing it.
+// Advances a local step. A copy takes no time; converting a byte takes as long as reducing it.
 void Simulation::try_work(std::uint32_t number, std::uint32_t step) {
     Rank& rank = ranks_[number];
     const StepState& state = rank.progress.state(step);
@@ -290,7 +291,7 @@ void Simulation::try_work(std::uint32_t number, std::uint32_t step) {
     push(rank.works_until_s, step, What::worked, step, number, 0, piece);
 }
 
-// Moves a step on, and lets those that waited for it go on.
+// Advances a step, and resumes the steps that waited for it.
 void Simulation::advance(std::uint32_t number, std::uint32_t step, double nbytes) {
     const bool is_finished = ranks_[number].progress.advance(step, nbytes);
     if (is_finished) ranks_[number].end_s = now_;
@@ -312,8 +313,8 @@ void Simulation::wake_followers(std::uint32_t number, std::uint32_t step, bool i
     }
 }
 
-// Moves on the steps from the one at `at`; returns the place of the first that is not finished. All move before any
-// other step goes on, so that it makes no difference into how many messages a stream is divided.
+// Advances the steps from index `at` on; returns the index of the first unfinished step. All of them advance before any
+// other step does, so the number of messages into which a stream is divided makes no difference.
 std::size_t Simulation::advance_along(std::uint32_t number, const std::vector<std::uint32_t>& steps, std::size_t at,
                                       double nbytes) {
     Rank& rank = ranks_[number];

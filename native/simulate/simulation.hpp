@@ -1,12 +1,13 @@
-// Simulates one collective: the schedules that ranks run, over links that they share.
+// Simulates one collective: the schedules of the ranks, over links that the ranks share.
 //
-// The model follows the executor. Messages of two ranks follow one another in the order of their schedules; each goes
-// on as far as earlier steps have come, in pieces. A piece moves at the rate of FairShares, takes the latency of its
-// route, and waits at the receiver until the receiving step may take it. A rank reduces what it has received piece by
-// piece, one at a time, while others move. Messages that directly follow one another to the same peer are one stream.
+// The model follows the executor. The messages between two ranks are sequential, in the order of their schedules; each
+// advances in pieces, as far as earlier steps have advanced. A piece moves at the rate of FairShares, takes the latency
+// of its route, and waits at the receiver until the receiving step may consume it. A rank reduces the received data
+// piece by piece, one at a time, while other pieces move. Messages that directly follow one another to the same peer
+// form one stream.
 //
-// A program stands for one rank, or for all ranks that look alike; then a route stands for equally many routes, and the
-// weights of its uses say how many of them share a link.
+// A program represents one rank or all equivalent ranks; in the second case, a route represents as many routes, and the
+// weights of its uses are the numbers of these routes that share a link.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +25,7 @@ struct Program {
     double speed = 1;  // 0.5 for a rank that takes twice as long to reduce
 };
 
-// From one program to another. A peer is the number by which the program's schedule knows the other.
+// A route from one program to another. A peer is the number of the other rank in the program's schedule.
 struct Route {
     std::uint32_t source = 0;
     int source_peer = 0;
@@ -32,21 +33,21 @@ struct Route {
     int target_peer = 0;
     double latency_s = 0;
     double overhead_s = 0;
-    double most = 0;  // bytes a second
+    double most = 0;  // the maximum rate in bytes per second
     std::vector<Use> uses;
 };
 
 struct Scenario {
     std::vector<Program> programs;
     std::vector<Route> routes;
-    std::vector<double> capacities;  // of the links, in bytes a second
+    std::vector<double> capacities;  // the rates of the links, in bytes per second
     double block_nbytes = 0;
     double gamma_s_per_byte = 0;
     double piece_nbytes = 0;
     bool records = false;
 };
 
-// A message of the step `step` of its sender, from its first byte's departure to its last one's arrival.
+// A message of the sender's step `step`, from the departure of its first byte to the arrival of its last byte.
 struct Transfer {
     std::uint32_t route;
     std::uint32_t step;
@@ -56,12 +57,12 @@ struct Transfer {
 };
 
 struct Timing {
-    std::vector<double> ends_s;          // of each program
-    std::vector<double> carried_nbytes;  // by each link
-    std::vector<Transfer> transfers;     // if the scenario records them
+    std::vector<double> ends_s;          // the end of each program
+    std::vector<double> carried_nbytes;  // the bytes carried by each link
+    std::vector<Transfer> transfers;     // empty unless the scenario records them
 };
 
-// Throws std::invalid_argument if a schedule sends to a peer to which there is no route, or waits for ever.
+// Throws std::invalid_argument if a schedule sends to a peer to which there is no route, or waits forever.
 Timing simulate(const Scenario& scenario);
 
 }  // namespace paceline::simulate

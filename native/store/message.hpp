@@ -13,7 +13,7 @@
 
 namespace paceline::store {
 
-// Appends the bytes of a number, in the order of the machine, which is little-endian.
+// Appends the bytes of a number in the byte order of the machine, which is little-endian.
 template <class T>
 void append_number(std::string& out, T value) {
     char bytes[sizeof(T)];
@@ -36,16 +36,16 @@ enum class Op : std::uint8_t {
     queue_push,
     queue_pop,  // number: milliseconds to wait
     queue_length,
-    last_will,  // key, value: set when the connection ends; number 1 revokes the key's will. Only a server keeps it
+    last_will,  // key, value: set when the connection ends; number 1 revokes the key's will. Only servers keep wills
 };
 
 // `closing` does not answer a request: it is the server's last message before an orderly shutdown.
 enum class Status : std::uint8_t { ok = 0, timed_out, refused, closing };
 
-constexpr std::uint32_t kMaxFrame = std::uint32_t{1} << 30;  // bytes of a message after its length
+constexpr std::uint32_t kMaxFrame = std::uint32_t{1} << 30;  // the most bytes of a message after its length
 constexpr std::size_t kMessageOverhead = sizeof(std::uint8_t) + sizeof(std::int64_t) + sizeof(std::uint32_t);
 constexpr std::size_t kFieldOverhead = sizeof(std::uint32_t);
-constexpr std::size_t kReadBytes = 64 << 10;  // what either end reads at once
+constexpr std::size_t kReadBytes = 64 << 10;  // the bytes that either end reads at once
 constexpr std::size_t kKeptBytes = 1 << 20;   // a larger buffer is freed after use
 
 struct Message {

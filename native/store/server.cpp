@@ -19,9 +19,9 @@ namespace paceline::store {
 namespace {
 
 constexpr int kEvents = 64;
-constexpr int kLooks = 50;  // polls of the sockets after a request, before sleeping: the next often follows soon
+constexpr int kLooks = 50;  // polls of the sockets after a request, before sleeping: the next one often follows soon
 constexpr std::int64_t kLongestWaitMs = std::int64_t{1} << 40;
-constexpr int kPauseMs = 100;  // until the server accepts again after it ran out of descriptors
+constexpr int kPauseMs = 100;  // the time until the server accepts again after it ran out of descriptors
 constexpr auto kNoDeadline = std::chrono::steady_clock::time_point::max();
 
 [[noreturn]] void fail(const char* what) {
@@ -35,8 +35,8 @@ void watch(int epoll, int operation, int fd, std::uint32_t events) {
     epoll_ctl(epoll, operation, fd, &event);
 }
 
-// Ends a connection in an orderly way, after sending what is still `unsent`: a client that gets the goodbye knows that
-// this process has not died. The server does not wait for a client that does not read.
+// Ends a connection cleanly, after sending the `unsent` bytes: the goodbye shows the client that this process has not
+// died. The server does not wait for a client that does not read.
 void say_goodbye(const tls::Socket& socket, std::string unsent = {}) {
     encode({static_cast<std::uint8_t>(Status::closing), 0, {}}, unsent);
     for (std::size_t sent = 0; sent < unsent.size();) {
@@ -68,7 +68,7 @@ Server::Server(int listener) : listener_(listener), buffer_(std::make_unique_for
     if (listener_ >= 0) {
         rlimit descriptors{};
         getrlimit(RLIMIT_NOFILE, &descriptors);
-        most_ = descriptors.rlim_cur / 2;  // the process needs the others
+        most_ = descriptors.rlim_cur / 2;  // the process needs the other half
         fcntl(listener_, F_SETFL, fcntl(listener_, F_GETFL) | O_NONBLOCK);
         watch(epoll_, EPOLL_CTL_ADD, listener_, EPOLLIN);
     }
@@ -191,7 +191,7 @@ void Server::accept_new() {
     watch(epoll_, EPOLL_CTL_MOD, listener_, 0);
 }
 
-// Returns false when the connection has ended.
+// Returns false if the connection has ended.
 bool Server::receive(Connection& connection) {
     const ssize_t got = connection.socket.recv(buffer_.get(), kReadBytes);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
@@ -241,7 +241,8 @@ bool Server::handle_requests(Connection& connection) {
     }
 }
 
-// As `handle_requests`, for a client of PyTorch's. While one of its queries waits, it may only cancel that.
+// Handles requests as `handle_requests` does, but for a PyTorch client. While one of its queries waits, the client may
+// only cancel that query.
 bool Server::handle_torch(Connection& connection) {
     const int fd = connection.socket.descriptor;
     TorchReader& reader = *connection.torch;
@@ -283,7 +284,8 @@ bool Server::handle_torch(Connection& connection) {
     }
 }
 
-// Returns whether what is stored and held for PyTorch's clients, whoever they are, leaves this process its memory.
+// Returns whether the data stored and buffered for PyTorch's clients, which are not authenticated, is within the limit
+// on memory.
 bool Server::has_room(Connection& connection) {
     if (!waiters_.holds(connection.socket.descriptor)) connection.parked = 0;
     const std::size_t held =
@@ -292,8 +294,8 @@ bool Server::has_room(Connection& connection) {
     return held_ + table_.nbytes() <= kMostTorchBytes;
 }
 
-// Counts a client that has come to a barrier. The last one wakes the others, which wait for a key that exists only for
-// this moment; later ones do not wait.
+// Counts a client that has reached a barrier. The last client wakes the others, which wait for a key that exists only
+// at this moment; later clients do not wait.
 bool Server::meet(Connection& connection) {
     Message& request = connection.torch->request();
     const std::int64_t wanted = std::exchange(request.number, 1);
@@ -313,7 +315,7 @@ bool Server::meet(Connection& connection) {
     return true;
 }
 
-// Returns false when the peer is gone.
+// Returns false if the peer is gone.
 bool Server::flush(Connection& connection) {
     const int fd = connection.socket.descriptor;
     while (connection.sent < connection.out.size()) {

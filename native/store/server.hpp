@@ -1,12 +1,11 @@
 // The store's server: one epoll thread that owns the table and every connection. It never takes the interpreter lock.
-//
 // `adopt` adds a connection that is already authenticated. A client makes one request at a time: a request that waits
-// for a key is parked until the key is set or its time is up, and a client that sends more meanwhile is disconnected.
-// The server does not read from a client that does not read its answers, so no connection holds more than one request
-// and its answer.
+// for a key is parked until the key is set or the request times out, and a client that sends more in the meantime is
+// disconnected. The server does not read from a client that does not read its answers, so no connection holds more than
+// one request and its answer.
 //
-// A server that was given a listener accepts the clients of PyTorch's TCPStore there, which are not authenticated: it
-// should be nothing else's server.
+// A server with a listener accepts the clients of PyTorch's TCPStore there, which are not authenticated; it should not
+// serve any other clients.
 #pragma once
 
 #include <map>
@@ -23,16 +22,16 @@ namespace paceline::store {
 
 class Server {
   public:
-    // Takes over `listener`, a listening socket for PyTorch's clients, unless it is -1.
-    // Throws std::system_error when the system has no descriptors or threads left.
+    // Takes ownership of `listener`, a listening socket for PyTorch's clients, unless it is -1. Throws
+    // std::system_error if the system has no descriptors or threads left.
     explicit Server(int listener = -1);
     Server(const Server&) = delete;
     Server& operator=(const Server&) = delete;
     ~Server();
 
-    // Takes over `socket`, a connected stream socket.
+    // Takes ownership of `socket`, a connected stream socket.
     void adopt(tls::Socket socket);
-    // Tells every client that the server is shutting down, closes the connections and ends the thread. Idempotent.
+    // Reports to every client that the server is shutting down, closes the connections and ends the thread. Idempotent.
     void close();
 
   private:
@@ -43,10 +42,10 @@ class Server {
         std::size_t sent = 0;
         bool blocked = false;                      // `out` waits for room in the socket
         std::map<std::string, std::string> wills;  // keys and values to set when the connection ends
-        std::unique_ptr<TorchReader> torch;        // if the client is PyTorch's
-        bool is_valid = false;                     // whether that has sent its magic number
-        std::size_t parked = 0;                    // bytes of its query that waits
-        std::size_t held = 0;                      // bytes of its messages, as counted in held_
+        std::unique_ptr<TorchReader> torch;        // set if the client is PyTorch's
+        bool is_valid = false;                     // whether a PyTorch client has sent its magic number
+        std::size_t parked = 0;                    // the bytes of its waiting query
+        std::size_t held = 0;                      // the bytes of its messages, as counted in held_
     };
     using Connections = std::unordered_map<int, Connection>;
 
@@ -66,9 +65,9 @@ class Server {
     int epoll_ = -1;
     int wake_ = -1;
     int listener_ = -1;
-    std::size_t most_ = 0;    // how many connections are accepted at a time
-    std::size_t held_ = 0;    // bytes of the messages from and to PyTorch's clients
-    bool is_paused_ = false;  // nothing is accepted for a moment, since there are too many connections
+    std::size_t most_ = 0;    // the most connections at a time
+    std::size_t held_ = 0;    // the bytes of the messages from and to PyTorch's clients
+    bool is_paused_ = false;  // no connections are accepted for a moment, since there are too many
     std::mutex mutex_;
     std::vector<tls::Socket> fresh_;  // guarded by mutex_
     bool closing_ = false;            // guarded by mutex_

@@ -13,23 +13,23 @@ namespace paceline::store {
 
 class Table {
   public:
-    // Returns the answer, or nothing when the request has to wait for a key.
-    // `changed` receives the keys that now exist or grew, since other requests may wait for them.
+    // Returns the answer, or nothing if the request has to wait for a key. `changed` receives the keys that now exist
+    // or grew, since other requests may wait for them.
     std::optional<Message> apply(const Message& request, std::vector<std::string>& changed);
 
-    // Whether `key` exists for a request of `op`: as a value, as a queue, or (for wait and check) as either.
+    // Returns whether `key` exists for a request of `op`: as a value, as a queue, or (for wait and check) as either.
     bool holds(Op op, const std::string& key) const;
 
-    // Whether `key` names a queue with values in it, and no value.
+    // Returns whether `key` names a non-empty queue and no value.
     bool is_queue(const std::string& key) const { return !values_.contains(key) && queues_.contains(key); }
 
-    // About how many bytes the keys and values occupy.
+    // Returns approximately how many bytes the keys and values occupy.
     std::size_t nbytes() const { return nbytes_; }
 
     // Returns the keys that have a value.
     std::vector<std::string> keys() const;
 
-    // Returns the keys that a waiting request waits for.
+    // Returns the keys for which a waiting request waits.
     std::vector<std::string> missing(const Message& request) const;
 
   private:

@@ -11,10 +11,10 @@ namespace {
 static_assert(std::endian::native == std::endian::little);
 
 struct Shape {
-    std::optional<Op> op;       // the table's operation that does the same
-    bool many = false;          // a count comes first, and as many items follow
-    std::uint64_t strings = 0;  // of an item: a key, and values after it
-    std::size_t number = 0;     // bytes of the number at the end
+    std::optional<Op> op;       // the equivalent operation of the table
+    bool many = false;          // whether the query begins with a count, followed by this many items
+    std::uint64_t strings = 0;  // the strings of an item: a key, followed by values
+    std::size_t number = 0;     // the bytes of the number at the end
 };
 
 std::optional<Shape> shape_of(TorchQuery query) {
@@ -71,7 +71,7 @@ void append_text(std::string& out, const std::string& value) {
     out.append(value);
 }
 
-// PyTorch's server gives an empty value for a key that does not exist; its clients wait for the key first.
+// PyTorch's server returns an empty value for a missing key; its clients wait for the key first.
 void put_value(std::string& out, const std::string& key, Table& table, std::vector<std::string>& changed) {
     const auto found = table.apply({static_cast<std::uint8_t>(Op::get), 0, {key}}, changed);
     append_text(out, found ? found->fields[0] : std::string());
@@ -158,7 +158,7 @@ TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::
             append_text(out, answer->fields[0]);
             break;
         case TorchQuery::check:
-            append_number(out, static_cast<std::uint8_t>(answer->number == 0));  // 0 is ready
+            append_number(out, static_cast<std::uint8_t>(answer->number == 0));  // 0 means ready
             break;
         case TorchQuery::wait:
             encode(TorchWait::over, out);

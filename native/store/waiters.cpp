@@ -12,7 +12,7 @@ void Waiters::park(Id id, Message request, Time deadline, const Table& table, bo
 }
 
 // Registers the request under the first missing key at or after `from`. The search wraps around once, because earlier
-// keys may have been deleted meanwhile.
+// keys may have been deleted in the meantime.
 void Waiters::register_next(Id id, Parked& parked, std::size_t from, const Table& table) {
     const std::vector<std::string>& keys = parked.request.fields;
     const auto op = static_cast<Op>(parked.request.code);

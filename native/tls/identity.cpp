@@ -6,16 +6,16 @@
 namespace paceline::tls {
 namespace {
 
-// OpenSSL's numbers of the settings that are macros in its headers.
+// The values of OpenSSL's settings that are macros in its headers.
 constexpr int kEd25519 = 1087;
 constexpr int kSetMode = 33, kSetSessionCacheMode = 44, kSetMinVersion = 123, kSetMaxVersion = 124;
 constexpr long kTls13 = 0x0304;
 constexpr long kPartialWrite = 1, kMovingWriteBuffer = 2, kReleaseBuffers = 16;
 constexpr long kNoSessionCache = 0;
-constexpr std::uint64_t kEndsWithoutNotice = 1 << 7;  // the frames inside say whether a stream is complete
+constexpr std::uint64_t kEndsWithoutNotice = 1 << 7;  // the transported frames show whether a stream is complete
 constexpr int kVerifyPeer = 1, kFailWithoutCertificate = 2;
-constexpr std::size_t kReadAheadBytes = 64 << 10;  // by one system call; four records
-// AES-128 is the fastest where the processor has instructions for AES, ChaCha20 elsewhere.
+constexpr std::size_t kReadAheadBytes = 64 << 10;  // per system call: four records
+// AES-128 is the fastest if the processor has AES instructions, otherwise ChaCha20 is.
 constexpr const char* kCiphers = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256:TLS_AES_256_GCM_SHA384";
 
 constexpr std::size_t kPublicBytes = 32, kSignatureBytes = 64;
@@ -133,8 +133,8 @@ Identity::~Identity() {
     library_.SSL_CTX_free(context_);
 }
 
-// Accepts the job's own certificate and no other. That the peer holds its key is proved by the handshake's signature,
-// which OpenSSL checks.
+// Accepts only the job's own certificate. The signature of the handshake, which OpenSSL checks, proves that the peer
+// holds its key.
 int Identity::verify(x509_store_ctx_st* presented, void* self) {
     const auto& identity = *static_cast<const Identity*>(self);
     const x509_st* const theirs = identity.library_.X509_STORE_CTX_get0_cert(presented);

@@ -1,7 +1,8 @@
-// OpenSSL, loaded when the first connection is encrypted: building needs neither its headers nor its libraries.
+// OpenSSL, which is loaded when the first connection is encrypted: the build needs neither its headers nor its
+// libraries.
 //
-// The declarations are those of OpenSSL's API, of which only what Paceline uses is here; these functions are the same
-// in 1.1.1, 3 and 4. All types are opaque. The library is never unloaded.
+// The declarations are the part of OpenSSL's API that Paceline uses; these functions are the same in 1.1.1, 3 and 4.
+// All types are opaque. The library is never unloaded.
 #pragma once
 
 #include <cstddef>
@@ -80,18 +81,18 @@ struct Library {
     PACELINE_OPENSSL(PACELINE_DECLARE)
 #undef PACELINE_DECLARE
 
-    // Returns what OpenSSL says about the latest failure of the calling thread, if anything, and forgets it.
+    // Returns and clears OpenSSL's message about the latest failure of the calling thread, if there is one.
     std::string complaint() const;
 };
 
-// Where to look for libssl, the best place first, given the text of /proc/self/maps: the one that the process has
-// mapped, the one beside a mapped libcrypto, and then those that the loader finds by name.
+// Returns the places of libssl to try, in order of preference, given the text of /proc/self/maps: the libssl that the
+// process has mapped, the one in the directory of a mapped libcrypto, and then those that the loader finds by name.
 std::vector<std::string> places_of_libssl(std::string_view maps);
 
-// Loads libssl from the first of `places` that has it; otherwise returns one sentence that says what was tried.
+// Loads libssl from the first of `places` that has it, or returns a sentence with the places that were tried.
 std::variant<const Library*, std::string> load(const std::vector<std::string>& places);
 
-// The process's library, or the sentence that says why there is none.
+// Returns the process's library, or a sentence with the reason why there is none.
 const std::variant<const Library*, std::string>& library();
 
 }  // namespace paceline::tls

@@ -10,15 +10,15 @@
 namespace paceline::tls {
 namespace {
 
-// OpenSSL's numbers.
+// OpenSSL's error codes.
 constexpr int kWantRead = 2, kWantWrite = 3, kEnded = 6;
 constexpr int kRetryRead = 0x01 | 0x08, kRetryWrite = 0x02 | 0x08, kRetries = 0x0F;
 constexpr int kFlush = 11, kIsAtEnd = 2;
-constexpr int kSourceSink = 0x0400 | 127;  // BIO_TYPE_SOURCE_SINK, with an index that OpenSSL itself does not use
+constexpr int kSourceSink = 0x0400 | 127;  // BIO_TYPE_SOURCE_SINK with an index that OpenSSL itself does not use
 constexpr int kNoUpdateRequested = 0;
 constexpr std::size_t kRecordBytes = 16 << 10;
 
-// OpenSSL calls these functions with the socket; its own ones would raise SIGPIPE where the peer has gone.
+// OpenSSL calls these functions for the socket; its own functions would raise SIGPIPE if the peer has ended.
 
 const Library& loaded() {
     return *std::get<const Library*>(library());
@@ -45,7 +45,7 @@ ssize_t write_now(const Wire& wire, const char* data, std::size_t nbytes) {
     return ::send(wire.descriptor, data, nbytes, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-// Returns whether the socket has taken all that the wire had kept; otherwise errno says why.
+// Returns whether the socket has accepted all kept bytes; otherwise errno is the reason.
 bool flush(Wire& wire) {
     while (!wire.kept.empty()) {
         const ssize_t sent = write_now(wire, wire.kept.data(), wire.kept.size());
@@ -59,8 +59,8 @@ int write_socket(bio_st* bio, const char* data, int nbytes) {
     loaded().BIO_clear_flags(bio, kRetries);
     Wire& wire = wire_of(bio);
     const ssize_t sent = flush(wire) ? write_now(wire, data, static_cast<std::size_t>(nbytes)) : -1;
-    // A change of keys that cannot be written must not end the session, from which what has come is still to be read.
-    // The next record finds the socket broken.
+    // A key update that cannot be written must not end the session, from which received data has yet to be read. The
+    // next record detects the broken socket.
     if (wire.takes_all) {
         wire.kept.insert(wire.kept.end(), data + std::max<ssize_t>(sent, 0), data + nbytes);
         return nbytes;
@@ -130,7 +130,7 @@ ssize_t Session::send(const void* data, std::size_t nbytes) {
     library_.ERR_clear_error();
     const int sent = library_.SSL_write(ssl_, data, static_cast<int>(std::min(nbytes, kRecordBytes)));
     if (sent <= 0) {
-        if (failed(sent) == 0) errno = ECONNRESET;  // a socket that takes nothing has no end of its own
+        if (failed(sent) == 0) errno = ECONNRESET;  // a closed stream is an error for a writer
         return -1;
     }
     count_record();
@@ -158,8 +158,8 @@ ssize_t Session::failed(int result) {
     }
 }
 
-// Until the change of keys is written, OpenSSL reads nothing. If both sides' sockets were full, each would wait for the
-// other to read, so the wire takes the change at once, and the socket gets it before the next record.
+// Until the key update is written, OpenSSL reads nothing. If both sides' sockets were full, each would wait for the
+// other to read, so the wire accepts the update at once and writes it to the socket before the next record.
 void Session::count_record() {
     if (++records_ < identity_->records_of_a_key()) return;
     library_.SSL_key_update(ssl_, kNoUpdateRequested);

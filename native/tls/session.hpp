@@ -1,7 +1,7 @@
-// One encrypted connection, over a socket that belongs to somebody else. None of its functions waits.
+// An encrypted connection over a socket that it does not own. None of its functions waits.
 //
-// A session has one user at a time. It writes no alert when it ends: whether a stream is complete is said inside, by
-// the frames that it carries, and a process that was forked must not write into its parent's connections.
+// A session has one user at a time. It writes no alert when it ends: the transported frames show whether a stream is
+// complete, and a forked process must not write into its parent's connections.
 #pragma once
 
 #include <sys/types.h>
@@ -18,12 +18,12 @@ namespace paceline::tls {
 
 enum class Side { connecting, accepting };
 
-// The socket as OpenSSL sees it.
+// The socket from which OpenSSL reads and to which it writes.
 struct Wire {
     int descriptor;
     bool ended = false;        // the peer has closed its end
-    bool takes_all = false;    // what the socket does not take is kept, and written before anything else
-    std::vector<char> kept{};  // at most a change of keys
+    bool takes_all = false;    // bytes that the socket does not accept are kept and written before all others
+    std::vector<char> kept{};  // at most a key update
 };
 
 class Session {
@@ -35,19 +35,19 @@ class Session {
     ~Session();
 
     enum class Progress { done, wants_to_read, wants_to_write, failed };
-    // Proceeds with the handshake as far as possible. After a failure `reason` says what was wrong; it is empty when
-    // the connection broke off.
+    // Continues the handshake as far as possible. After a failure, `reason` is the cause, or empty if the connection
+    // broke.
     Progress shake_hands();
     const std::string& reason() const { return reason_; }
 
-    // As send(2) and recv(2) do on a non-blocking socket, with -1 and EAGAIN when the other end must act first. A write
-    // that returned EAGAIN must be repeated with the same bytes, which may lie elsewhere by then; more may follow them.
-    // At most one record of 16 KiB is written or read.
+    // Behave like send(2) and recv(2) on a non-blocking socket: they return -1 with EAGAIN if the other end must act
+    // first. A write that returned EAGAIN must be repeated with the same bytes, possibly at a different address and
+    // with more bytes after them. At most one record of 16 KiB is written or read.
     ssize_t send(const void* data, std::size_t nbytes);
     ssize_t recv(void* data, std::size_t nbytes);
 
-    // Reads more from the socket than one record, so that its readability no longer says whether there is something to
-    // read: the user must read until EAGAIN.
+    // Makes the session read more than one record from the socket at a time. The socket's readability then no longer
+    // shows whether there is data to read: the user must read until EAGAIN.
     void read_ahead();
 
   private:
@@ -58,7 +58,7 @@ class Session {
     const Library& library_;
     Wire wire_;
     ssl_st* ssl_;
-    std::uint64_t records_ = 0;  // written with the current key
+    std::uint64_t records_ = 0;  // the records written with the current key
     std::string reason_;
 };
 

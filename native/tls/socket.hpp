@@ -1,4 +1,4 @@
-// A connected stream socket with the session that encrypts it, if one does. Whoever holds it closes the descriptor.
+// A connected stream socket with the session that encrypts it, if any. Its owner closes the descriptor.
 #pragma once
 
 #include <sys/socket.h>
@@ -14,7 +14,7 @@ struct Socket {
     Socket(int fd = -1) : descriptor(fd) {}  // NOLINT: a plain socket is its descriptor
     Socket(int fd, std::unique_ptr<Session> over) : descriptor(fd), session(std::move(over)) {}
 
-    // As send(2) without SIGPIPE, and recv(2); the descriptor is non-blocking.
+    // Behave like send(2) without SIGPIPE and like recv(2); the descriptor is non-blocking.
     ssize_t send(const void* data, std::size_t nbytes) const {
         return session ? session->send(data, nbytes) : ::send(descriptor, data, nbytes, MSG_NOSIGNAL);
     }

@@ -2,7 +2,8 @@
 // As in reduce/kernels.inl, they use plain loops and no library templates, so that the linker cannot use a function
 // compiled for a newer CPU elsewhere.
 
-// Before a loop whose turns do not depend on one another. Clang finds out when it runs whether the arrays are apart.
+// Precedes a loop whose iterations are independent. With Clang, a check at run time determines whether the arrays
+// overlap.
 #if defined(__clang__)
 #define PACELINE_INDEPENDENT
 #else
@@ -19,8 +20,8 @@ inline double root(double value) {
     return __builtin_sqrt(value);
 }
 
-// Kingma and Ba 2015; with `kL2` weight decay is part of the gradient, otherwise it is decoupled (Loshchilov and Hutter
-// 2019).
+// Adam (Kingma and Ba 2015). With `kL2`, weight decay is part of the gradient; otherwise it is decoupled (Loshchilov
+// and Hutter 2019).
 template <class T, bool kL2>
 void adam(const Elements& elements, const Factors& factors) {
     T* param = static_cast<T*>(elements.param);

@@ -1,4 +1,4 @@
-// The kernels of updates for the SIMD level "avx512".
+// The update kernels for the SIMD level "avx512".
 #include <cstddef>
 #include <cstdint>
 

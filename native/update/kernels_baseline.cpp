@@ -1,4 +1,4 @@
-// The kernels of updates for the SIMD level "baseline".
+// The update kernels for the SIMD level "baseline".
 #include <cstddef>
 #include <cstdint>
 

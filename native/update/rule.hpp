@@ -1,6 +1,6 @@
-// Rules by which optimizers update each element by itself, and the kernels that apply them.
+// Rules of optimizers that update each element independently, and the kernels that apply them.
 //
-// Results are those of torch's own implementations but for rounding, and the same bits at every SIMD level.
+// Results equal those of torch's own implementations up to rounding, and are bitwise equal at every SIMD level.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace paceline::update {
 
 enum class Rule : std::uint8_t { adam, sgd };
 
-// What the parameters of a group have in common in a step; the names are those of torch's options.
+// The options that the parameters of a group share in a step; the names are those of torch's options.
 struct Options {
     Rule rule = Rule::sgd;
     double lr = 0;
@@ -29,24 +29,24 @@ struct Options {
     bool nesterov = false;
 };
 
-// The factors that follow from the options and the number of the step.
+// The factors that result from the options and the number of the step.
 struct Factors {
-    double sign = 1;    // of gradients
-    double l2 = 0;      // of the parameter, which is added to its gradient
-    double shrink = 1;  // by which the parameter is multiplied
-    double lr = 0;      // SGD's, or Adam's divided by the correction of its first average
-    // The first average, or the momentum: what is kept of it, and the gradient's part in it
+    double sign = 1;    // the sign of gradients
+    double l2 = 0;      // the factor of the parameter that is added to its gradient
+    double shrink = 1;  // the factor of the parameter itself
+    double lr = 0;      // SGD's learning rate, or Adam's divided by the bias correction of its first average
+    // The first average, or the momentum: the share of it that is kept, and the share of the gradient that is added
     double first_kept = 0;
     double first_added = 0;
     bool nesterov = false;
     // Adam's average of squares
     double second_kept = 0;
     double second_added = 0;
-    double root_scale = 1;  // by which its root is multiplied
+    double root_scale = 1;  // the factor of its root
     double eps = 0;
 };
 
-// Elements that lie one after another in each array; `first` and `second` are null where the rule has no such state.
+// Contiguous elements of each array; `first` and `second` are null if the rule has no such state.
 struct Elements {
     void* param;
     void* first;

@@ -58,7 +58,7 @@ void Update::begin(const std::vector<Options>& groups) {
         Run& run = runs_[i];
         if (run.steps != nullptr) *run.steps += 1;
         const float step = run.steps != nullptr ? *run.steps : 0;
-        // Powers are expensive, and most runs have been updated equally often.
+        // Powers are expensive, and most runs have had the same number of updates.
         const bool is_alike =
             before != nullptr && before->group == run.group && (before->steps != nullptr ? *before->steps : 0) == step;
         if (is_alike) {

@@ -1,4 +1,4 @@
-// An optimizer's step, applied to averaged gradients while they are in the cache.
+// An optimizer step, applied to averaged gradients while they are in the cache.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,8 @@
 
 namespace paceline::update {
 
-// A part of a parameter, with its state. `steps` counts how often it was updated; null if the rule does not need that.
+// A part of a parameter with its state. `steps` points to the number of its updates, or is null if the rule does not
+// need it.
 struct Run {
     std::uint8_t* param;
     std::uint8_t* first;
@@ -20,17 +21,17 @@ struct Run {
     std::size_t group;
 };
 
-// Updates runs from front to back, as their averages arrive.
+// Updates runs from front to back as their averages arrive.
 class Update {
   public:
     // `dtype` must have kernels.
     Update(DType dtype, std::vector<Run> runs) : dtype_(dtype), runs_(std::move(runs)), applied_(runs_.size()) {}
 
-    // Begins a step; `groups` has the options of each group to which runs belong. Every group with SGD's momentum, and
-    // every one with Adam, must have the states.
+    // Begins a step; `groups` has the options of each group to which runs belong. The runs of every group with SGD's
+    // momentum or with Adam must have the states.
     void begin(const std::vector<Options>& groups);
 
-    // Updates the next elements; what follows the last run is padding.
+    // Updates the next elements; the bytes after the last run are padding.
     void apply(const std::uint8_t* averages, std::size_t nbytes);
 
   private:
@@ -41,9 +42,9 @@ class Update {
 
     DType dtype_;
     std::vector<Run> runs_;
-    std::vector<Applied> applied_;  // to each run
+    std::vector<Applied> applied_;  // the kernel and factors of each run
     std::size_t at_ = 0;            // the run that is updated next
-    std::size_t within_ = 0;        // bytes of it that are updated
+    std::size_t within_ = 0;        // the bytes of this run that have been updated
 };
 
 }  // namespace paceline::update

@@ -1,5 +1,5 @@
-// The kernels of wire.hpp, compiled once for each SIMD level like those of the reductions; what reduce/kernels.inl says
-// of plain loops holds here.
+// The kernels of wire.hpp, compiled once for each SIMD level like the reduction kernels; the rule about plain loops in
+// reduce/kernels.inl applies here too.
 
 #include "reduce/elements.inl"
 
@@ -8,12 +8,13 @@ namespace {
 
 constexpr std::size_t kGroup = kWireGroup;
 
-// Adding 1.5 * 2^23 to a float below 2^22 rounds it to an integer, to nearest even, which the low bits then hold.
+// Adding 1.5 * 2^23 to a float below 2^22 rounds it to the nearest integer, with ties to even, which the low bits then
+// contain.
 constexpr float kRounder = 12582912.0F;
 constexpr std::uint32_t kRounderBits = 0x4b400000U;
 
-constexpr std::int32_t kTooLarge = 0x7f000000;  // the bits of 2^127; infinity and NaN have larger ones
-constexpr std::int32_t kTooSmall = 0x08800000;  // those of 2^-110, of which a scale is still a normal number
+constexpr std::int32_t kTooLarge = 0x7f000000;  // the bits of 2^127; those of infinity and NaN are larger
+constexpr std::int32_t kTooSmall = 0x08800000;  // the bits of 2^-110, from which the scale is still a normal number
 
 struct Brain {
     static constexpr std::size_t kPacked = packed_group(Wire::bf16);
@@ -45,7 +46,7 @@ struct Eight {
     }
 };
 
-// A byte holds an element of the first half of the group in its low bits, and one of the second half in its high bits.
+// A byte holds an element of the first half of the group in its low bits and one of the second half in its high bits.
 struct Four {
     static constexpr std::size_t kPacked = packed_group(Wire::int4);
     static constexpr float kLevels = 7.0F;
@@ -63,13 +64,14 @@ struct Four {
     }
 };
 
-// Integers with a common scale in front of them.
+// Integers preceded by a common scale.
 template <class Integers>
 struct Scaled {
     static constexpr std::size_t kPacked = Integers::kPacked;
 
     static void encode(const float* values, float* lost, std::uint8_t* packed) {
-        std::int32_t most = 0;  // the largest magnitude; as integers, bits of magnitudes have the order of the floats
+        std::int32_t most =
+            0;  // the largest magnitude; the bits of magnitudes, as integers, are ordered like the floats
         for (std::size_t i = 0; i < kGroup; ++i) {
             const auto magnitude = static_cast<std::int32_t>(as_bits(values[i]) & 0x7fffffffU);
             most = magnitude > most ? magnitude : most;
@@ -109,7 +111,7 @@ struct Scaled {
     }
 };
 
-// `length` is a constant in all groups but the last, so that the compiler can unroll the loops.
+// `length` is a constant in all groups except the last, so that the compiler can unroll the loops.
 template <class T, class Format>
 inline void pack_group(const T* source, float* residual, std::uint8_t* packed, std::size_t length) {
     float values[kGroup];

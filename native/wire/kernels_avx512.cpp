@@ -1,4 +1,4 @@
-// The kernels that pack and unpack for the SIMD level "avx512".
+// The packing and unpacking kernels for the SIMD level "avx512".
 #include <cstddef>
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// The kernels that pack and unpack for the SIMD level "baseline".
+// The packing and unpacking kernels for the SIMD level "baseline".
 #include <cstddef>
 #include <cstdint>
 

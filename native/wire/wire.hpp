@@ -1,12 +1,12 @@
-// What tensors of floats look like on the wire between hosts: bfloat16, or 8 or 4 bits with a scale for each group.
+// The formats of float tensors on the wire between hosts: bfloat16, or 8 or 4 bits with a scale for each group.
 //
 // A tensor is packed in groups of kWireGroup elements, the last of which may be shorter but takes as many bytes. A
 // group of int8 or int4 starts with its scale, in bfloat16, rounded up so that the largest magnitude of the group is at
-// most 127 or 7 scales. Scale times integer is exact in float32, so that unpacking rounds nothing but what a narrower
-// tensor cannot hold, and all SIMD levels give the same bits.
-//
-// A group of int8 or int4 that has NaN, infinity or a magnitude of 2^127 or more arrives as NaN; one whose magnitudes
-// are all below 2^-110 arrives as zeros. bfloat16 is IEEE 754's conversion, rounded to nearest even.
+// most 127 or 7 scales. Scale times integer is exact in float32, so unpacking rounds only to a narrower tensor's dtype,
+// and all SIMD levels give the same bits.
+// A group of int8 or int4 that has NaN, infinity or a magnitude of 2^127 or more is unpacked as NaN; a group whose
+// magnitudes are all below 2^-110 is unpacked as zeros. The conversion to bfloat16 follows IEEE 754 and rounds to
+// nearest even.
 #pragma once
 
 #include <cstddef>
@@ -35,17 +35,17 @@ constexpr std::size_t packed_group(Wire wire) {
     return 0;
 }
 
-// The bytes of `count` elements when they are packed; always even.
+// Returns the number of bytes of `count` packed elements, which is always even.
 constexpr std::size_t packed_size(Wire wire, std::size_t count) {
     return (count + kWireGroup - 1) / kWireGroup * packed_group(wire);
 }
 
 struct WireKernels {
-    // Packs `count` elements of `source`. Where `residual` is not null, what it holds is added to them first, and it is
-    // set to what the rounding has lost: zero for elements that are not finite.
+    // Packs `count` elements of `source`. If `residual` is not null, it is first added to the elements and then set to
+    // their rounding errors, which are zero for elements that are not finite.
     void (*pack)(const void* source, float* residual, std::uint8_t* packed, std::size_t count);
     void (*unpack)(const std::uint8_t* packed, void* tensor, std::size_t count);
-    // Adds what is packed to the tensor, and divides the sums by `divisor`.
+    // Adds the packed elements to the tensor and divides the sums by `divisor`.
     void (*add)(const std::uint8_t* packed, void* tensor, std::size_t count, int divisor);
 };
 
