@@ -3,7 +3,7 @@
 A host's first rank creates the host directory, the shared memory in which each rank finds all others
 (native/shm/host_directory.hpp). Its descriptor is passed down a tree of connections. Both ends of a connection
 authenticate with the job's secret, so only ranks that have the secret receive the directory. A rank makes one
-connection and accepts at most `FAN_OUT`, whatever the number of ranks.
+connection and accepts at most `FAN_OUT`, regardless of the number of ranks.
 """
 
 from __future__ import annotations
