@@ -77,7 +77,7 @@ def misuse_is_refused() -> None:
     call.start()
     assert repr(call) == "PersistentCall(all_reduce, started)"
     for again in (call.start, call):
-        with pytest.raises(ValueError, match=rf"rank {rank}: all_reduce: .*is started and not over; call wait\(\)"):
+        with pytest.raises(ValueError, match=rf"rank {rank}: all_reduce: .*is started and not complete; call wait\(\)"):
             again()
     call.wait()
     call()

@@ -100,7 +100,7 @@ class Work:
             if not self.pause(timeout_ns):
                 raise CollectiveTimeoutError(
                     f"wait() timed out: {self._name} was not done after the {timeout_ns / 1e9:.1f} s that it was "
-                    "given. It goes on; wait for it again, or with a longer timeout="
+                    "given. It continues; wait for it again, or with a longer timeout="
                 )
         if self._error is not None:
             raise self._error

@@ -51,7 +51,8 @@ class NetworkLink:
     def __post_init__(self) -> None:
         if self.latency_s < 0 or self.overhead_s < 0 or self.bytes_per_s <= 0 or not 0 <= self.loss < 1:
             raise ValueError(
-                f"{self} is no link: it needs a rate above 0, a loss from 0 to below 1, and times that are not negative"
+                f"{self} is not a valid link: it needs a rate above 0, a loss from 0 to below 1, and times that are "
+                "not negative"
             )
 
     @property

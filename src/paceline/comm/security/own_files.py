@@ -58,7 +58,7 @@ def _open_existing(path: str, access: int) -> int:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise _refusal(path, "is no plain file")
+            raise _refusal(path, "is not a regular file")
         if status.st_nlink > 1:
             raise _refusal(path, f"is one of {status.st_nlink} names of a file")
         if status.st_uid == os.geteuid() and not status.st_size and not status.st_mode & _OTHERS_WRITE:
@@ -94,7 +94,7 @@ def append_to(path: str) -> int:
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _OPENING, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no plain file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     os.set_blocking(fd, True)
     return fd
 
@@ -111,7 +111,7 @@ def require_own_directory(path: str, may_be_roots: bool = False) -> None:
     """
     status = os.stat(path) if may_be_roots else os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
-        raise SharedFileError(f"{path} is no directory; remove it, or choose another")
+        raise SharedFileError(f"{path} is not a directory; remove it, or choose another")
     if status.st_uid == os.geteuid() or (may_be_roots and status.st_uid == 0):
         return
     usual = _usual(os.path.join(path, "."))

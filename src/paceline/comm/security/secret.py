@@ -149,7 +149,7 @@ def _own_secret() -> bytes | None:
             status = os.fstat(file.fileno())
             mode = stat.S_IMODE(status.st_mode)
             if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{path} (PACELINE_SECRET_FILE) is no plain file; a secret must be in one")
+                raise ValueError(f"{path} (PACELINE_SECRET_FILE) is not a regular file; a secret must be in one")
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ValueError(
                     f"{path} (PACELINE_SECRET_FILE) can be read by other users (mode {mode:o}); "

@@ -98,7 +98,7 @@ def test_a_call_beyond_its_deadline_is_aborted_and_all_fail():
     for work in [*works, one.call()]:
         assert work.done() and work.outcome() is one.calls.failure
     assert one.recorded.outcomes == [OutcomeCode.REFUSED] * 3
-    assert "all ranks have made this call, and it was not over after" in one.calls.failure.said
+    assert "all ranks have made this call, and it was not complete after" in one.calls.failure.said
 
 
 def test_the_end_of_a_group_waits_for_a_device_that_is_behind():

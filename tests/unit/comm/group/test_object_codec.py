@@ -215,7 +215,7 @@ def test_what_cannot_be_sent_is_named_with_its_path(value, message):
 def test_what_holds_itself_or_is_too_deep_is_refused():
     loop: list[object] = []
     loop.append(loop)
-    with pytest.raises(TypeError, match="or holds itself"):
+    with pytest.raises(TypeError, match="or contains itself"):
         encode(loop, "obj")
     nested: object = 0
     for _ in range(MAX_DEPTH):

@@ -95,7 +95,7 @@ def test_a_file_that_is_no_store_keeps_its_content(tmp_path, content):
 
 def test_a_store_in_a_named_pipe_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(StoreError, match="is no plain file"):
+    with pytest.raises(StoreError, match="is not a regular file"):
         FileStore(tmp_path / "pipe")
 
 
@@ -125,7 +125,7 @@ def test_a_secret_is_read_through_a_link_and_not_from_a_pipe(tmp_path, monkeypat
     assert job_secret() == b"0123456789abcdef"
     os.mkfifo(tmp_path / "pipe", 0o600)
     monkeypatch.setenv("PACELINE_SECRET_FILE", str(tmp_path / "pipe"))
-    with pytest.raises(ValueError, match="is no plain file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         job_secret()
 
 
@@ -156,7 +156,7 @@ def test_logs_do_not_go_where_a_link_leads(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / JOB.run_id).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SharedFileError, match=r"is no directory; remove it"):
+    with pytest.raises(SharedFileError, match=r"is not a directory; remove it"):
         JobDirectory(replace(JOB, output=replace(JOB.output, log_dir=str(tmp_path / "logs"))))
     assert os.listdir(tmp_path / "elsewhere") == []
 

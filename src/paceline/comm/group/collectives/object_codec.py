@@ -154,7 +154,7 @@ class Packer:
             return value
         if self._depth == MAX_DEPTH:
             raise UnsendableError(
-                f"nested more than {MAX_DEPTH} deep, or holds itself; send it flat, or what it is made from"
+                f"nested more than {MAX_DEPTH} levels deep, or contains itself; flatten it, or send its parts"
             )
         self._depth += 1
         kind = type(value)

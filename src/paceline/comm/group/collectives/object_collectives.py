@@ -376,7 +376,7 @@ class IncomingObjects:
 
     def _malformed(self, seen: str) -> CollectiveObjectError:
         return self._error(
-            f"sent what is no object ({seen})", "Look whether it runs the same versions of Paceline and of its modules"
+            f"sent a malformed object ({seen})", "Check that it runs the same versions of Paceline and of its modules"
         )
 
     def _error(self, seen: str, advice: str) -> CollectiveObjectError:

@@ -129,7 +129,7 @@ class PersistentCall(_core.QuickCall):
     def _require_idle(self) -> None:
         if self.is_started:
             raise ValueError(
-                f"{self._who()}{self._name}: this persistent call is started and not over; call wait(), or test() "
+                f"{self._who()}{self._name}: this persistent call is started and not complete; call wait(), or test() "
                 "until it returns True, before the next start"
             )
 
