@@ -370,6 +370,14 @@ def refusals_give_their_reasons() -> None:
         hvd.reducescatter(torch.ones(1), op=hvd.Adasum)
     with pytest.raises(ValueError, match="both op and average"):
         hvd.allreduce(torch.ones(1), op=hvd.Sum, average=True)
+    for call in (hvd.allreduce, hvd.allreduce_, hvd.allreduce_async, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+        with pytest.raises(TypeError, match=r"an object of type list; make it a tensor: torch.as_tensor"):
+            call([1, 2])
+    with pytest.raises(TypeError, match="grouped_allreduce got an object of type float"):
+        hvd.grouped_allreduce([torch.ones(1), 2.0])
+    for broadcast in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async):
+        with pytest.raises(TypeError, match="broadcast got an object of type float"):
+            broadcast(1.0, root_rank=0)
     with pytest.raises(AttributeError, match="paceline.ElasticState"):
         hvd.elastic  # noqa: B018
     with pytest.raises(ValueError, match="no comm"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -45,6 +45,13 @@ class CallKind(IntEnum):
     OBJECTS = 6
     BARRIER = 7
     JOIN = 8
+
+
+def require_tensors(tensors: Iterable[object], call: str) -> None:
+    """Raises TypeError unless all `tensors`, the arguments of a call, are tensors."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{call} got an object of type {type(tensor).__name__}; make it a tensor: torch.as_tensor(...)")
 
 
 _ROWS_MAY_DIFFER = (CallKind.SPARSE_ALLREDUCE, CallKind.ALLGATHER, CallKind.ALLTOALL)

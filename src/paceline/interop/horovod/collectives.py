@@ -21,7 +21,7 @@ from paceline.comm.group.collectives.collectives import broadcast as broadcast_i
 from paceline.comm.group.default import default_group
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.interop.horovod.basics import ProcessSet, global_process_set
-from paceline.interop.horovod.call_queue import CallHandle, CallKind, CallRequest
+from paceline.interop.horovod.call_queue import CallHandle, CallKind, CallRequest, require_tensors
 from paceline.interop.horovod.compression import Compression, Compressor
 
 Average = ReduceOp.AVG
@@ -100,6 +100,7 @@ def reduction_request(
     finish: Callable[[], Result],
 ) -> CallRequest[Result]:
     """Returns the request for an in-place reduction whose result is that of `finish`."""
+    require_tensors(tensors, "allreduce")
     listed = [tensor.detach() for tensor in tensors]  # sharing memory with `tensors`
     merged = how.of(process_set.size())
 
@@ -165,7 +166,8 @@ def outputs_of(function: type[Function], *arguments: object) -> tuple[torch.Tens
     return cast(tuple[torch.Tensor, ...], function.apply(*arguments))
 
 
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _copies(tensors: Sequence[torch.Tensor], call: str = "allreduce") -> list[torch.Tensor]:
+    require_tensors(tensors, call)
     return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
@@ -231,6 +233,7 @@ def allreduce(
         ValueError: `op` is Adasum, or `average` is given as well.
         PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: as for `paceline.all_reduce`.
     """
+    require_tensors([tensor], "allreduce")
     compressed, ctx = compression.compress(tensor)
     how = ScaledReduction(reduction(op, average), prescale_factor, postscale_factor)
     (reduced,) = _reduced(how, name, process_set, [compressed])
@@ -275,6 +278,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Returns the reductions of several tensors over the ranks, made as one call. Gradients flow through it."""
+    require_tensors(tensors, "grouped_allreduce")
     pairs = [compression.compress(tensor) for tensor in tensors]
     how = ScaledReduction(reduction(op, average), prescale_factor, postscale_factor)
     reduced = _reduced(how, name, process_set, [tensor for tensor, _ in pairs])
@@ -298,6 +302,7 @@ def grouped_allreduce_(
 def _broadcasting(
     tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> CallRequest[torch.Tensor]:
+    require_tensors([tensor], "broadcast")
     detached = tensor.detach()
 
     def run(group: ProcessGroup) -> torch.Tensor:
@@ -316,7 +321,7 @@ class _Broadcast(Function):
     ) -> torch.Tensor:
         """Returns a new tensor."""
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        (copy,) = _copies([tensor])
+        (copy,) = _copies([tensor], "broadcast")
         return process_set.calls().perform(_broadcasting(copy, root_rank, name, process_set))
 
     @staticmethod
@@ -341,7 +346,7 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> CallHandle[torch.Tensor]:
     """Starts to copy the root's `tensor` to every rank, and returns a handle."""
-    (copy,) = _copies([tensor])
+    (copy,) = _copies([tensor], "broadcast")
     return broadcast_async_(copy, root_rank, name, process_set)
 
 

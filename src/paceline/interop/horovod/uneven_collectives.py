@@ -21,7 +21,7 @@ from paceline.comm.group.collectives.collectives import (
 )
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.interop.horovod.basics import ProcessSet, global_process_set
-from paceline.interop.horovod.call_queue import CallHandle, CallKind, CallRequest
+from paceline.interop.horovod.call_queue import CallHandle, CallKind, CallRequest, require_tensors
 from paceline.interop.horovod.collectives import (
     Average,
     Op,
@@ -75,6 +75,7 @@ def _gather_request(
 
 
 def _require_rows(tensors: Sequence[torch.Tensor], call: str) -> None:
+    require_tensors(tensors, call)
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError(f"{call} got a tensor without dimensions; give it one: tensor[None]")
 
@@ -164,6 +165,7 @@ def sparse_allreduce_request(
     tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSet
 ) -> CallRequest[torch.Tensor]:
     """Returns the request of `sparse_allreduce_async`."""
+    require_tensors([tensor], "sparse_allreduce_async")
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"sparse_allreduce_async got a tensor of layout {tensor.layout}; it takes sparse COO tensors")
     by = reduction(op)
@@ -187,6 +189,7 @@ def sparse_allreduce_request(
 def _exchange_request(
     tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
 ) -> CallRequest[tuple[torch.Tensor, torch.Tensor]]:
+    require_tensors([tensor], "alltoall")
     sent = _splits(tensor, splits, process_set)
     detached = tensor.detach().contiguous()
     like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from launching import wait_until
@@ -76,6 +77,17 @@ def test_peers_are_watched_without_descriptors_too(monkeypatch, refusal):
         wait_until(lambda: watched.gone() == [1])
         watched.close()
     assert PeerWatch(presences, 0, nobody).gone() == [1], "it had ended before"
+
+
+def test_peers_may_be_watched_by_several_threads_while_the_watch_ends():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
+        watched = PeerWatch([DevicePeer("here", pid, "", "") for pid in (os.getpid(), peer.pid)], 0, nobody)
+        with ThreadPoolExecutor(4) as threads:
+            answers = [threads.submit(lambda: [watched.gone() for _ in range(2000)]) for _ in range(4)]
+            answers[0].result()
+            threads.submit(watched.close).result()
+        peer.kill()
+    assert not any(any(answer.result()) for answer in answers)
 
 
 def test_the_store_is_asked_about_ranks_of_other_machines(monkeypatch):

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -232,7 +233,8 @@ class PeerWatch:
         self._descriptors: dict[int, int] = {}  # pidfd: index of the peer
         self._processes: dict[int, ProcessIdentity] = {}  # by index, for processes without a pidfd
         self._gone: set[int] = set()
-        self._poll = select.poll()
+        self._poll = select.poll()  # which refuses to be polled by two threads at once
+        self._lock = threading.Lock()
         self._remote = [other for other, peer in enumerate(peers) if peer.machine != peers[index].machine]
         self._has_exited = has_exited
         self._asked_at = time.monotonic()
@@ -256,22 +258,33 @@ class PeerWatch:
             self._poll.register(descriptor, select.POLLIN)
 
     def gone(self) -> list[int]:
-        """Returns the indices of the watched processes that have ended."""
-        ended = {descriptor for descriptor, _ in self._poll.poll(0)}
-        self._gone.update(index for descriptor, index in tuple(self._descriptors.items()) if descriptor in ended)
-        self._gone.update(index for index, process in self._processes.items() if process.has_ended())
+        """Returns the indices of the watched processes that have ended; any thread may call it."""
+        with self._lock:
+            ended = {descriptor for descriptor, _ in self._poll.poll(0)}
+            self._gone.update(self._descriptors[descriptor] for descriptor in ended)
+            self._gone.update(index for index, process in self._processes.items() if process.has_ended())
+            asked = self._next_remote()
+        exited: list[int] = []
+        with contextlib.suppress(StoreError):
+            exited.extend(index for index in asked if self._has_exited(index))
+        with self._lock:
+            self._gone.update(exited)
+            return sorted(self._gone)
+
+    def _next_remote(self) -> list[int]:
+        """Returns the ranks of other machines whose exits are to be looked up now, which takes a request each."""
         now = time.monotonic()
-        if self._remote and now - self._asked_at > _REMOTE_INTERVAL_S:
-            self._asked_at = now
-            asked, self._remote = self._remote[:_MOST_REMOTE], self._remote[_MOST_REMOTE:] + self._remote[:_MOST_REMOTE]
-            with contextlib.suppress(StoreError):
-                self._gone.update(index for index in asked if self._has_exited(index))
-        return sorted(self._gone)
+        if now - self._asked_at <= _REMOTE_INTERVAL_S:
+            return []
+        self._asked_at = now
+        asked = self._remote[:_MOST_REMOTE]
+        self._remote = self._remote[_MOST_REMOTE:] + asked
+        return asked
 
     def close(self) -> None:
         """Stops watching; idempotent."""
-        for descriptor in self._descriptors:
-            with contextlib.suppress(KeyError):
+        with self._lock:
+            for descriptor in self._descriptors:
                 self._poll.unregister(descriptor)
-            os.close(descriptor)
-        self._descriptors.clear()
+                os.close(descriptor)
+            self._descriptors.clear()
