@@ -1,12 +1,13 @@
 """The `paceline` command line: the parser, the dispatch of subcommands, and the short subcommands themselves.
 
-`run` and `join` are in `operate/launch/command.py`, and longer subcommands have modules of their own. The arguments of
-`checkpoint`, `migrate` and `top` are here, so that their modules are imported only when they run.
+`run` and `join` are in `operate/launch/command.py`, and longer subcommands have modules of their own, which are imported
+only when they run: the time until a job starts includes all imports of this module.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 import select
@@ -15,13 +16,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
-from paceline.cli import plan, recordings
-from paceline.cli.doctor import command as doctor
 from paceline.errors import CheckpointError
 from paceline.operate.launch.command import add_run_arguments, run
 from paceline.operate.launch.flags import Parser, is_flag
@@ -292,6 +290,8 @@ def kernels(levels: Sequence[str], machine: str) -> str:
 
 
 def _version_of(package: str) -> str:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -305,6 +305,15 @@ class _Subcommand:
     description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+def _from(module: str, name: str) -> Callable[..., Any]:
+    """Returns a function that imports `name` from `module` when it is called, and calls it."""
+
+    def call(*arguments: object) -> Any:
+        return getattr(importlib.import_module(module), name)(*arguments)
+
+    return call
 
 
 def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcommand, ...]:
@@ -340,48 +349,48 @@ def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcomma
             "check this machine, the network to another one, or a script",
             "Checks this machine; with --listen here and --peer there, the network between two machines; with SCRIPT, "
             "a script for known mistakes, each reported with its line, reason and fix.",
-            doctor.add_arguments,
-            doctor.run,
+            _from("paceline.cli.doctor.command", "add_arguments"),
+            _from("paceline.cli.doctor.command", "run"),
         ),
         _Subcommand(
             "plan",
             "measure a script, and predict how fast it would train on other machines",
             "With --measure, runs SCRIPT for some steps on this machine and writes a calibration. With a calibration, "
             "predicts the step time, rate, memory and cost on other numbers of machines, and suggests changes.",
-            plan.add_arguments,
-            plan.run,
+            _from("paceline.cli.plan", "add_arguments"),
+            _from("paceline.cli.plan", "run"),
         ),
         _Subcommand(
             "analyze",
             "find out from a job's files what went wrong, and which ranks the others waited for",
             "Reads the recordings that a job left in RUN_DIR, and reports which rank failed, was absent or was usually "
             "late, and why. Some of the files may be missing.",
-            recordings.add_analyze_arguments,
-            recordings.analyze,
+            _from("paceline.cli.recordings", "add_analyze_arguments"),
+            _from("paceline.cli.recordings", "analyze"),
         ),
         _Subcommand(
             "runs",
             "list the latest jobs of this user on this machine",
             "Lists the jobs that have a directory of recordings, the latest first, each with its start, its outcome "
             "and its command.",
-            recordings.add_runs_arguments,
-            recordings.show_runs,
+            _from("paceline.cli.recordings", "add_runs_arguments"),
+            _from("paceline.cli.recordings", "show_runs"),
         ),
         _Subcommand(
             "trace",
             "write a job's recordings as a trace for ui.perfetto.dev",
             "Writes the calls, steps and spans of all ranks of a job on one time axis, with arrows from sends to "
             "receives, as a trace that ui.perfetto.dev and chrome://tracing show.",
-            recordings.add_trace_arguments,
-            recordings.write_trace,
+            _from("paceline.cli.recordings", "add_trace_arguments"),
+            _from("paceline.cli.recordings", "write_trace"),
         ),
         _Subcommand(
             "report",
             "write a job's recordings as one HTML file, to view or to attach to an issue",
             "Reads the recordings and logs that a job left in RUN_DIR, and writes one self-contained HTML page. The "
             "page contains the job's output and the names of its hosts.",
-            recordings.add_report_arguments,
-            recordings.write_report,
+            _from("paceline.cli.recordings", "add_report_arguments"),
+            _from("paceline.cli.recordings", "write_report"),
         ),
         _Subcommand(
             "top",
@@ -413,15 +422,16 @@ def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcomma
 COMMANDS = tuple(command.name for command in _subcommands())
 
 
-def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
-    """Returns the parser of the whole command line."""
+def parser(environment: Mapping[str, str] = os.environ, used: str | None = None) -> argparse.ArgumentParser:
+    """Returns the parser of the whole command line, in which only the subcommand `used`, if given, has arguments."""
     whole = Parser(prog="paceline", description="Distributed data-parallel training for PyTorch.")
     whole.add_argument("--version", action=VersionAction, help="print the installed versions and the kernels in use")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _subcommands(environment):
         added = commands.add_parser(command.name, help=command.help, description=command.description)
-        added.whole = whole
-        command.add_arguments(added)
+        added.whole = partial(parser, environment)
+        if used in (None, command.name):
+            command.add_arguments(added)
     return whole
 
 
@@ -451,7 +461,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if mistake := _mistaken_command(words):
         print(f"paceline: {mistake}\nSee `paceline --help` for all commands.", file=sys.stderr)
         return 2
-    options = parser().parse_args(words)
+    options = parser(used=words[0]).parse_args(words)
     if options.command == "run":
         options.words = words[1:]  # the command line for the machines of --hosts
     [command] = [command for command in _subcommands() if command.name == options.command]

@@ -54,7 +54,7 @@ _WORD = re.compile(r"[A-Za-z][\w-]*")
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors name the mistake, the nearest flag and `--help`, with exit code 2."""
 
-    whole: Parser | None = None  # the parser of all commands, if this one parses a single command
+    whole: Callable[[], argparse.ArgumentParser] | None = None  # makes the parser of all commands, if there are others
 
     def error(self, message: str) -> NoReturn:
         """Prints the mistake and ends the process."""
@@ -97,7 +97,7 @@ class CompletionAction(argparse.Action):
     ) -> None:
         """Prints the script and exits with code 0."""
         whole = parser.whole if isinstance(parser, Parser) else None
-        print(completion(str(values), {"run": parser} if whole is None else commands_of(whole)), end="")
+        print(completion(str(values), {"run": parser} if whole is None else commands_of(whole())), end="")
         parser.exit()
 
 
