@@ -108,7 +108,7 @@ ROUTES = (
             Hop("src/paceline/operate/launch/multinode/membership.py", "Membership.joined"),
             Hop("src/paceline/operate/launch/worker_group_launcher.py", "WorkerGroupLauncher._start"),
             Hop("src/paceline/operate/launch/workers/start_workers.py", "start_workers"),
-            Hop("src/paceline/operate/launch/workers/start_workers.py", "InterpreterStarter.start"),
+            Hop("src/paceline/operate/launch/workers/forker.py", "Forker.start"),
             Hop("src/paceline/operate/launch/workers/bootstrap.py", "run"),
             Hop("src/paceline/comm/group/init.py", "init_process_group"),
             Hop("src/paceline/comm/rendezvous/rendezvous.py", "rendezvous"),

@@ -341,8 +341,11 @@ std::string torch_text(const std::string& text) {
 }
 
 void torch_queries_are_read_whichever_parts_they_come_in() {
-    const std::string query = "\x0b" + raw(std::uint64_t{2}) + torch_text("a") + torch_text("one") + torch_text("b") +
-                              torch_text(std::string(1000, '2'));
+    std::string query = "\x0b";
+    for (const std::string& part : {raw(std::uint64_t{2}), torch_text("a"), torch_text("one"), torch_text("b")}) {
+        query += part;
+    }
+    query += torch_text(std::string(1000, '2'));
     for (std::size_t first = 0; first < query.size(); first += 7) {
         TorchReader reader;
         std::size_t used = 0;

@@ -295,7 +295,7 @@ def test_workers_are_forks_with_torch_and_preload_that_differ(job):
     os.kill(template, signal.SIGKILL)
     os.kill(job.pid("0.1.0"), signal.SIGKILL)
     job.wait_for("0.0.0", "0.1.1")
-    assert f"(pid {template}) is of no use: it has ended; another is started" in job.said()
+    assert f"workers cannot be forked from process {template}: it has ended; another is started" in job.said()
     job.order("end")
     job.expect(0)
     facts = [line.split()[2:] for line in job.said("out").splitlines()]

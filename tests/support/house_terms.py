@@ -25,7 +25,7 @@ TERMS = {
     "Linux, POSIX, TCP and TLS": """
         access address cache cgroup cleanup client clock close collector column command connection console cpu
         delay descriptor destination dialer digest directory disconnect disk edit editor endpoint entry event
-        exit file flag flight follower forker formatter forwarder frame handle handshake head header hello
+        end exit file flag flight follower forker formatter forwarder frame handle handshake head header hello
         identity inbox input interface interpreter interval keyboard library limit line link listener lock
         mailbox memory miss mode multinode multiplexer name namespace network offset output packer parser path
         payload plan port priority protocol queue rate reader receiver relay router row sample screen script

@@ -51,7 +51,9 @@ def require_tensors(tensors: Iterable[object], call: str) -> None:
     """Raises TypeError unless all `tensors`, the arguments of a call, are tensors."""
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{call} got an object of type {type(tensor).__name__}; make it a tensor: torch.as_tensor(...)")
+            raise TypeError(
+                f"{call} got an object of type {type(tensor).__name__}; make it a tensor: torch.as_tensor(...)"
+            )
 
 
 _ROWS_MAY_DIFFER = (CallKind.SPARSE_ALLREDUCE, CallKind.ALLGATHER, CallKind.ALLTOALL)

@@ -198,8 +198,8 @@ FLAGS = (
     Flag("module", "SCRIPT is a module, as for python -m", short="-m"),
     Flag("no-python", "SCRIPT is a program, not a Python script"),
     Flag("run-path", "SCRIPT is run by runpy.run_path"),
-    Flag("start-method", "spawn: a new interpreter each; fork, forkserver: forks of one without torch; auto: forks "
-         "if there are many workers per core", str, "auto", "METHOD",
+    Flag("start-method", "spawn: a new interpreter each; fork, forkserver: forks of one that has imported torch; auto: "
+         "forks if SCRIPT imports torch and nothing speaks against it", str, "auto", "METHOD",
          choices=("auto", "spawn", "fork", "forkserver")),
     Flag("role", "ROLE_NAME of the workers", str, "default", "NAME"),
     Flag("virtual-local-rank", "each worker sees only its own GPU, as number 0, and LOCAL_RANK=0"),

@@ -19,12 +19,10 @@ from paceline.comm.rendezvous.schedulers import Scheduler, detect
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions, elastic_of
 from paceline.operate.launch.option_types import OptionError, Streams, StreamsOfRanks, parse_seconds
 from paceline.operate.launch.workers.cleanup import MARK
-from paceline.operate.launch.workers.environment import allowed_cores
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's default
 _TORCHRUNS_PORT = 29500
 _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # the variable of torchrun
-_MANY_A_CORE = 8
 _TIMEOUTS = {"join_timeout", "timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "return_timeout"}
 _SETTINGS = _TIMEOUTS | {"is_host"}
 _IGNORED_SETTINGS = {"read_timeout", "keep_alive_interval", "keep_alive_max_attempt", "store_type", "rank"}
@@ -116,7 +114,7 @@ class Job:
     stdin_rank: int | None = 0  # the rank that reads the launcher's stdin, if it runs on this machine
     events: bool = False
     stall_after_s: float = 15.0  # the duration after which a call counts as stalled and is explained; 0: never
-    forks: bool = False  # whether workers are forks of a template process that has finished its imports
+    start_method: str = "auto"  # "spawn": each worker is a new interpreter; "fork": all are forks of a template process
     slot: tuple[int, int] = (0, 1)  # the number of this launcher on its machine, and the count that a scheduler started
     scheduler: Scheduler | None = None
     elastic: ElasticOptions | None = None
@@ -167,7 +165,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         stdin_rank=options.stdin,
         events=options.event_log_handler == "console",
         stall_after_s=options.stall_after,
-        forks=_forks(options.start_method, workers, options.elastic),
+        start_method="fork" if options.start_method == "forkserver" else options.start_method,
         slot=scheduler.slot if scheduler is not None else (0, 1),
         scheduler=scheduler,
         elastic=elastic_of(options, workers, rendezvous.address is not None),
@@ -182,12 +180,6 @@ def shutdown_timeout_s(options: argparse.Namespace, environment: Mapping[str, st
     if options.shutdown_timeout is not None:
         return float(options.shutdown_timeout)
     return parse_seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
-
-
-def _forks(method: str, workers: int, is_elastic: bool) -> bool:
-    if method == "auto":  # many workers per core cannot be training, so start-up time matters more
-        return is_elastic or workers > _MANY_A_CORE * allowed_cores()
-    return method != "spawn"
 
 
 def _kind(options: argparse.Namespace) -> CommandKind:

@@ -218,6 +218,7 @@ class WorkerGroupLauncher(Launcher):
             start,
             context,
             selector=self._selector,
+            say=self._say,
             on_start=self._cleanup.watch,
             on_exception=self._on_exception,
             on_failure=lambda failure: self._on_failure(start, failure),

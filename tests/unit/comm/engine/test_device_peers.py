@@ -79,7 +79,7 @@ def test_peers_are_watched_without_descriptors_too(monkeypatch, refusal):
     assert PeerWatch(presences, 0, nobody).gone() == [1], "it had ended before"
 
 
-def test_peers_may_be_watched_by_several_threads_while_the_watch_ends():
+def test_several_threads_may_watch_peers_at_once():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
         watched = PeerWatch([DevicePeer("here", pid, "", "") for pid in (os.getpid(), peer.pid)], 0, nobody)
         with ThreadPoolExecutor(4) as threads:

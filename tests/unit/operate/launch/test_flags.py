@@ -265,10 +265,9 @@ def test_the_kind_of_command():
     assert kinds == [CommandKind.SCRIPT, CommandKind.MODULE, CommandKind.PROGRAM, CommandKind.PATH]
 
 
-def test_many_workers_a_core_are_forks_unless_told_otherwise():
-    many = f"--nproc-per-node={8 * allowed_cores() + 1}"
-    cases = (["--nproc-per-node=8"], [many], [many, "--start-method=spawn"], ["--start-method=forkserver"])
-    assert [job(*flags).forks for flags in cases] == [False, True, False, True]
+def test_forks_have_two_names():
+    cases = ([], ["--start-method=spawn"], ["--start-method=fork"], ["--start-method=forkserver"])
+    assert [job(*flags).start_method for flags in cases] == ["auto", "spawn", "fork", "fork"]
 
 
 def test_the_flag_for_the_time_to_end_precedes_the_variable():

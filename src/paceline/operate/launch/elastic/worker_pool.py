@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,6 @@ import msgspec
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 from paceline.comm.security.secret import SecretFile
 from paceline.comm.store.tcp_store import StoreServer, listen
-from paceline.operate.launch.elastic.forker import Forker, ForkRequest
 from paceline.operate.launch.elastic.worker_replacement import WorkerHistory
 from paceline.operate.launch.job import CommandKind, Job
 from paceline.operate.launch.job_directory import RecordingKeeper
@@ -27,12 +27,17 @@ from paceline.operate.launch.multinode.node_connection import NodeConnection
 from paceline.operate.launch.multinode.protocol import Start, StartSlots
 from paceline.operate.launch.workers.cleanup import Cleanup
 from paceline.operate.launch.workers.environment import free_port
+from paceline.operate.launch.workers.forker import Forker
 from paceline.operate.launch.workers.job_control import Keyboard
 from paceline.operate.launch.workers.output import Logs
 from paceline.operate.launch.workers.start_workers import MachineResources, WorkerContext, WorkerSpec, prepare
 from paceline.operate.launch.workers.worker import OutputForwarder, WorkerProcess, allow_descriptors
 from paceline.train.elastic import protocol
 from paceline.train.elastic.protocol import LARGEST_DATAGRAM, FromWorker
+
+# Imported before workers are forked. The first optimizer of a process imports torch._dynamo, which takes as long as
+# torch itself.
+MODULES = ("torch", "torch._dynamo", "paceline.train.elastic.worker.elastic_state")
 
 
 class WorkerChannel:
@@ -212,9 +217,10 @@ class WorkerResources:
     def forker(self, context: WorkerContext, selector: selectors.BaseSelector, say: Callable[[str], None]) -> Forker:
         """Returns the forker; it forks unless the user or the kind of program requires new interpreters."""
         descriptors = allow_descriptors(self._job.workers)
-        forks = self._job.forks and self._job.command.kind is not CommandKind.PROGRAM
+        forks = self._job.start_method != "spawn" and self._job.command.kind is not CommandKind.PROGRAM
+        modules = MODULES if forks else None
         preload = self._job.elastic.preload if self._job.elastic is not None else ()
-        self._forker = Forker(context.environment, context.pass_fds, descriptors, selector, say, forks, preload)
+        self._forker = Forker(context.environment, context.pass_fds, descriptors, selector, say, modules, preload)
         return self._forker
 
     def close(self) -> None:
@@ -318,7 +324,7 @@ class WorkerPool:
         member = PoolWorker(uid, slot, number, channel, time.monotonic(), is_replacement=attempt > 0)
         self.members[slot] = member
         try:
-            self._forker.start(ForkRequest(prepared, theirs, lambda pid: self._started(member, prepared, pid)))
+            self._forker.start(prepared.request(partial(self._started, member, prepared), theirs))
         except OSError:
             prepared.close()
             self._forget(member)

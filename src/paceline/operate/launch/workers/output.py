@@ -422,6 +422,12 @@ class WorkerOutput:
             size = struct.pack("HHHH", rows, max(0, columns - _PREFIX_COLUMNS), 0, 0)
             fcntl.ioctl(self.reading, termios.TIOCSWINSZ, size)
 
+    def close(self) -> None:
+        """Closes the target if no worker was started with it."""
+        self.close_ours()
+        if self.reading >= 0:
+            os.close(self.reading)
+
     def close_ours(self) -> None:
         """Closes this process's copy of the writing end."""
         if self._file is not None:

@@ -1,22 +1,18 @@
 """Start of a generation's workers on this machine: their ranks, variables, streams, cores and processes.
 
-A worker is a new interpreter, or a fork of a template process that has finished its imports. `describe_plan` prints the
-workers for `--dry-run` in lines that can be pasted into a shell.
+`modules_to_fork` decides whether a worker is a new interpreter, or a fork of a template process that has finished its
+imports. `describe_plan` prints the workers for `--dry-run` in lines that can be pasted into a shell.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import shlex
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
 
 from paceline.comm.security.levels import chosen_level
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions
@@ -24,7 +20,6 @@ from paceline.operate.launch.job import CommandKind, Job
 from paceline.operate.launch.job_directory import RecordingKeeper, RecordingMemory
 from paceline.operate.launch.multinode.protocol import Start
 from paceline.operate.launch.option_types import Streams
-from paceline.operate.launch.workers import bootstrap, template
 from paceline.operate.launch.workers.environment import (
     WorkerRanks,
     allowed_cores,
@@ -34,19 +29,23 @@ from paceline.operate.launch.workers.environment import (
     threads_per_worker,
 )
 from paceline.operate.launch.workers.failures import ExceptionNotice, WorkerFailure
+from paceline.operate.launch.workers.forker import Forker, ForkRequest, python
 from paceline.operate.launch.workers.job_control import Keyboard
 from paceline.operate.launch.workers.output import WITHOUT_PAGERS, Logs, WorkerOutput, outputs_of
 from paceline.operate.launch.workers.placement import Cores, cores_of_workers, count_gpus, device_of, format_cpulist
-from paceline.operate.launch.workers.worker import (
-    WorkerProcess,
-    allow_descriptors,
-    bind_process,
-    bootstrap_argv,
-    watch_end,
-)
+from paceline.operate.launch.workers.script_source import ScriptSource
+from paceline.operate.launch.workers.worker import WorkerProcess, allow_descriptors, bootstrap_argv, watch_end
 from paceline.operate.launch.workers.worker_group import WorkerGroup
 
-_ANSWER_S = 60.0
+_MANY_A_CORE = 8
+# Variables of tools that follow an interpreter from its start.
+_OBSERVERS = (
+    "COVERAGE_PROCESS_CONFIG",
+    "COVERAGE_PROCESS_START",
+    "CUDA_INJECTION64_PATH",
+    "LD_AUDIT",
+    "PYTHONPROFILEIMPORTTIME",
+)
 _UNKNOWN = "<chosen at the start>"
 
 
@@ -89,12 +88,15 @@ class WorkerSpec:
     log: str | None
     memory: RecordingMemory | None
 
-    def streams(self, nothing: int) -> tuple[int, int, int]:
-        """Returns the descriptors for stdin, stdout and stderr; `nothing` is the stdin of a worker that reads none."""
-        return (0 if self.reads else nothing, self.outputs[0].writing, self.outputs[-1].writing)
+    def request(self, on_start: Callable[[int], None], channel: socket.socket | None = None) -> ForkRequest:
+        """Returns the request to start this worker."""
+        streams = (0 if self.reads else None, self.outputs[0].writing, self.outputs[-1].writing)
+        return ForkRequest(self.argv, self.variables, streams, self.cores, on_start, channel)
 
     def close(self) -> None:
-        """Frees the memory of a worker that was not started."""
+        """Frees the memory and the streams of a worker that was not started."""
+        for output in self.outputs:
+            output.close()
         if self.memory is not None:
             self.memory.release()
 
@@ -123,6 +125,7 @@ def start_workers(
     context: WorkerContext,
     *,
     selector: selectors.BaseSelector,
+    say: Callable[[str], None],
     on_start: Callable[[int], None],
     on_exception: Callable[[WorkerFailure], None],
     on_failure: Callable[[WorkerFailure], None],
@@ -134,6 +137,7 @@ def start_workers(
         start: The meeting's order, with the ranks.
         context: The common context of the workers.
         selector: The selector of the launcher's loop; see `WorkerGroup`.
+        say: Prints a line for the user.
         on_start: Receives the process id of each worker.
         on_exception: See `WorkerGroup`.
         on_failure: See `WorkerGroup`.
@@ -141,27 +145,54 @@ def start_workers(
     Raises:
         OSError: a process could not be started.
     """
+    forker = Forker(
+        context.environment, context.pass_fds, allow_descriptors(job.workers), selector, say, modules_to_fork(job)
+    )
     generation = WorkerGroup(
         start.generation,
         job.shutdown_timeout_s,
         context.keyboard,
         selector,
         ExceptionNotice(context.directory),
+        forker,
+        on_start=on_start,
         on_exception=on_exception,
         on_failure=on_failure,
     )
-    descriptors = allow_descriptors(job.workers)
-    starter: WorkerStarter = (ForkStarter if job.forks else InterpreterStarter)(
-        context.environment, context.pass_fds, descriptors
-    )
-    with starter, open(os.devnull, "rb") as nothing:
-        for index in range(job.workers):
-            prepared = prepare(job, start, index, context)
-            streams = prepared.streams(nothing.fileno())
-            pid = starter.start(prepared.argv, prepared.variables, streams, prepared.cores)
-            on_start(pid)
-            generation.follow(prepared.started(pid), prepared.outputs)
+    try:
+        generation.start([prepare(job, start, index, context) for index in range(job.workers)])
+    except OSError:
+        generation.close()
+        raise
     return generation
+
+
+def modules_to_fork(job: Job) -> tuple[str, ...] | None:
+    """Returns the modules to import before this machine's workers are forked.
+
+    They are those that take longest of the ones that the program needs. None starts a new interpreter for each worker.
+    Unless the user chose a way, workers are forked if there are several of them and their program imports torch. A
+    program that sets variables which torch reads at its import gets interpreters, and so does one that is observed from
+    its start. If there are many workers per core, they cannot be training, and are forked in any case.
+    """
+    if job.start_method == "spawn":
+        return None
+    is_asked_for = job.start_method == "fork"
+    source = ScriptSource.of(job.command)
+    is_plain = source is not None and not source.sets_variables and not job.compat
+    if not is_asked_for and job.workers <= _MANY_A_CORE * allowed_cores():
+        imports_torch = source is not None and source.imports_torch
+        is_observed = any(name in os.environ for name in _OBSERVERS) or python() != sys.executable
+        if job.workers == 1 or not is_plain or not imports_torch or is_observed:
+            return None
+    if source is None or not is_plain or not source.imports_torch:
+        return ()
+    modules = ["torch"]
+    if source.uses_optimizers:  # the first optimizer of a process imports it, which takes as long as torch itself
+        modules.append("torch._dynamo")
+    if source.uses_paceline:
+        modules.append("paceline.train.ddp.distributed_data_parallel")
+    return tuple(modules)
 
 
 def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> WorkerSpec:
@@ -282,113 +313,6 @@ class MachineResources:
                 f"--nproc-per-node {self.gpus} (or gpu) gives each worker its own"
             )
         return lines
-
-
-class WorkerStarter(Protocol):
-    """Starts workers of one generation; leaving its `with` block releases its resources."""
-
-    def start(
-        self, argv: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
-    ) -> int:
-        """Starts a worker in a session of its own, as a child of this process, on its cores; returns its process id.
-
-        `streams` are the descriptors for its stdin, stdout and stderr.
-        """
-
-    def __enter__(self) -> WorkerStarter: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None: ...
-
-
-def python() -> str:
-    """Returns the path of the workers' interpreter."""
-    return os.environ.get("PYTHON_EXEC", sys.executable)
-
-
-class InterpreterStarter:
-    """Starts a new interpreter for each worker."""
-
-    def __init__(
-        self, environment: Mapping[str, str], pass_fds: Sequence[int], descriptors: tuple[int, int] | None
-    ) -> None:
-        self._environment = environment
-        self._pass_fds = pass_fds
-        self._descriptors = descriptors
-
-    def start(
-        self, argv: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
-    ) -> int:
-        """Starts a worker."""
-        process = subprocess.Popen(
-            [python(), bootstrap.__file__, str(os.getpid()), *argv],
-            env={**self._environment, **variables},
-            stdin=streams[0],
-            stdout=streams[1],
-            stderr=streams[2],
-            pass_fds=self._pass_fds,
-            start_new_session=True,
-        )
-        process.returncode = 0  # the launcher reaps it by its pid
-        bind_process(process.pid, cores, self._descriptors)
-        return process.pid
-
-    def __enter__(self) -> InterpreterStarter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def request_of(argv: Sequence[str], variables: Mapping[str, str], cores: Cores | None) -> bytes:
-    """Returns the message by which a template process forks a worker; the descriptors of its streams accompany it."""
-    return json.dumps({"argv": argv, "variables": dict(variables), "cores": cores}).encode()
-
-
-class ForkStarter:
-    """Forks each worker from one template process; the launcher must adopt orphans."""
-
-    def __init__(
-        self, environment: Mapping[str, str], pass_fds: Sequence[int], descriptors: tuple[int, int] | None
-    ) -> None:
-        self._descriptors = descriptors
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.settimeout(_ANSWER_S)
-        with theirs:
-            self._process = subprocess.Popen(
-                [python(), template.__file__, str(os.getpid()), str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), *pass_fds],
-                start_new_session=True,
-            )
-
-    def start(
-        self, argv: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
-    ) -> int:
-        """Starts a worker.
-
-        Raises:
-            OSError: the template has ended or does not answer.
-        """
-        bind_process(self._process.pid, None, self._descriptors)  # a fork inherits the limit from its start
-        request = request_of(argv, variables, cores)
-        socket.send_fds(self._connection, [request], list(streams))
-        answer = self._connection.recv(4)
-        if len(answer) != 4:
-            raise OSError(
-                f"the process that workers are forked from (pid {self._process.pid}) has ended; look at its output, or "
-                "use --start-method spawn"
-            )
-        return int.from_bytes(answer, "little")
-
-    def __enter__(self) -> ForkStarter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-        self._process.wait()
 
 
 def describe_plan(job: Job, machine: MachineResources) -> str:

@@ -1,16 +1,16 @@
 """A process that has finished the slow imports and forks workers on request.
 
-It is used with `--start-method forkserver`, and by default with many workers per core. The launcher runs it by path:
+The launcher runs it by path:
 
     python template.py LAUNCHER_PID DESCRIPTOR [MODULE... [-- MODULE...]]
 
 A worker is forked twice: when the intermediate process has ended, the launcher, which adopts orphans, becomes its
 parent, as if the launcher had started it. The template ends when the launcher closes the connection.
 
-For elastic jobs it imports the MODULEs, including torch, and those after `--`, which the user chose. Threads do not
-survive a fork, and their locks stay held. Importing torch starts only the threads of numpy's OpenBLAS, which ends them
-before each fork. To verify this, the template forks once and then lists its other threads; if there are any, it reports
-them and ends.
+It imports the MODULEs, and those after `--`, which the user chose. Threads do not survive a fork, and their locks stay
+held. Importing torch starts only the threads of numpy's OpenBLAS, which ends them before each fork. To verify this, the
+template forks once and then lists its other threads. If there are any, or if a device has been initialized or torch
+cannot be imported, it reports that and ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 
-READY = b"\0"  # instead of the names of threads
+READY = b"\0"  # instead of the reason why workers cannot be forked
+CHANNEL = "PACELINE_ELASTIC_FD"
 
 _LARGEST = 1 << 18
 _LOOKS, _LOOK_S = 50, 0.01
@@ -41,17 +42,15 @@ def main() -> None:
     with suppress(ImportError):  # the core was built for another Python; workers that need it report that
         import_module("paceline.comm.rendezvous.rendezvous")  # every worker needs this slow import
 
-    if modules := sys.argv[3:]:
-        _preload(modules)
-        threads = _threads_after_a_fork()
-        connection.send(" ".join(threads).encode() or READY)
-        if threads:
-            return
+    reason = _preload(sys.argv[3:]) or _unsafe()
+    connection.send(reason.encode() or READY)
+    if reason:
+        return
     gc.freeze()
     while True:
         request, streams, _, _ = socket.recv_fds(connection, _LARGEST, 4)
         if not request:
-            return
+            os._exit(0)  # without the time that an interpreter with torch takes to end
         between = os.fork()
         if between == 0:
             worker = os.fork()
@@ -71,7 +70,7 @@ def main() -> None:
         os.close(fd)
     os.environ.update(command["variables"])
     for fd in streams[3:]:
-        os.environ["PACELINE_ELASTIC_FD"] = str(fd)
+        os.environ[CHANNEL] = str(fd)
     if command["cores"] is not None:
         with suppress(OSError):  # the cores are no longer allowed
             os.sched_setaffinity(0, command["cores"])
@@ -87,17 +86,39 @@ def main() -> None:
     bootstrap.run([str(launcher), *command["argv"]])
 
 
-def _preload(arguments: list[str]) -> None:
-    """Imports modules; a failure is reported for those after `--`, which the user chose."""
+def _preload(arguments: list[str]) -> str:
+    """Imports modules; returns why torch, if it is one of them, cannot be imported, or "".
+
+    A failure is printed for those after `--`, which the user chose.
+    """
     at = arguments.index("--") if "--" in arguments else len(arguments)
     for module in arguments[:at]:
-        with suppress(Exception):  # a worker that needs it reports the error
+        try:
             import_module(module)
+        except Exception as error:  # a worker that needs the module reports the error
+            if module == "torch":
+                return f"torch cannot be imported there ({type(error).__name__}: {error})"
     for module in arguments[at + 1 :]:
         try:
             import_module(module)
         except Exception as error:
             sys.stderr.write(f"paceline: --preload {module} is left out: {type(error).__name__}: {error}\n")
+    return ""
+
+
+def _unsafe() -> str:
+    """Returns why this process must not be forked after its imports, or ""."""
+    torch = sys.modules.get("torch")
+    devices = [] if torch is None else [torch.cuda, torch.xpu]
+    if (child := os.fork()) == 0:
+        os._exit(any(device._is_in_bad_fork() for device in devices))
+    _, is_bad = os.waitpid(child, 0)
+    if is_bad or any(device.is_initialized() for device in devices):
+        return "its imports initialized a device, which forks cannot use"
+    if torch is not None and torch._C._get_privateuse1_backend_name() != "privateuseone":
+        return f"its imports registered the device {torch._C._get_privateuse1_backend_name()!r}"
+    threads = _threads()
+    return f"it has threads after its imports ({' '.join(threads)})" if threads else ""
 
 
 def _show(argv: list[str]) -> None:
@@ -112,11 +133,8 @@ def _show(argv: list[str]) -> None:
             ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
-def _threads_after_a_fork() -> list[str]:
-    """Returns the names of this process's other threads that a fork does not end."""
-    if (child := os.fork()) == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
+def _threads() -> list[str]:
+    """Returns the names of this process's other threads, without those that a fork has just ended."""
     names: list[str] = []
     for _ in range(_LOOKS):
         others = set(os.listdir("/proc/self/task")) - {str(os.getpid())}

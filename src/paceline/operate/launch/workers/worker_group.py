@@ -7,7 +7,9 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,10 +21,14 @@ from paceline.operate.launch.workers.failures import (
     read_record,
     write_error_json,
 )
+from paceline.operate.launch.workers.forker import Forker
 from paceline.operate.launch.workers.job_control import Keyboard
 from paceline.operate.launch.workers.out_of_memory import MemoryWatch
 from paceline.operate.launch.workers.output import WorkerOutput
 from paceline.operate.launch.workers.worker import OutputForwarder, WorkerProcess, failure_of
+
+if TYPE_CHECKING:
+    from paceline.operate.launch.workers.start_workers import WorkerSpec
 
 CONSEQUENCES_S = 0.5  # time for ranks that fail because of another failure to report that themselves
 _OTHERS_KILLED_S = 0.3  # time for the end of another worker that the kernel also killed for lack of memory
@@ -37,6 +43,8 @@ class WorkerGroup:
         keyboard: The launcher's stdin, which one of the workers may read.
         selector: The selector of the launcher's loop; its keys carry functions without arguments.
         notice: The pipe by which workers announce exceptions.
+        forker: Starts the workers.
+        on_start: Receives the process id of each worker.
         on_exception: Receives a failure whose exception has left a worker's script, before the worker has ended.
         on_failure: Receives the first failure of an ended worker. This is delayed a moment if the kernel killed it and
             another worker for lack of memory, since the other one may be the cause.
@@ -49,6 +57,8 @@ class WorkerGroup:
         keyboard: Keyboard,
         selector: selectors.BaseSelector,
         notice: ExceptionNotice,
+        forker: Forker,
+        on_start: Callable[[int], None],
         on_exception: Callable[[WorkerFailure], None],
         on_failure: Callable[[WorkerFailure], None],
     ) -> None:
@@ -58,6 +68,9 @@ class WorkerGroup:
         self.workers: list[WorkerProcess] = []
         self.recordings: dict[int, int] = {}  # descriptors of the recordings, by rank, including those of ended workers
         self._selector = selector
+        self._forker = forker
+        self._unstarted: list[WorkerSpec] = []
+        self._on_start = on_start
         self._on_exception = on_exception
         self._on_failure = on_failure
         self._notice = notice
@@ -72,7 +85,33 @@ class WorkerGroup:
         self._asked_s: float | None = None  # time of day at which the workers were asked to end
         self._report_s: float | None = None  # time (monotonic) to report the first failure, while that is delayed
 
-    def follow(self, worker: WorkerProcess, outputs: list[WorkerOutput]) -> None:
+    def start(self, specs: Sequence[WorkerSpec]) -> None:
+        """Starts the workers sequentially, now or once the process from which they are forked is ready.
+
+        Raises:
+            OSError: a process could not be started.
+        """
+        self._unstarted.extend(specs)
+        for spec in specs:
+            self._forker.start(spec.request(partial(self._started, spec)))
+
+    def _started(self, spec: WorkerSpec, pid: int) -> None:
+        self._unstarted.remove(spec)
+        self._on_start(pid)
+        self._follow(spec.started(pid), spec.outputs)
+        if not self._unstarted:
+            self._forker.close()
+        if self._asked_s is not None:  # the workers were asked to end while it was being forked
+            self.workers[-1].signal(signal.SIGKILL)
+
+    def _start_no_more(self) -> None:
+        """Discards the workers that have not been started. Idempotent."""
+        self._forker.finish()
+        for spec in self._unstarted:
+            spec.close()
+        self._unstarted.clear()
+
+    def _follow(self, worker: WorkerProcess, outputs: list[WorkerOutput]) -> None:
         """Watches a worker that has just been started: forwards its output, and detects its end."""
         self.workers.append(worker)
         if worker.memory is not None:
@@ -90,11 +129,17 @@ class WorkerGroup:
     def deadline_s(self) -> float | None:
         """The time (monotonic) at which `tick` must be called; None for never."""
         signal_s = self._next_signal[0] if self._next_signal is not None else None
-        times_s = [signal_s, self._report_s, *(forwarder.deadline_s for forwarder in self._forwarders)]
+        times_s = [
+            signal_s,
+            self._report_s,
+            self._forker.deadline_s,
+            *(forwarder.deadline_s for forwarder in self._forwarders),
+        ]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def tick(self, now_s: float) -> None:
         """Performs the actions that are due at `now_s`: reports a failure, sends a signal, shows a prompt."""
+        self._forker.tick(now_s)
         if self._report_s is not None and now_s >= self._report_s:
             self._report_first_failure()
         for forwarder in self._forwarders:
@@ -104,13 +149,15 @@ class WorkerGroup:
             self._next_signal = (now_s + self._grace_s, signal.SIGKILL)
 
     def end(self, number: int = signal.SIGTERM, after_s: float = 0.0) -> None:
-        """Asks the workers to end, and kills those that still run after the grace period."""
+        """Asks the workers to end, starts no more, and kills those that still run after the grace period."""
+        self._start_no_more()
         if self._next_signal is None or after_s == 0.0:
             self._next_signal = (time.monotonic() + after_s, number)
             self.tick(time.monotonic())
 
     def kill(self) -> None:
-        """Kills the workers immediately."""
+        """Kills the workers immediately, and starts no more."""
+        self._start_no_more()
         self._signal(signal.SIGKILL)
 
     def interactive(self) -> WorkerProcess | None:
@@ -122,6 +169,7 @@ class WorkerGroup:
 
     def pids(self) -> list[int]:
         """Returns the process ids of the workers that have not been reaped yet."""
+        self._forker.read()  # includes workers that have just been forked
         return [worker.pid for worker in self.workers if worker.exit_code is None]
 
     def signal(self, number: int) -> None:
@@ -138,12 +186,13 @@ class WorkerGroup:
     @property
     def is_over(self) -> bool:
         """Whether all workers have ended and their output is forwarded, even if their children hold pipes open."""
-        if self._report_s is not None or any(worker.exit_code is None for worker in self.workers):
+        if self._unstarted or self._report_s is not None or any(w.exit_code is None for w in self.workers):
             return False
         return not any(forwarder.has_more for forwarder in self._forwarders)
 
     def close(self) -> None:
         """Kills the workers that still run, and closes all pipes; idempotent."""
+        self._start_no_more()
         for worker in self.workers:
             worker.signal(signal.SIGKILL)
             if worker.exit_code is None:

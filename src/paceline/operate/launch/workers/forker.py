@@ -1,49 +1,66 @@
-"""`Forker`: starts the workers of an elastic job as forks of a template process that has imported torch."""
+"""`Forker`: starts workers, by default as forks of a template process that has finished the slow imports."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.operate.launch.workers import template
+from paceline.operate.launch.workers import bootstrap, template
 from paceline.operate.launch.workers.cleanup import kill_group
-from paceline.operate.launch.workers.start_workers import InterpreterStarter, WorkerSpec, python, request_of
+from paceline.operate.launch.workers.placement import Cores
 from paceline.operate.launch.workers.worker import bind_process
-
-# Imported before workers are forked. The first optimizer of a process imports torch._dynamo, which takes as long as
-# torch itself.
-MODULES = ("torch", "torch._dynamo", "paceline.train.elastic.worker.elastic_state")
 
 _LARGEST_ANSWER = 4096
 _ANSWER_S = 30.0  # time after which a template that has not forked a worker is replaced
+_LAST_ANSWER_S = 2.0
 _MOST_TEMPLATES = 4
 
 
-@dataclass(frozen=True)
+def python() -> str:
+    """Returns the path of the workers' interpreter."""
+    return os.environ.get("PYTHON_EXEC", sys.executable)
+
+
+@dataclass(frozen=True, eq=False)
 class ForkRequest:
     """A worker to be started.
 
     Attributes:
-        prepared: The worker's arguments, variables and streams.
-        channel: The worker's end of its socket pair, which is closed once the worker has started.
+        argv: The arguments of the bootstrap.
+        variables: The worker's own variables, besides those that all workers share.
+        streams: The descriptors for its stdin, stdout and stderr; stdin is empty if the first is None.
+        cores: The cores to which it is bound, if any.
         on_start: A function that is called with the process id.
+        channel: The worker's end of its socket pair, which is closed once the worker has started; None without one.
     """
 
-    prepared: WorkerSpec
-    channel: socket.socket
+    argv: Sequence[str]
+    variables: Mapping[str, str]
+    streams: tuple[int | None, int, int]
+    cores: Cores | None
     on_start: Callable[[int], None]
+    channel: socket.socket | None = None
+
+    def fds(self, nothing: int) -> list[int]:
+        """Returns the descriptors of the streams, with `nothing` for an empty stdin, and of the channel, if any."""
+        stdin, stdout, stderr = self.streams
+        channel = [] if self.channel is None else [self.channel.fileno()]
+        return [nothing if stdin is None else stdin, stdout, stderr, *channel]
 
 
 class Forker:
-    """Forks workers sequentially, without blocking the launcher.
+    """Starts workers sequentially, each in a session of its own, without blocking the launcher, which adopts orphans.
 
     Where forking is impossible, each worker is a new interpreter, which takes as long as importing torch.
 
@@ -53,8 +70,8 @@ class Forker:
         descriptors: Their limit of descriptors, if it differs from the launcher's.
         selector: The launcher's event loop.
         say: A function that prints a line for the user.
-        forks: Whether to fork at all.
-        preload: Modules to import before forking, besides `MODULES`.
+        modules: Modules to import before forking; None starts a new interpreter for each worker.
+        preload: Modules of the user's choice to import after these.
     """
 
     def __init__(
@@ -64,7 +81,7 @@ class Forker:
         descriptors: tuple[int, int] | None,
         selector: selectors.BaseSelector,
         say: Callable[[str], None],
-        forks: bool = True,
+        modules: Sequence[str] | None,
         preload: Sequence[str] = (),
     ) -> None:
         self._environment = environment
@@ -72,6 +89,7 @@ class Forker:
         self._descriptors = descriptors
         self._selector = selector
         self._say = say
+        self._modules = tuple(modules or ())
         self._preload = tuple(preload)
         self._requests: deque[ForkRequest] = deque()
         self._asked: ForkRequest | None = None
@@ -81,7 +99,7 @@ class Forker:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        if forks:
+        if modules is not None:
             self._open()
 
     @property
@@ -107,8 +125,16 @@ class Forker:
     def cancel(self) -> None:
         """Discards the requests that have not been started."""
         for request in self._requests:
-            request.channel.close()
+            _close_channel(request)
         self._requests.clear()
+
+    def finish(self) -> None:
+        """Discards the requests, except for a worker that is just being forked, and ends the template. Idempotent."""
+        self.cancel()
+        if self._asked is not None and self._connection is not None:
+            select.select([self._connection], [], [], _LAST_ANSWER_S)
+            self.read()
+        self.close()
 
     def read(self) -> None:
         """Handles the answers that have arrived."""
@@ -125,7 +151,7 @@ class Forker:
             elif answer == template.READY:
                 self._is_ready = True
             elif answer:
-                self._give_up_threads(answer.decode(errors="replace"))
+                self._give_up_imports(answer.decode(errors="replace"))
             else:
                 self._give_up("it has ended", is_for_good=False)
             self._go_on()
@@ -133,10 +159,10 @@ class Forker:
     def close(self) -> None:
         """Ends the template process. Idempotent."""
         self.cancel()
-        if self._asked is not None:
-            self._asked.channel.close()
-            self._asked = None
         self._disconnect()
+        if self._asked is not None:
+            _close_channel(self._asked)
+            self._asked = None
         if self._nothing >= 0:
             os.close(self._nothing)
             self._nothing = -1
@@ -144,7 +170,7 @@ class Forker:
     def _open(self) -> None:
         self._templates += 1
         self._is_ready = False
-        modules = [*MODULES, "--", *self._preload] if self._preload else MODULES
+        modules = [*self._modules, "--", *self._preload] if self._preload else self._modules
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
         with theirs:
@@ -164,41 +190,48 @@ class Forker:
                 self._interpret(self._requests.popleft())
         elif self._is_ready and self._asked is None and self._requests:
             self._asked, self._asked_s = self._requests.popleft(), time.monotonic()
-            prepared = self._asked.prepared
-            request = request_of(prepared.argv, prepared.variables, prepared.cores)
-            fds = [*prepared.streams(self._nothing), self._asked.channel.fileno()]
+            wanted = {"argv": self._asked.argv, "variables": dict(self._asked.variables), "cores": self._asked.cores}
             with contextlib.suppress(OSError):  # `read` detects that it has ended
-                socket.send_fds(self._connection, [request], fds)
+                socket.send_fds(self._connection, [json.dumps(wanted).encode()], self._asked.fds(self._nothing))
 
     def _interpret(self, request: ForkRequest) -> None:
-        prepared, channel = request.prepared, request.channel.fileno()
-        starter = InterpreterStarter(self._environment, [*self._pass_fds, channel], self._descriptors)
-        variables = {**prepared.variables, "PACELINE_ELASTIC_FD": str(channel)}
-        pid = starter.start(prepared.argv, variables, prepared.streams(self._nothing), prepared.cores)
-        self._started(request, pid)
+        """Starts a worker as a new interpreter."""
+        stdin, stdout, stderr, *channel = request.fds(self._nothing)
+        variables = {**request.variables, **({template.CHANNEL: str(channel[0])} if channel else {})}
+        process = subprocess.Popen(
+            [python(), bootstrap.__file__, str(os.getpid()), *request.argv],
+            env={**self._environment, **variables},
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=[*self._pass_fds, *channel],
+            start_new_session=True,
+        )
+        process.returncode = 0  # the launcher reaps it by its pid
+        bind_process(process.pid, request.cores, self._descriptors)
+        self._started(request, process.pid)
 
     def _started(self, request: ForkRequest, pid: int) -> None:
-        request.channel.close()
+        _close_channel(request)
         request.on_start(pid)
 
-    def _give_up_threads(self, names: str) -> None:
+    def _give_up_imports(self, reason: str) -> None:
         """Continues without the user's modules, or without forks if there are none to leave out."""
-        why, asked = f"it has threads after its imports ({names})", self._preload
-        self._preload = ()
+        asked, self._preload = self._preload, ()
         if asked:
-            why += f", so --preload {','.join(asked)} is left out"
-        self._give_up(why, is_for_good=not asked)
+            reason += f", so --preload {','.join(asked)} is left out"
+        self._give_up(reason, is_for_good=not asked)
 
-    def _give_up(self, why: str, is_for_good: bool) -> None:
+    def _give_up(self, reason: str, is_for_good: bool) -> None:
         """Replaces the template process, or starts new interpreters from now on."""
         pid = self._process.pid if self._process is not None else 0
         self._disconnect()
         if self._asked is not None:
             self._requests.appendleft(self._asked)
             self._asked = None
-        what = f"the process that workers are forked from (pid {pid}) is of no use: {why}"
+        what = f"workers cannot be forked from process {pid}: {reason}"
         if is_for_good or self._templates >= _MOST_TEMPLATES:
-            self._say(f"{what}. Each worker is a new interpreter from now on, so replacements take longer")
+            self._say(f"{what}. Each worker is a new interpreter from now on, which takes longer to start")
         else:
             self._say(f"{what}; another is started")
             self._open()
@@ -209,7 +242,15 @@ class Forker:
             self._connection.close()
             self._connection = None
         if self._process is not None:
+            if self._is_ready and self._asked is None:  # it ends by itself; the latest worker may still be in its group
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_LAST_ANSWER_S)
             if self._process.poll() is None:
                 kill_group(self._process.pid, signal.SIGKILL)  # with a worker that is just being forked
             self._process.wait()
             self._process = None
+
+
+def _close_channel(request: ForkRequest) -> None:
+    if request.channel is not None:
+        request.channel.close()

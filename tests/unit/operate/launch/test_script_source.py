@@ -1,0 +1,134 @@
+"""What the launcher reads in a program's source, and how workers start because of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.operate.launch.job import Command, CommandKind, Job
+from paceline.operate.launch.workers.environment import allowed_cores
+from paceline.operate.launch.workers.script_source import ScriptSource
+from paceline.operate.launch.workers.start_workers import modules_to_fork
+
+MANY = 8 * allowed_cores() + 1
+TORCH = "import torch\n"
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+    """Returns a job of two workers whose script has a text, beside other files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COVERAGE_PROCESS_START", raising=False)
+
+    def of(text: str | bytes, kind: CommandKind = CommandKind.SCRIPT, **files: str) -> Job:
+        (tmp_path / "train.py").write_bytes(text if isinstance(text, bytes) else text.encode())
+        for name, content in files.items():
+            path = tmp_path / f"{name.replace('__', '/')}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(content)
+        program = "train" if kind is CommandKind.MODULE else str(tmp_path / "train.py")
+        return Job(Command((program, "--lr", "1"), kind), workers=2)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        (TORCH, ("torch",)),
+        ("from torch import nn\nnn.Linear(1, 1)", ("torch",)),
+        ("def train():\n    import torch.nn.functional as F", ("torch",)),
+        ("import torch\ntorch.optim.SGD", ("torch", "torch._dynamo")),
+        ("import paceline as dist", ("torch", "paceline.train.ddp.distributed_data_parallel")),
+        ("import transformers", ("torch",)),
+        ("print('torch')", None),
+        ("import numpy", None),
+        ("import torch as", None),
+        (b"import torch\0", None),
+        (b"\xff", None),
+    ],
+)
+def test_workers_are_forked_after_their_slow_imports(job, text, modules):
+    assert modules_to_fork(job(text)) == modules
+    assert modules_to_fork(replace(job(text), start_method="spawn")) is None
+    assert modules_to_fork(replace(job(text), start_method="fork")) == (modules or ())
+
+
+def test_imports_are_followed_into_the_modules_beside_a_script(job):
+    in_package = "from package import layers"
+    assert modules_to_fork(job("import helper", helper=in_package, package__layers=TORCH)) == ("torch",)
+    assert modules_to_fork(job(in_package, package__layers="from .deep import x", package__deep=TORCH))
+    assert modules_to_fork(job(in_package, package__layers="from . import deep", package__deep=TORCH))
+    assert modules_to_fork(job("import a", a="import b\nimport torch", b="import a")) == ("torch",), "a circle"
+    assert modules_to_fork(job("import helper, torch", helper="not Python!")) is None
+
+
+@pytest.mark.parametrize("kind", [CommandKind.MODULE, CommandKind.PATH])
+def test_modules_and_paths_are_read_as_scripts_are(job, kind):
+    assert modules_to_fork(job(TORCH, kind)) == ("torch",)
+    assert ScriptSource.of(Command(("not_there",), kind)) is None
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "os.environ['OMP_NUM_THREADS'] = '4'",
+        "os.environ['MKL_NUM_THREADS'] += '4'",
+        "del os.environ['TORCH_LOGS']",
+        "os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')",
+        "os.environ.update({'A': '1', 'KMP_AFFINITY': 'none'})",
+        "os.environ.update(PYTORCH_JIT='0')",
+        "os.environ.update(chosen)",
+        "os.environ.update(**chosen)",
+        "os.environ.update({**chosen})",
+        "os.environ.pop('OMP_NUM_THREADS', None)",
+        "os.environ.clear()",
+        "os.putenv('GOMP_CPU_AFFINITY', '0')",
+        "from os import environ\nenviron['OMP_NUM_THREADS'] = '4'",
+        "for name in chosen:\n    os.environ[name] = '1'",
+    ],
+)
+def test_programs_that_set_variables_of_torch_are_not_forked(job, statement):
+    assert modules_to_fork(job(f"import os\n{statement}\nimport torch")) is None
+    assert modules_to_fork(job("import settings, torch", settings=f"import os\n{statement}")) is None
+    assert modules_to_fork(replace(job(f"import os, torch\n{statement}"), start_method="fork")) == ()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "os.environ['MASTER_PORT'] = '29500'",
+        "os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']",
+        "rank = int(os.environ['RANK'])",
+        "os.environ.get('OMP_NUM_THREADS')",
+        "os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')",
+        "os.environ.update(NCCL_DEBUG='INFO')",
+        "os.environ.update({'WANDB_MODE': 'offline'})",
+        "settings = {}\nsettings['OMP_NUM_THREADS'] = 4",
+    ],
+)
+def test_other_variables_may_be_set(job, statement):
+    assert modules_to_fork(job(f"import os, torch\n{statement}")) == ("torch",)
+
+
+def test_jobs_that_gain_nothing_or_are_observed_are_not_forked(job, monkeypatch):
+    assert modules_to_fork(replace(job(TORCH), workers=1)) is None
+    assert modules_to_fork(replace(job(TORCH), compat=("torch",))) is None
+    assert modules_to_fork(job(TORCH, CommandKind.PROGRAM)) is None
+    for name in ("COVERAGE_PROCESS_START", "PYTHONPROFILEIMPORTTIME"):
+        with monkeypatch.context() as observed:
+            observed.setenv(name, "1")
+            assert modules_to_fork(job(TORCH)) is None
+    monkeypatch.setenv("PYTHON_EXEC", f"{sys.executable}-of-another-environment")
+    assert modules_to_fork(job(TORCH)) is None
+
+
+def test_many_workers_a_core_are_forks_whatever_they_import(job):
+    assert modules_to_fork(replace(job("import numpy"), workers=MANY)) == ()
+    assert modules_to_fork(replace(job("import os, torch\nos.environ['OMP_A'] = ''"), workers=MANY)) == ()
+    assert modules_to_fork(replace(job(TORCH), workers=MANY)) == ("torch",)
+    assert modules_to_fork(replace(job(TORCH), workers=MANY, start_method="spawn")) is None
