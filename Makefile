@@ -20,7 +20,7 @@ unexport MAKEFLAGS
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chaos test plugin nightly lint format bench gpu figures sanitize site wheel workflows clean
+.PHONY: help demo chaos test fake-device plugin nightly lint format bench gpu figures sanitize site wheel workflows clean
 .DELETE_ON_ERROR:
 
 help: ## List the tasks
@@ -41,11 +41,13 @@ chaos: $(VENV)/built ## Train while workers are killed, and compare with an undi
 
 # Files are handed out in order, and tests/conftest.py puts the longest ones first; a file's tests share worlds of ranks,
 # so it is not divided.
-test: $(VENV)/built ## Run the test suite, WORKERS=n files at a time (TORCH=2.15 VENV=DIR: with another torch)
-	@echo "==> Building the tests' accelerator"
-	@$(BIN)/python tests/support/fake_device.py
+test: $(VENV)/built fake-device ## Run the test suite, WORKERS=n files at a time (TORCH=2.15 VENV=DIR: with another torch)
 	@echo "==> Running the tests"
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+fake-device: $(VENV)/installed
+	@echo "==> Building the tests' accelerator"
+	@$(BIN)/python tests/support/fake_device.py
 
 nightly: $(VENV)/built ## Run what takes too long for the test suite (PARTS="soak docs" for some of it)
 	@$(BIN)/python tests/nightly.py $(PARTS)

@@ -1,7 +1,7 @@
 """The `paceline` command line: the parser, the dispatch of subcommands, and the short subcommands themselves.
 
-`run` and `join` are in `operate/launch/command.py`. Longer subcommands have modules of their own, which are imported only
-when they run, since the time until a job starts includes all imports of this module.
+`run` and `join` are in `operate/launch/command.py`. Longer subcommands have modules of their own, which are imported
+only when they run, since the time until a job starts includes all imports of this module.
 """
 
 from __future__ import annotations
