@@ -49,7 +49,8 @@ void require_streams(const std::vector<Stream>& streams, std::size_t count, std:
                    " bytes; each needs " + std::to_string(*nbytes));
 }
 
-// Checks that the call has the tensors of its operation on one host, each of `nbytes` bytes except in all_to_all.
+// Checks the number of the call's tensors and, except for all_to_all, that each has `nbytes` bytes. For groups on one
+// host.
 void require_tensors(const Call& call, bool is_root, std::size_t size, std::uint64_t nbytes) {
     std::size_t inputs = 0;
     std::size_t outputs = 1;
@@ -88,7 +89,7 @@ void require_tensors(const Call& call, bool is_root, std::size_t size, std::uint
     require_streams(call.outputs, outputs, nbytes, "outputs");
 }
 
-// The names of a CollectiveCall's fields, interned so that Python can compare them by address.
+// The field names of CollectiveCall. Python compares interned strings by address.
 struct CallFields {
     PyObject* operation = PyUnicode_InternFromString("operation");
     PyObject* dtype = PyUnicode_InternFromString("dtype");

@@ -50,7 +50,7 @@ class HostGroup {
         return reduce({address, count, type}, op, timeout_ns);
     }
 
-    // Returns False and does nothing if the tensor cannot be reduced as it is.
+    // Returns False without reducing anything if the tensor or the reduction requires the general path.
     nb::object all_reduce_tensor(nb::handle tensor, nb::handle reduction, std::int64_t timeout_ns) {
         const auto reduce_op = read_reduction(reduction);
         const auto dense = reduce_op && queue_ ? read_dense(tensor) : std::nullopt;
@@ -66,7 +66,7 @@ class HostGroup {
         return finish(sound(call));
     }
 
-    // Runs a call whose inputs and outputs, given by address, are dense and have `count` elements each.
+    // Runs a call on dense inputs and outputs with `count` elements each; `inputs` and `outputs` are addresses.
     nb::object run_equal(int operation, int dtype, int reduce_op, int root, std::uint64_t count,
                          std::int64_t timeout_ns, const std::vector<std::uint64_t>& inputs,
                          const std::vector<std::uint64_t>& outputs) {
@@ -120,13 +120,13 @@ class HostGroup {
   private:
     std::shared_ptr<CallQueue> queue() const { return usable(queue_); }
 
-    // Returns the call after checking that the group can make it.
+    // Returns the call after checking its arguments.
     Call& sound(Call& call) const {
         require_sound(call, rank_, size_, true);
         return call;
     }
 
-    // Whether the call's tensor is reduced in place if it is in a shared region.
+    // Returns true if the group reduces the call's tensor in place when the tensor is in a shared region.
     bool may_be_shared(const Call& call) const {
         return call.operation == Operation::all_reduce && call.inputs.empty() && call.outputs[0].nbytes() > slot_bytes_;
     }
@@ -255,7 +255,7 @@ std::vector<std::tuple<std::uint64_t, int, int, int, int, std::uint64_t>> calls_
     return calls;
 }
 
-// Returns the algorithms of the outcome's calls, or 0 for a call without a schedule.
+// Returns the algorithm of each call in the outcome, or 0 for calls without a schedule.
 std::vector<int> algorithms_of(const Outcome& outcome) {
     std::vector<int> algorithms;
     for (const CallHeader& header : outcome.calls) algorithms.push_back(header.algorithm);
@@ -365,7 +365,7 @@ void register_engine(nb::module_& module) {
         .def("abort", &HostGroup::abort)
         .def("failure", &HostGroup::failure)
         .def("close", &HostGroup::close)
-        // On one host a `wire` is accepted but data stays exact.
+        // The `wire` argument has no effect on one host: data is never quantized there.
         .def_prop_ro("quantises", [](const HostGroup&) { return true; });
 
     module.def("shared_tensor", &shared_tensor, nb::arg("nbytes"));

@@ -111,7 +111,7 @@ class ScheduleGroup {
                      });
     }
 
-    // The ranks known to have died or left so far, with dead ranks first.
+    // Returns the ranks that have died, followed by those that have left.
     std::vector<int> gone() const {
         if (!messenger_) return {};
         const std::shared_ptr<Messenger> messenger = messenger_;
@@ -137,8 +137,8 @@ class ScheduleGroup {
     void abort() const { abort_calls(queue_); }
     int failure() const { return failure_of(queue_); }
 
-    // Returns the calls that were far from their prediction, once: operation, algorithm, dtype, number of elements,
-    // number of calls, and the nanoseconds of the shortest call and of the prediction.
+    // Returns, only once, the first kind of call whose duration differed greatly from its prediction: operation,
+    // algorithm, dtype, number of elements, number of calls, shortest duration and predicted duration (both in ns).
     nb::object surprise() const {
         const auto found = queue_ ? queue_->surprise() : std::nullopt;
         if (!found) return nb::none();
@@ -237,7 +237,7 @@ std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int
     throw nb::value_error(told.c_str());
 }
 
-// Measures the seconds that one reduction of `nbytes` of float32 takes on this machine.
+// Measures how many seconds this machine takes to reduce `nbytes` bytes of float32.
 double time_reduction(std::size_t nbytes) {
     std::vector<float> a(nbytes / sizeof(float), 1.0F);
     std::vector<float> b = a;

@@ -1,4 +1,4 @@
-// Bindings of memory that outlives a call and is shared by the ranks of a host.
+// Bindings of long-lived memory that the ranks of a host share.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>

@@ -1,4 +1,4 @@
-// A collective call that is checked and prepared once and made many times.
+// A collective call that is checked once and executed many times.
 #pragma once
 
 #include <functional>
@@ -10,9 +10,9 @@ namespace paceline::bindings {
 
 class PreparedCall {
   public:
-    // If `is_on_one_host`, small calls may complete without waiting. `complete` is called before each call to set the
-    // fields that may change between calls; it may be empty. The queue belongs to the call's group, which may be closed
-    // while prepared calls exist.
+    // `queue` is the queue of the call's group, which may be closed while prepared calls exist. `is_on_one_host`
+    // permits small calls to complete without releasing the interpreter lock. `complete`, if not empty, runs before
+    // each call and sets the fields that change between calls.
     PreparedCall(const std::shared_ptr<CallQueue>& queue, Call call, bool is_on_one_host,
                  std::function<void(Call&)> complete = nullptr)
         : queue_(queue),
@@ -20,8 +20,8 @@ class PreparedCall {
           may_be_over_at_once_(is_on_one_host && is_small(call_)),
           complete_(std::move(complete)) {}
 
-    // Makes the call on this thread; returns None if it succeeded. Throws nb::value_error if another thread is making
-    // it, or if the group is closed.
+    // Runs the call on this thread; returns None on success. Throws nb::value_error if another thread is running the
+    // same call or the group is closed.
     nanobind::object run(std::int64_t timeout_ns);
     // Queues the call behind earlier calls.
     std::shared_ptr<Work> submit(std::int64_t timeout_ns);

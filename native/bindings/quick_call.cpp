@@ -12,7 +12,7 @@ namespace nb = nanobind;
 namespace paceline::bindings {
 namespace {
 
-// Returns the text as an interned string, which lives as long as the process.
+// Returns the text as an interned string, which is never freed.
 PyObject* name(const char* text) {
     return PyUnicode_InternFromString(text);
 }
@@ -71,7 +71,7 @@ PyObject* QuickCall::call(PyObject* self, PyObject* arguments, PyObject* keyword
     } catch (nb::python_error& error) {
         error.restore();
         return nullptr;
-    } catch (const std::exception&) {  // the group has ended, or another thread is making the call
+    } catch (const std::exception&) {  // the group is closed, or another thread is running the call
         return with_care(self);
     }
 }

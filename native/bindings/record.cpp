@@ -1,4 +1,5 @@
-// Bindings of the recorder, for paceline.comm.record and paceline.operate.diagnosis. They do nothing while it is off.
+// Bindings of the recorder, for paceline.comm.record and paceline.operate.diagnosis. They have no effect while the
+// recorder is off.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -20,7 +21,7 @@ using record::CallFields;
 using record::EventFields;
 using record::Recorder;
 
-// A call of an engine that is not in the core.
+// A call performed by an engine outside the C++ core.
 class RecordedCall {
   public:
     RecordedCall(std::uint32_t group, int operation, int dtype, int reduce_op, std::uint64_t sequence,
@@ -49,8 +50,8 @@ class RecordedCall {
         recorder->change(written_, fields_, false);
     }
 
-    // Records the end, at the current tick if `tick` is 0, with the bytes that this rank contributed and, for a
-    // receive, the rank that sent them.
+    // Records the end, at the current tick if `tick` is 0. `shm_nbytes` and `tcp_nbytes` count the bytes that this rank
+    // sent. For a receive, `last_arrived` is the sender.
     void end(int outcome, std::uint64_t shm_nbytes, std::uint64_t tcp_nbytes, int last_arrived, std::uint64_t tick) {
         Recorder* const recorder = Recorder::active();
         if (recorder == nullptr) return;
@@ -106,7 +107,7 @@ void add_span(std::uint32_t kind, std::uint32_t name, std::uint64_t start, std::
     recorder->add(EventFields{kind, name, start, record::ticks(), first, second, 0, 0, 0}, true);
 }
 
-// Calls a member function of the recorder if it is on.
+// Calls a member function of the recorder, or does nothing if the recorder is off.
 template <auto member, class... Arguments>
 void if_active(Arguments... arguments) {
     if (Recorder* const recorder = Recorder::active(); recorder != nullptr) (recorder->*member)(arguments...);

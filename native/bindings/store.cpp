@@ -80,7 +80,7 @@ nb::tuple ask(Client& client, int op, std::int64_t number, const std::vector<nb:
                           to_list(answer.fields));
 }
 
-// Returns (status, number, fields), or None if the request has to wait.
+// Returns (status, number, fields), or None if the request must wait for a key.
 nb::object apply(store::Table& table, int op, std::int64_t number, const std::vector<nb::bytes>& fields) {
     std::vector<std::string> changed;
     const auto answer = table.apply(to_message(op, number, fields), changed);

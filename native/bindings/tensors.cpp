@@ -22,7 +22,8 @@ struct Table {
     int (*read)(void* object, nb::dlpack::dltensor* found);  // takes neither a copy nor a reference; may be null
 };
 
-// The arguments of `read_tensors`. The references are never released, since calls may be made until the process ends.
+// The arguments passed to `read_tensors`. The references are never released because calls may run until the process
+// exits.
 struct Known {
     const Table* table = nullptr;
     nb::handle tensor, parameter, is_neg, reduction, count_writes;
@@ -65,7 +66,7 @@ std::optional<DType> dtype_of(const nb::dlpack::dtype& type) {
     return std::nullopt;
 }
 
-// Returns the number of elements if they are contiguous in index order.
+// Returns the number of elements, or nullopt unless they are contiguous in index order.
 std::optional<std::uint64_t> dense_count(const nb::dlpack::dltensor& found) {
     std::int64_t count = 1;
     bool is_dense = true;
@@ -99,7 +100,7 @@ std::optional<DenseTensor> read_dense(nb::handle object) {
     const auto dtype = dtype_of(found->dtype);
     const auto count = dense_count(*found);
     const bool has_memory = found->data != nullptr || count == 0U;
-    // A tensor may be a negative view, which DLPack does not report.
+    // DLPack does not report whether a tensor is a negative view.
     if (!dtype || !count || !has_memory || !known().is_neg(object).is(Py_False)) return std::nullopt;
     return DenseTensor{begin_of(*found), *count, *dtype};
 }

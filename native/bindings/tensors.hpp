@@ -1,4 +1,4 @@
-// Reads PyTorch tensors without their Python attributes, access to which takes as long as a small all-reduce.
+// Reads PyTorch tensors without accessing their Python attributes, which would take as long as a small all-reduce.
 //
 // Since 2.10 PyTorch offers C functions for this, in a table defined by DLPack 1.2 (`__dlpack_c_exchange_api__`).
 #pragma once
@@ -19,12 +19,12 @@ struct DenseTensor {
     DType dtype;
 };
 
-// Returns the memory of `object` if it is a dense, contiguous CPU tensor of the class torch.Tensor or
-// torch.nn.Parameter with a dtype that can be reduced. All other objects, and all objects with an older PyTorch, are
-// read in Python.
+// Returns the memory of `object` if it is a dense, contiguous CPU tensor of class torch.Tensor or torch.nn.Parameter
+// whose dtype can be reduced. All other objects must be read in Python, as must all tensors with PyTorch releases
+// before 2.10.
 std::optional<DenseTensor> read_dense(nanobind::handle object);
 
-// Reports to autograd a write to a tensor that `read_dense` has read.
+// Notifies autograd that a tensor read by `read_dense` was modified.
 void count_write(nanobind::handle tensor);
 
 // The address and layout of a tensor's values in memory.
@@ -36,11 +36,11 @@ struct TensorLayout {
     std::vector<std::int64_t> strides;
 };
 
-// Returns the layout of a tensor on any device. Returns nothing if only Python can determine it: with an older PyTorch,
-// and for complex tensors, since DLPack does not report conjugate views.
+// Returns the layout of a tensor on any device, or nothing if only Python can determine it: with PyTorch releases
+// before 2.10, and for complex tensors, because DLPack does not report conjugate views.
 std::optional<TensorLayout> read_layout(nanobind::handle tensor);
 
-// Returns whether a tensor that `read_layout` could read has this layout.
+// Returns whether `tensor` still has the layout that `read_layout` returned for it.
 bool has_layout(nanobind::handle tensor, const TensorLayout& layout);
 
 // Returns the reduction if `object` is a member of paceline.ReduceOp.

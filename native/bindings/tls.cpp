@@ -1,5 +1,5 @@
-// Bindings of encrypted connections for paceline.comm.security. While Python holds a connection, it behaves like a
-// socket with a time-out; afterwards the store or the lanes take ownership.
+// Bindings of encrypted connections for paceline.comm.security. In Python, a connection behaves like a socket with a
+// timeout until `take` passes its ownership to the store or a lane.
 #include "bindings/tls.hpp"
 
 #include <fcntl.h>
@@ -34,7 +34,7 @@ constexpr std::size_t kRecordBytes = 16 << 10;
 
 }  // namespace
 
-// A connection whose socket Python closes unless `take` was called. Threads may send and receive at the same time.
+// A connection whose socket is closed by its Python owner unless `take` was called. Thread-safe.
 class TlsConnection {
   public:
     TlsConnection(std::shared_ptr<tls::Identity> identity, int socket, bool accepts) : descriptor_(socket) {
@@ -43,7 +43,8 @@ class TlsConnection {
                                              accepts ? tls::Side::accepting : tls::Side::connecting);
     }
 
-    // Returns an empty string, or the reason why one end rejected the other. Throws if the connection broke.
+    // Returns an empty string on success, or the reason why one end rejected the other. Throws if the connection is
+    // lost.
     std::string shake_hands(double timeout_s) {
         const auto deadline = deadline_in(timeout_s);
         const nb::gil_scoped_release release;

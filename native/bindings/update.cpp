@@ -22,7 +22,8 @@ using update::Options;
 using update::Run;
 using update::Update;
 
-// The addresses of a run's elements, of its two states and of its number of steps; its number of bytes; its group.
+// One run: the addresses of its elements, its two states and its step count, followed by its number of bytes and its
+// group.
 using RunFields = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t, std::size_t>;
 
 template <class T>

@@ -1,4 +1,4 @@
-// A collective call of a rank, and its outcome. All implementations of `Collectives` share these types.
+// A rank's collective call and its outcome. All implementations of `Collectives` share these types.
 #pragma once
 
 #include <cstdint>
@@ -29,11 +29,11 @@ enum class Operation : std::uint8_t {
     barrier,
 };
 
-// The algorithm number of a call whose tensors are quantised between hosts is this constant plus its Wire. On one host
-// nothing is quantised, but the ranks still compare the number.
+// For a call that quantizes tensors between hosts, the algorithm number is this constant plus its Wire. On one host
+// nothing is quantized, but the ranks still compare the number.
 constexpr std::uint8_t kQuantised = 64;
 
-// Whether a rank can complete the call only after every rank has begun it.
+// Returns true if no rank can complete the operation before every rank has begun it.
 constexpr bool needs_all(Operation operation) {
     return operation == Operation::all_reduce || operation == Operation::all_gather ||
            operation == Operation::reduce_scatter || operation == Operation::all_to_all ||
@@ -43,7 +43,7 @@ constexpr bool needs_all(Operation operation) {
 // Describes a rank's call to the other ranks, which compare the headers in the first round.
 struct CallHeader {
     std::uint64_t sequence;  // number of the call in its group, from 1
-    std::uint64_t count;     // total elements; for all_to_all the elements that the rank sends, not compared
+    std::uint64_t count;     // total number of elements; for all_to_all, the number that this rank sends (not compared)
     std::int32_t root;       // group rank, or -1 if the operation has no root
     Operation operation;
     DType dtype;
@@ -61,13 +61,13 @@ struct CallHeader {
     }
 };
 
-// Whether all enum values in a header received from another rank are valid.
+// Returns true if all enum values in a header received from another rank are valid.
 inline bool is_sound(const CallHeader& header) {
     return header.operation <= Operation::barrier && header.dtype <= DType::c32 && header.reduce_op <= ReduceOp::none;
 }
 
-// The reason why a rank gives up: another rank died, left, or delayed a call until it timed out. `rank` is the name
-// that all groups of a process use for that rank.
+// The reason why a rank gives up: another rank (`rank`) died, left, or delayed a call until it timed out. `rank` is a
+// name that is the same in all groups of a process.
 struct Cause {
     int rank = -1;  // -1: no cause
     bool left = false;
@@ -90,9 +90,9 @@ struct Cause {
 
 // The values are those of paceline.comm.engine.failures.OutcomeCode, where 6 means an error of another library.
 // schedule_unfit: the schedule uses blocks that the call does not have. Nothing was started; the group remains usable.
-// starved: the rank in `missing` ran out of descriptors or memory for another rank's tensor. too_many_offers:
-// kMostOffers messages to a rank already wait for its receives; `missing` is that rank. The message was not sent; the
-// group remains usable. aborted: `reporter` called `Collectives::abort`.
+// starved: the rank in `missing` ran out of descriptors or memory when it mapped another rank's tensor.
+// too_many_offers: kMostOffers messages already wait for receives on the rank in `missing`. The message was not sent;
+// the group remains usable. aborted: `reporter` called `Collectives::abort`.
 enum class Code {
     ok,
     mismatch,
@@ -108,29 +108,30 @@ enum class Code {
 struct Outcome {
     Code code = Code::ok;
     std::vector<int> missing;  // group ranks that did not arrive
-    bool came = false;         // the ranks in `missing` have begun the call, but it waits for them
-    // timed_out: the ranks in `missing` that are not to blame because they wait in other calls. If these are all of
-    // `missing` and `held_by` is empty, the ranks wait for each other.
+    bool came = false;         // true if the ranks in `missing` have begun the call but not finished their part
+    // timed_out: the ranks in `missing` that wait in other calls and are therefore not to blame. A deadlock is reported
+    // if `waiting` equals `missing` and `held_by` is empty.
     std::vector<int> waiting;
-    std::vector<int> held_by;  // timed_out: the ranks to blame that are not in `missing`, as names, not group ranks
+    std::vector<int> held_by;  // timed_out: the names (not group ranks) of ranks to blame that are not in `missing`
     std::vector<int> gone;     // the ranks in `missing` that died or left
     std::vector<int> left;     // the ranks in `missing` that left cleanly
-    Cause cause;               // why the ranks in `gone` gave up, if they reported it; it has a name, not a group rank
-    int reporter = -1;         // the group rank that gave up first; -1 means this rank
+    Cause cause;        // why the ranks in `gone` gave up, if they reported a cause; contains a name, not a group rank
+    int reporter = -1;  // the group rank that gave up first; -1 means this rank
     std::int64_t waited_ns = 0;
-    // all_to_all: the two ranks that disagree on the number of bytes between them; otherwise -1.
+    // all_to_all: the sender and the receiver that disagree on the number of bytes between them, or -1.
     int split_from = -1;
     int split_to = -1;
     std::uint64_t split_sent = 0;
     std::uint64_t split_expected = 0;
     std::uint32_t step = 0;         // schedule_unfit: the first step that does not fit
-    std::vector<CallHeader> calls;  // by group rank; for a missing peer, its latest call
+    std::vector<CallHeader> calls;  // by group rank; a missing rank's latest call
 };
 
-// Observations of a group during a call, for the recording.
+// Data that a group collects during a call for the recording.
 struct Observed {
-    int last_arrived = -1;         // the group rank that arrived last, or -1 if unknown
-    std::uint64_t complete = 0;    // the time of this observation, in ticks of the recording's clock
+    int last_arrived = -1;  // the group rank that arrived last, or -1 if unknown
+    std::uint64_t complete =
+        0;  // when all ranks were found to have arrived, in ticks of the recording's clock; 0: not measured
     std::uint64_t shm_nbytes = 0;  // sent by this rank
     std::uint64_t tcp_nbytes = 0;
 };
@@ -141,40 +142,41 @@ struct Call {
     ReduceOp reduce_op = ReduceOp::none;
     int root = -1;
     std::uint64_t count = 0;
-    // One, or one for each rank (scatter, reduce_scatter, all_to_all). An all_reduce may have one only on one host: it
-    // is as long as the output and does not change.
+    // A single stream, or one per rank (scatter, reduce_scatter, all_to_all). all_reduce accepts an input only on one
+    // host; the input is as long as the output and is not modified.
     std::vector<Stream> inputs;
-    std::vector<Stream> outputs;  // one, or one for each rank (gather, all_gather, all_to_all)
-    // A reduce_scatter may have an update only on one host: it is applied to the results, which then need no output.
+    std::vector<Stream> outputs;  // a single stream, or one per rank (gather, all_gather, all_to_all)
+    // An optimizer update to apply to the results of reduce_scatter, which then needs no output; supported only on one
+    // host.
     std::shared_ptr<update::Update> update;
     std::int64_t timeout_ns = 0;
     std::uint64_t region = 0;  // 0: the tensor is not in a shared region
     std::uint64_t offset = 0;
     std::shared_ptr<const executor::Schedule> schedule;  // used only by groups that run schedules
-    std::uint8_t algorithm = 0;                          // the schedule's, or kQuantised plus the wire format
+    std::uint8_t algorithm = 0;                          // the schedule's algorithm, or kQuantised plus the wire format
     std::int64_t predicted_ns = 0;                       // the predicted duration; 0: no prediction
-    float* residual = nullptr;                           // for error feedback; see wire/wire.hpp
+    float* residual = nullptr;                           // rounding errors for error feedback (wire/wire.hpp), or null
     std::size_t residual_count = 0;
-    Observed observed;  // the group stores it
-    // Called once before the thread waits, except very briefly, for another rank or another call. Set only for small
-    // calls of a group on one host, which may complete before that; otherwise null.
+    Observed observed;  // written by the group
+    // Called once before the thread waits (longer than a brief spin) for another rank or another call. Null except for
+    // small calls on one host, which may complete without such a wait.
     const std::function<void()>* before_waiting = nullptr;
-    // For an asynchronous call: returns whether the program waits for it or for a later call.
+    // Returns whether the program waits for this asynchronous call or a later one. Null for synchronous calls.
     const std::function<bool()>* is_awaited = nullptr;
 };
 
-// Whether a thread of the program waits in the call.
+// Returns whether a thread of the program, as opposed to the background thread, waits for the call.
 inline bool holds_program(const Call& call, bool background) {
     return !background || (call.is_awaited != nullptr && (*call.is_awaited)());
 }
 
-// Called before the thread waits.
+// Runs `before_waiting` unless it has already run.
 inline void will_wait(Call& call) {
     if (call.before_waiting != nullptr) (*call.before_waiting)();
     call.before_waiting = nullptr;
 }
 
-// Returns the count that the call's header reports.
+// Returns the value of `CallHeader::count` for the call.
 inline std::uint64_t count_in_header(const Call& call) {
     if (call.operation != Operation::all_to_all) return call.count;
     std::uint64_t nbytes = 0;
@@ -182,23 +184,22 @@ inline std::uint64_t count_in_header(const Call& call) {
     return nbytes / item_size(call.dtype);
 }
 
-// Called from time to time while a call waits; returning true ends the call as `interrupted`.
+// A callback that a waiting call runs periodically; returning true ends the call as `interrupted`.
 using Interrupted = std::function<bool()>;
 
-// Runs the calls of one group, one at a time and in order. A call whose headers do not match fails on every rank; after
-// any other failure the group is broken, and every later call fails in the same way.
+// Runs the calls of one group sequentially. A call with mismatched headers fails on every rank and leaves the group
+// usable. Any other failure breaks the group, and every later call fails with the same outcome.
 class Collectives {
   public:
     virtual ~Collectives() = default;
     virtual Outcome run(Call& call, const Interrupted& interrupted, bool background) = 0;
-    // Ends the waiting calls of all ranks, and all later calls, as `aborted`. Any thread may call this while another
-    // thread is in `run`; it does not wait for that thread.
+    // Ends all waiting and later calls, on all ranks, as `aborted`. Any thread may call this while another thread is in
+    // `run`; `abort` does not wait for that thread.
     virtual void abort() = 0;
-    // The reason why the group is broken, as far as this rank has detected it outside a call; `ok` if it is not broken.
-    // Any thread may call this.
+    // Returns why the group is broken, as far as this rank can determine between calls, or `ok`. Any thread may call
+    // this.
     virtual Code failure() = 0;
-    // Whether each rank has a core for the thread of asynchronous calls in addition to the cores that it computes on,
-    // so that this thread may busy-wait.
+    // Returns true if each rank has a spare core on which its thread for asynchronous calls may busy-wait.
     virtual bool has_spare_core() const { return false; }
 };
 

@@ -13,10 +13,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr std::int64_t kInterruptCheckNs = std::chrono::nanoseconds(kTurnsPerInterruptCheck * kTurn).count();
-constexpr int kSpinsPerLook = 16;  // the number of spins between two reads of the clock; some take a microsecond
+constexpr int kSpinsPerLook = 16;  // spins between two clock reads; on some processors one spin takes a microsecond
 
-// Not 0 if a thread of this process busy-waits for a call. The value is the number of the process's forks plus 1, so
-// that a thread of the parent does not count in a child.
+// Nonzero while a thread of this process busy-waits for a call. The value is `forks_from_members()` plus 1, which makes
+// a value inherited from the parent process invalid in a forked child.
 std::atomic<std::uint32_t> lingering{0};
 
 bool may_linger() {
@@ -27,7 +27,7 @@ bool may_linger() {
 
 enum class Spun { over, too_long, lost_core };
 
-// Busy-waits until `is_over`, at most until `until`, or until another thread has used the core.
+// Busy-waits until `is_over` returns true, the time `until` is reached, or another thread has used the core.
 template <class IsOver>
 Spun spin(Clock::time_point until, IsOver is_over) {
     for (auto before = Clock::now(); before < until;) {
@@ -60,7 +60,7 @@ bool Work::wait(std::int64_t timeout_ns) const {
 
 void Work::finish(Outcome outcome) {
     outcome_ = std::move(outcome);
-    // The release pairs with the acquire in `done`. A thread that is about to sleep has set kAwaited before, or reads
+    // The release pairs with the acquire in `done`. A thread about to sleep has either already set kAwaited or reads
     // kDone.
     if (state_.exchange(kDone, std::memory_order_acq_rel) == kAwaited) shm::futex_wake_all(state_);
     CompletionCounter::of_process().announce();
@@ -86,8 +86,8 @@ void CallQueue::arrive(RecordedCall& recorded, const Call& call, bool is_async) 
     recorded.arrive(recorded_as_.load(std::memory_order_relaxed), call, sequence, is_async);
 }
 
-// Runs a call that has begun in the recording; `running_` is held. The clock is read only for calls with a prediction,
-// which take many times as long as reading it.
+// Runs a call whose start has been recorded; the caller holds `running_`. Reads the clock only for calls with a
+// predicted duration, which is much longer than a clock read.
 Outcome CallQueue::perform(Call& call, RecordedCall& recorded, const Interrupted& interrupted, bool background) {
     const bool is_predicted = call.predicted_ns > 0;
     const auto began = is_predicted ? Clock::now() : Clock::time_point();
@@ -118,7 +118,7 @@ Outcome CallQueue::run(Call& call, const Interrupted& interrupted) {
 }
 
 std::shared_ptr<Work> CallQueue::submit(Call call) {
-    call.before_waiting = nullptr;  // it is for the caller's thread
+    call.before_waiting = nullptr;  // only valid on the caller's thread
     auto work = std::make_shared<Work>(std::move(call), lingers_);
     {
         const std::lock_guard hold(queueing_);
@@ -138,8 +138,8 @@ std::shared_ptr<Work> CallQueue::submit(Call call) {
     return work;
 }
 
-// Busy-waits for a call, as long as `patience_` allows; the lock is held on entry and on return. Threads that queue
-// calls announce them without the lock: otherwise they would still hold it when this thread sees the call.
+// Busy-waits for a call as long as `patience_` allows; the lock is held on entry and on return. Callers increment
+// `news_` after they have released the lock, so this thread does not have to wait for the lock when it detects a call.
 void CallQueue::linger(std::unique_lock<std::mutex>& hold) {
     if (patience_.left() == Patience::Duration{0} || !may_linger()) return;
     const auto until = Clock::now() + patience_.left();
@@ -180,7 +180,7 @@ void CallQueue::work() {
             next->call_.is_awaited = &is_awaited;
             outcome = perform(next->call_, next->recorded_, interrupted, true);
         }
-        // This precedes `finish`, so that a call made after the work is done runs on its caller's thread.
+        // Must precede `finish`: a call made after the work is done then runs on its caller's thread.
         pending_.fetch_sub(1, std::memory_order_release);
         next->finish(std::move(outcome));
         next.reset();

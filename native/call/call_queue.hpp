@@ -1,9 +1,9 @@
-// Runs a group's calls in the order in which they were made: synchronous calls on the caller's thread, asynchronous
-// calls on the group's own thread, which the first asynchronous call starts.
+// Runs a group's calls in call order: synchronous calls on the caller's thread, asynchronous calls on the group's own
+// thread, which the first asynchronous call starts.
 //
-// Each group has its own thread. With one thread per process, two groups that two ranks use in different orders would
-// deadlock. If each rank has a core for it, the thread busy-waits for a while for the next call (patience.hpp), since
-// waking up takes tens of microseconds. At most one thread of a process does so at a time.
+// With a single thread per process, ranks that use two groups in different orders would deadlock, so each group has its
+// own thread. Waking a thread takes tens of microseconds. If each rank has a spare core, the thread therefore
+// busy-waits for the next call for a while (patience.hpp); at most one thread per process does so at a time.
 #pragma once
 
 #include <atomic>
@@ -24,13 +24,13 @@ namespace paceline {
 
 class Work {
   public:
-    // `spins`: whether a thread that waits for the call may briefly busy-wait.
+    // `spins` permits a thread that waits for the call to busy-wait briefly.
     Work(Call call, bool spins) : call_(std::move(call)), spins_(spins) {}
 
     bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
-    // Returns true once the work is done, or false after `timeout_ns`.
+    // Waits for the call. Returns true once it is done, or false after `timeout_ns`.
     bool wait(std::int64_t timeout_ns) const;
-    // Must only be called once the work is done.
+    // Valid only after the work is done.
     const Outcome& outcome() const { return outcome_; }
 
   private:
@@ -39,7 +39,7 @@ class Work {
     bool is_awaited() const { return state_.load(std::memory_order_relaxed) == kAwaited; }
 
     static constexpr std::uint32_t kOpen = 0, kAwaited = 1,
-                                   kDone = 2;  // awaited: a thread sleeps until the work is done
+                                   kDone = 2;  // kAwaited: a thread sleeps until the work is done
 
     void finish(Outcome outcome);
 
@@ -56,24 +56,24 @@ class CallQueue {
     CallQueue(const CallQueue&) = delete;
     CallQueue& operator=(const CallQueue&) = delete;
     ~CallQueue() { close(); }
-    // Ends every waiting call, including those on other threads, and returns once no call is running. Idempotent.
+    // Ends every waiting call on any thread, and returns once no call is running. Idempotent.
     void close();
 
-    // `interrupted` is called on the caller's thread.
+    // Runs a call synchronously. `interrupted` is called on the caller's thread.
     Outcome run(Call& call, const Interrupted& interrupted);
     std::shared_ptr<Work> submit(Call call);
 
-    // Records later calls under the recorder's serial number of the group.
+    // Sets the group's serial number in the recording for all later calls.
     void record_as(std::uint32_t group) { recorded_as_.store(group, std::memory_order_relaxed); }
 
-    // Whether this process inherited the queue by a fork from a parent, which owns the group.
+    // Returns true if this process inherited the queue through a fork; the parent process owns the group.
     bool is_inherited() const { return forks_ != forks_from_members(); }
 
-    // As for `Collectives`.
+    // See `Collectives`.
     void abort() { group_->abort(); }
     Code failure() { return group_->failure(); }
 
-    // Returns the calls that were far from their prediction, once; any thread may call this.
+    // See `Foresight::take`. Any thread may call this.
     std::optional<Surprise> surprise() { return foresight_.take(); }
 
   private:
@@ -84,17 +84,17 @@ class CallQueue {
 
     std::unique_ptr<Collectives> group_;
     const bool lingers_ = group_->has_spare_core();
-    const std::uint32_t forks_ = forks_from_members();  // when the queue was created
+    const std::uint32_t forks_ = forks_from_members();  // the value when the queue was created
     std::atomic<std::uint32_t> recorded_as_{0};
-    std::atomic<std::uint64_t> arrived_{0};  // the number of calls so far, which is the sequence number of the latest
+    std::atomic<std::uint64_t> arrived_{0};  // the sequence number of the latest call
     std::mutex running_;
     Foresight foresight_;  // guarded by running_, except for `take`
     std::mutex queueing_;
     std::condition_variable queued_;
     std::deque<std::shared_ptr<Work>> queue_;
     std::atomic<std::uint64_t> pending_{0};
-    std::atomic<std::uint32_t> news_{0};  // incremented, without the lock, when a call has been queued and at the end
-    Patience patience_;                   // of the thread
+    std::atomic<std::uint32_t> news_{0};  // incremented without the lock after a call is queued and on close
+    Patience patience_;                   // used only by `thread_`
     std::atomic<bool> cancelled_{false};
     bool closing_ = false;
     std::mutex joining_;

@@ -9,7 +9,8 @@ CompletionCounter& CompletionCounter::of_process() {
     return counter;
 }
 
-// Sequentially consistent with `await`: either this reads the watcher, or the watcher's futex reads the new count.
+// Sequentially consistent with `await`: either `announce` reads the watcher, or the watcher's futex reads the new
+// count.
 void CompletionCounter::announce() {
     count_.fetch_add(1, std::memory_order_seq_cst);
     if (watchers_.load(std::memory_order_seq_cst) != 0) shm::futex_wake_all(count_);

@@ -1,7 +1,7 @@
-// Wakes the threads that watch many asynchronous calls whenever one of this process's calls ends.
+// Wakes threads that watch several asynchronous calls whenever an asynchronous call of this process completes.
 //
-// A watcher reads the count, checks its calls, and sleeps only while the count is unchanged. A call that ends between
-// the check and the sleep changes the count, so its wake-up is not lost.
+// A watcher reads the count, checks its calls, and sleeps only while the count is unchanged. A call that completes
+// between the check and the sleep changes the count, which prevents a lost wake-up.
 #pragma once
 
 #include <atomic>
@@ -14,9 +14,10 @@ class CompletionCounter {
     static CompletionCounter& of_process();
 
     std::uint32_t count() const { return count_.load(std::memory_order_acquire); }
-    // Must be called after the call is marked done; a release that pairs with the load in `count`.
+    // Increments the count; must be called after the call is marked as done. The release pairs with the load in
+    // `count`.
     void announce();
-    // Sleeps while `count` is `seen`, for at most `timeout_ns`; may wake up spuriously.
+    // Sleeps while the count equals `seen`, for at most `timeout_ns`; may wake up spuriously.
     void await(std::uint32_t seen, std::int64_t timeout_ns);
 
   private:

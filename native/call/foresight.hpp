@@ -1,6 +1,6 @@
-// Compares the durations of calls with their predictions, and keeps the first kind of call that was far off.
+// Compares the durations of calls with their predictions and stores the first kind of call that differs greatly.
 //
-// The shortest of the first calls of a kind counts, since in some of these calls a rank was late.
+// Only the shortest of the first calls of each kind is compared, because a rank may be late in some of them.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace paceline {
 
-// A kind of call whose duration was far from its prediction.
+// A kind of call whose duration differed greatly from its prediction, and the measurements.
 struct Surprise {
     Operation operation = Operation::none;
     std::uint8_t algorithm = 0;
@@ -27,13 +27,13 @@ struct Surprise {
 
 class Foresight {
   public:
-    static constexpr std::uint32_t kCalls = 20;  // the calls of a kind before it is judged
-    static constexpr double kFar = 1.2;          // the ratio, in either direction, from which a duration is far off
+    static constexpr std::uint32_t kCalls = 20;  // number of calls of a kind before the comparison
+    static constexpr double kFar = 1.2;          // the largest acceptable ratio between duration and prediction
 
-    // Notes a successful call; ignores a call without a prediction. Calls of one group do not overlap.
+    // Adds a successful call, and ignores calls without a prediction. Not thread-safe.
     void note(const Call& call, std::int64_t took_ns);
 
-    // Returns the kind that was far off, only once; any thread may call this.
+    // Returns the kind of call that differed greatly, only once. Any thread may call this.
     std::optional<Surprise> take();
 
   private:
@@ -50,7 +50,7 @@ class Foresight {
 
     std::map<Kind, Seen> seen_;
     Surprise surprise_;
-    // `found` is stored with release after `surprise_` is written, and loaded with acquire before it is read.
+    // Set to `found` with release after `surprise_` is written; loaded with acquire before `surprise_` is read.
     std::atomic<Progress> progress_{Progress::watching};
 };
 

@@ -1,9 +1,9 @@
 // Decides how long a thread busy-waits for its next call before it sleeps.
 //
-// Waking a thread takes tens of microseconds. Calls tend to be made at regular intervals, so the thread waits twice as
-// long as it had to wait the last time, like the halt polling of hypervisors; if no call was made in that time, it
-// waits only briefly the next time. If another program uses the core in the meantime, there is no core to spare, and
-// the thread sleeps at once before its next calls.
+// Waking a thread takes tens of microseconds. Calls tend to arrive at regular intervals. The thread therefore
+// busy-waits for up to twice its previous wait, a strategy that hypervisors use for halt polling. If the previous wait
+// was too long, it busy-waits only briefly. If another program used the core during a busy-wait, the thread sleeps
+// without busy-waiting before each of its next calls.
 #pragma once
 
 #include <algorithm>
@@ -17,18 +17,19 @@ class Patience {
     static constexpr Duration kLeast = std::chrono::microseconds(100);
     static constexpr Duration kMost = std::chrono::milliseconds(2);
 
-    // A thread that keeps its core reads the clock every microsecond or two.
+    // A gap of this length between clock reads means that the thread lost its core; it normally reads the clock every
+    // one or two microseconds.
     static constexpr Duration kLostCore = std::chrono::microseconds(100);
     static constexpr int kCallsWithout = 100;
 
-    // The time to wait for the next call.
+    // Returns the maximum time to busy-wait for the next call.
     Duration left() const { return calls_without_ > 0 ? Duration{0} : left_; }
-    // Notes the time that passed before a call was made.
+    // Records how long the thread waited for a call.
     void learn(Duration waited) {
         left_ = waited > kMost ? kLeast : std::clamp(2 * waited, kLeast, kMost);
         calls_without_ = std::max(0, calls_without_ - 1);
     }
-    // Notes that the thread lost its core for a while.
+    // Disables busy-waiting for the next `kCallsWithout` calls because the thread lost its core.
     void lost_core() { calls_without_ = kCallsWithout; }
 
   private:

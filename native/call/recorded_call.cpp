@@ -66,7 +66,7 @@ void RecordedCall::end(const Observed& observed, const Outcome& outcome) {
     fields_.shm_nbytes = observed.shm_nbytes;
     fields_.tcp_nbytes = observed.tcp_nbytes;
     fields_.last_arrived = observed.last_arrived;
-    // A call that completes in the round in which the last rank arrives needs no separate time for the arrival.
+    // Without a measurement, the last rank is assumed to have arrived just before the call ended.
     if (observed.last_arrived >= 0) fields_.complete = observed.complete != 0 ? observed.complete : fields_.ended;
     if (const auto first = std::min_element(outcome.missing.begin(), outcome.missing.end());
         first != outcome.missing.end()) {

@@ -1,4 +1,4 @@
-// One call or message in the recording of this process (record/recorder.hpp).
+// The entry of one call or message in this process's recording (record/recorder.hpp).
 #pragma once
 
 #include "call/call.hpp"
@@ -8,13 +8,13 @@ namespace paceline {
 
 class RecordedCall {
   public:
-    // Records that the program has made this call, the `sequence`-th of the group with the serial number `group`; 0
-    // means a group that is not recorded. A synchronous call starts at once.
+    // Records that the program has submitted a call. `group` is the group's serial number, or 0 to record nothing;
+    // `sequence` is the number of the call in its group. A synchronous call starts immediately.
     void arrive(std::uint32_t group, const Call& call, std::uint64_t sequence, bool is_async);
-    // Records a message to or from group rank `peer`, or from any rank if it is -1.
+    // Records a message to or from group rank `peer`; -1 is a receive from any rank.
     void arrive_message(std::uint32_t group, bool receives, DType dtype, std::uint64_t count, int peer,
                         std::int32_t tag);
-    // Records that a queued call starts.
+    // Records the start of a queued call.
     void start();
     void end(const Observed& observed, const Outcome& outcome);
 

@@ -1,4 +1,4 @@
-// A tensor, or a concatenated list of tensors, as a sequence of bytes that is read or written front to back.
+// A byte stream over a tensor or a list of tensors, read or written from front to back.
 #pragma once
 
 #include <cstddef>
@@ -24,10 +24,11 @@ class Stream {
 
     std::size_t nbytes() const { return nbytes_; }
     const std::vector<Piece>& pieces() const { return pieces_; }
-    // Returns to the front, for another call on the same pieces.
+    // Returns to the front, which allows another call to use the same pieces.
     void rewind() { index_ = within_ = 0; }
 
-    // Calls visit(data, n, done) for the next `count` bytes, piece by piece; `done` counts from this call's start.
+    // Calls visit(data, n, done) for each piece of the next `count` bytes. `done` is the number of bytes visited
+    // before.
     template <class Visit>
     void next(std::size_t count, Visit visit) {
         std::size_t done = 0;

@@ -6,13 +6,13 @@
 namespace paceline {
 namespace {
 
-// A waiting rank reads queries several times a second.
+// The least and greatest times to wait for an answer. A waiting rank reads queries several times per second.
 constexpr std::chrono::nanoseconds kLeastPatience = std::chrono::milliseconds(300);
 constexpr std::chrono::nanoseconds kMostPatience = std::chrono::seconds(1);
-constexpr int kLongest = 3;          // the search ends after this many times the patience, even if it is incomplete
-constexpr std::size_t kMost = 8192;  // the most queries, since answers are not trusted to be finite
-// The time for which a rank that has the result continues to answer the ranks that are part of it: ranks that wait for
-// each other often time out together, and the first one must not appear to hold up the others.
+constexpr int kLongest = 3;          // the search ends after this multiple of the patience, even if it is incomplete
+constexpr std::size_t kMost = 8192;  // maximum number of queries, a bound for malformed answers
+// How long a rank continues to answer queries after its search is complete. Ranks that wait for each other often time
+// out together, and the first one to finish must not appear to hold up the others.
 constexpr std::chrono::milliseconds kStays{300};
 
 }  // namespace
@@ -41,7 +41,7 @@ Answer WaitChainSearch::known_locked(const Key& key) const {
     return found != asked_.end() ? found->second.answer.value_or(Answer{}) : Answer{};
 }
 
-// Returns the ranks among `reached` that wait, directly or through others, for one of `holding_up`; the other ranks
+// Returns the ranks in `reached` that wait, directly or indirectly, for a rank in `holding_up`. The remaining ranks
 // wait for each other.
 std::set<int> WaitChainSearch::held_up_locked(const std::vector<Key>& reached, const std::set<int>& holding_up) const {
     std::set<Key> held;
@@ -72,7 +72,7 @@ std::optional<Finding> WaitChainSearch::look(const std::vector<int>& awaited) {
     std::set<int> in_call;
     std::set<int> waiting;
     bool open = false;
-    bool under_way = false;  // whether data that a rank has sent has not arrived yet
+    bool under_way = false;  // a rank has finished its part, but its data has not arrived yet
     {
         const std::lock_guard hold(waits_.mutex_);
         std::set<Key> seen;
@@ -131,7 +131,7 @@ void blame(Outcome& outcome, const Finding& found, const Members& members, std::
     const auto is_among = [](const std::vector<int>& all, int one) {
         return std::find(all.begin(), all.end(), one) != all.end();
     };
-    std::vector<int> here;  // the ranks of the group that hold up the call
+    std::vector<int> here;  // ranks of this group that hold up the call
     for (int rank = 0; rank < members.size; ++rank) {
         const int name = members.name(rank);
         const bool holds_up = is_among(found.holding_up, name);

@@ -1,6 +1,6 @@
-// Determines which ranks hold up a call that has timed out: it queries the ranks for which the call waits about the
-// ranks for which they wait in turn, and follows the answers across all groups. A waiting rank is not to blame; a rank
-// is to blame if it does not answer, or if it reports that its program does not wait.
+// Determines which ranks hold up a call that has timed out. The search asks each awaited rank which ranks it waits for
+// and follows the answers across all groups. A rank that waits is not to blame. A rank is to blame if it does not
+// answer or reports that its program is not waiting.
 #pragma once
 
 #include <chrono>
@@ -17,24 +17,24 @@
 
 namespace paceline {
 
-// Ranks by name, in ascending order. If both of the first two lists are empty, the call is merely slow; if only
-// `waiting` has ranks, they wait for each other.
+// The result of a search. All lists contain names in ascending order. The call is merely slow if `holding_up` and
+// `waiting` are both empty; the ranks are deadlocked if only `holding_up` is empty.
 struct Finding {
     std::vector<int> holding_up;
-    std::vector<int> waiting;  // the ranks that merely wait, directly or through others, for a rank that holds them up
-    std::vector<int> in_call;  // the ranks of both lists for which the call itself waits, here or on another rank
+    std::vector<int> waiting;  // ranks that wait, directly or indirectly, for a rank in `holding_up`
+    std::vector<int> in_call;  // ranks for which any rank waits in this call
 };
 
 class WaitChainSearch {
   public:
-    // A search about the call `in`, which has waited for `waited_ns` of its `timeout_ns`.
+    // Starts a search for the call `in`, which has waited for `waited_ns`; `timeout_ns` is its timeout.
     WaitChainSearch(Waits& waits, Occasion in, std::int64_t timeout_ns, std::int64_t waited_ns);
     WaitChainSearch(const WaitChainSearch&) = delete;
     WaitChainSearch& operator=(const WaitChainSearch&) = delete;
     ~WaitChainSearch();
 
-    // Continues the search; returns nullopt while answers may still arrive. `awaited` are the names of the ranks for
-    // which the call currently waits. One thread at a time may call this.
+    // Continues the search; returns nullopt while answers may still arrive. `awaited` contains the names of the ranks
+    // for which the call currently waits. Not thread-safe.
     std::optional<Finding> look(const std::vector<int>& awaited);
 
     std::int64_t waited_ns() const { return waited_ns_; }
@@ -63,26 +63,25 @@ class WaitChainSearch {
     std::map<Key, Asked> asked_;                // guarded by the lock of `waits_`
 };
 
-// The ranks of a group: their names, and whether they have begun the failed call.
+// Describes a group's ranks: their names, and whether each has begun the failed call.
 struct Members {
     std::function<int(int)> name;
     std::function<bool(int)> has_come;
     int size;
-    // Whether `has_come` is false only for ranks that have not begun the call. Otherwise, a rank for which the call
-    // does not wait may have finished its part and continued.
+    // If false, `has_come` may also return false for a rank that has already finished its part of the call.
     bool is_certain = true;
 };
 
-// Sets the ranks of `outcome` that `found` blames. `absent` are the group ranks that have not begun the call, and
-// `awaited` are the ranks for which it waits.
+// Stores the ranks that `found` blames in `outcome`. `absent` contains the group ranks that have not begun the call,
+// `awaited` those for which the call waits.
 void blame(Outcome& outcome, const Finding& found, const Members& members, std::vector<int> absent,
            const std::vector<int>& awaited);
 
-// Returns the cause for which the ranks of a group give up after a time-out.
+// Returns the cause that the ranks of a group report when they give up after a timeout.
 Cause cause_of_time_out(const Outcome& outcome, const Members& members);
 
-// Returns the cause for which the rank with the name `mine` leaves its other groups after `outcome`, or none if it may
-// stay. `name` returns the name of a rank of the group.
+// Returns the cause that the rank named `mine` reports if it leaves its other groups because of `outcome`, or an
+// unknown cause if it need not leave. `name` maps group ranks to names.
 Cause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& name);
 
 }  // namespace paceline

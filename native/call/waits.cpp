@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kServes{50};
 constexpr std::chrono::milliseconds kServesAtLeast{400};
-constexpr int kShare = 50;  // a waiting thread spends one part in this many of its time on queries
+constexpr int kShare = 50;  // a waiting thread spends at most 1/kShare of its time on queries
 
 }  // namespace
 
@@ -60,8 +60,8 @@ Answer Waits::about(const Occasion& in) const {
     return about_locked(in);
 }
 
-// In the group of the call in question, only an earlier call or the call itself can hold up this rank. If no thread
-// waits in that group, the calls in which the program waits hold it up.
+// If a thread waits in the group of the queried call, only that call or an earlier one can hold up this rank. Otherwise
+// any call in which the program waits can.
 Answer Waits::about_locked(const Occasion& in) const {
     Answer answer;
     const auto add = [&answer](const Wait& wait) {

@@ -1,13 +1,11 @@
-// The ranks for which the threads of this rank wait, in all of its groups, and the queries of other ranks about them.
+// Tracks which ranks this process's threads wait for, in all groups, and answers queries from other ranks about it.
 //
-// A thread that has waited for a turn records this in an entry, which it renews in each turn. When a call has timed
-// out, a search (wait_chain.hpp) queries the ranks for which it waits, and the ranks for which these wait in turn. A
-// query may arrive over the lanes of any group that two ranks share: any waiting thread of a rank reads the lanes of
-// all its groups from time to time (`serve`) and answers for the whole process. A rank without waiting threads does not
-// answer.
+// A thread that has waited for one turn records its wait in an entry, which it updates every turn. When a call times
+// out, a search (wait_chain.hpp) queries the awaited ranks, then the ranks for which those wait, and so on. A query may
+// arrive over the lanes of any group that the two ranks share, so waiting threads periodically read the lanes of all
+// groups (`serve`) and answer for the whole process. A rank without waiting threads does not answer.
 //
-// Locks: `linking_` is acquired before the lock of a link, which a link only tries to acquire; `mutex_` is the
-// innermost.
+// Lock order: `linking_`, then the lock of a link (which links acquire only with try_lock), then `mutex_`.
 #pragma once
 
 #include <atomic>
@@ -21,7 +19,7 @@ namespace paceline {
 
 class WaitChainSearch;
 
-// A call of a group or, with sequence 0, a message between two of its ranks.
+// A group's call or, if `sequence` is 0, a point-to-point message in the group.
 struct Occasion {
     std::uint64_t group = 0;
     std::uint64_t sequence = 0;
@@ -29,22 +27,21 @@ struct Occasion {
     auto operator<=>(const Occasion&) const = default;
 };
 
-// The id of the group to which rings with this id belong; see _LINKS in comm/engine/native/engine.py.
+// Returns the id of the group that uses rings with this id; see _LINKS in comm/engine/native/engine.py.
 constexpr std::uint64_t group_of(std::uint64_t id) {
     return id & ~(std::uint64_t{1} << 63);
 }
 
-// A rank for which another rank waits. All groups of a process use the same name for a rank.
+// A rank for which another rank waits. `name` is the same in all groups of a process.
 struct Awaited {
     std::int32_t name;
     std::uint32_t reserved = 0;
     Occasion in;
 };
 
-// A rank's answer to the query why it has not finished its part on an occasion.
-// waits: it waits for other ranks itself.
-// elsewhere: its program does not wait in a call of any group, so no other rank holds it up.
-// past: it has finished its part and is in a later call.
+// A rank's answer to the query why it has not finished its part of a call or message. waits: the rank itself waits for
+// other ranks. elsewhere: no call of the rank's program is waiting, so no other rank holds it up. past: the rank has
+// finished its part and is in a later call.
 struct Answer {
     enum class Kind : std::int32_t { waits, elsewhere, past };
 
@@ -52,7 +49,7 @@ struct Answer {
     std::vector<Awaited> awaited;
 };
 
-// `by_program`: a thread of the program waits, not only one that runs its asynchronous calls.
+// The wait of one thread. `by_program` is false if only the thread for asynchronous calls waits.
 struct Wait {
     Occasion in;
     bool by_program = true;
@@ -63,20 +60,20 @@ class Waits {
   public:
     using Clock = std::chrono::steady_clock;
 
-    // The time that a call waits before its thread also serves other groups.
+    // How long a thread waits in its call before it also serves other groups.
     static constexpr std::chrono::milliseconds kServesAfter{200};
 
-    // The lanes of a group. Neither function waits for a lock.
+    // The lanes of one group. Neither function blocks on a lock.
     class Link {
       public:
         virtual ~Link() = default;
-        // Reads the queries that have arrived, and answers them.
+        // Reads and answers the queries that have arrived.
         virtual void serve() = 0;
-        // Queries a rank; returns false if this link does not lead to it or cannot be used now.
+        // Sends a query to a rank; returns false if this link does not reach the rank or cannot be used at the moment.
         virtual bool ask(int name, const Occasion& in) = 0;
     };
 
-    // The wait of one thread, from `say` until the entry is destroyed.
+    // Registers the wait of one thread from the first `say` until destruction.
     class Entry {
       public:
         Entry() = default;
@@ -102,16 +99,16 @@ class Waits {
     int name() const { return name_; }
 
     void add(Link& link);
-    // The link is no longer used once this returns.
+    // Removes a link; once this returns, no thread uses the link.
     void remove(Link& link);
 
-    // Makes all links read and answer, unless they did so very recently or another thread is doing so.
+    // Serves all links, unless they were served very recently or another thread is serving them.
     void serve();
-    // Queries a rank over any link; returns false if no link leads to it.
+    // Sends a query to a rank over any link; returns false if no link reaches the rank.
     bool ask(int name, const Occasion& in);
-    // Returns this rank's answer about an occasion.
+    // Returns this rank's answer to a query about `in`.
     Answer about(const Occasion& in) const;
-    // Stores the answer of another rank.
+    // Passes another rank's answer to the running searches.
     void heard(int name, const Occasion& in, Answer answer);
 
   private:

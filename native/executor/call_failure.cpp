@@ -15,8 +15,8 @@ constexpr auto kReasonComes = std::chrono::milliseconds(200);
 
 }  // namespace
 
-// Fails the call because a lane to `peer` has ended. The reason, a goodbye or a verdict, is sent over the control lane
-// and may arrive later, so this waits for it briefly.
+// Fails the call because a lane to `peer` has ended. Waits briefly for the reason, a goodbye or a verdict, which may
+// arrive later because it is sent over the control lane.
 void Executor::lost(int peer) {
     const auto has = [peer](const std::vector<int>& ranks) {
         return std::find(ranks.begin(), ranks.end(), peer) != ranks.end();
@@ -36,7 +36,7 @@ std::vector<int> Executor::awaited() const {
     return peers;
 }
 
-// Checks, once in every turn of waiting, for a reason to fail the call; returns false if there is one.
+// Checks, once per turn of waiting, whether the call must fail; returns false if so.
 bool Executor::look_around(int turn, const Interrupted& interrupted, bool holds_program, Waits::Entry& entry) {
     hear();
     lanes_.meter().measure_if_due(Clock::now());

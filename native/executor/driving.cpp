@@ -1,4 +1,4 @@
-// Driving of the messenger's lanes, by the threads that wait for requests or by the messenger's own thread.
+// Drives the messenger's lanes, on threads that wait for requests or on the messenger's own thread.
 #include <pthread.h>
 #include <sched.h>
 
@@ -26,7 +26,7 @@ bool Messenger::progress() {
     return moved;
 }
 
-// Breaks the group if a request has timed out, once the ranks to blame are determined.
+// Breaks the group if a request has timed out and the ranks to blame have been determined.
 void Messenger::expire(std::unique_lock<std::mutex>& hold) {
     lanes_.meter().measure_if_due(Clock::now());
     const std::shared_ptr<Request> late = expired();
@@ -58,8 +58,7 @@ void Messenger::look_for_silence() {
     }
 }
 
-// Checks for expired deadlines, silent peers, queries and interrupts, once per turn even if there is always data to
-// move.
+// Checks for expired deadlines, silent peers, queries and interrupts. Runs once per turn, even while data is moving.
 void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int turn,
                             const Interrupted& interrupted) {
     expire(hold);
@@ -81,8 +80,8 @@ void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::share
     break_group(std::move(outcome), true);
 }
 
-// Drives the lanes until `until` is done. If it is null (on the messenger's own thread), drives them until there is
-// nothing to do or another thread waits to drive them for its own request.
+// Drives the lanes until the request `until` is done. On the messenger's own thread, where `until` is null, drives them
+// until no work remains or another thread wants to drive them.
 void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
                       Clock::time_point deadline, const Interrupted& interrupted) {
     driving_ = true;

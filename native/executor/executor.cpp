@@ -12,8 +12,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kBackgroundSpin = std::chrono::microseconds(5);
-// A rank that has left or broken the group may already have sent its whole part in this call; data in flight may
-// complete the call.
+// How long to wait for data in flight after a rank has left or broken the group: the rank may already have sent its
+// whole part of this call.
 constexpr auto kLastMoves = std::chrono::milliseconds(10);
 
 }  // namespace
@@ -35,7 +35,7 @@ std::optional<Executor::Extent> Executor::extent_of(const Slice& slice) const {
     return Extent{starts[slice.first], starts[slice.first + slice.length] - starts[slice.first]};
 }
 
-// Whether the call's type can be packed and there is one residual per element.
+// Returns true if the call's dtype can be packed and the residual, if any, has one value per element.
 bool Executor::can_convert(const Step& step, const StepState& step_state) const {
     if (wire_kernels_ == nullptr || step_state.nbytes % item_ != 0) return false;
     if (step.kind != Kind::pack || residual_ == nullptr) return true;
@@ -57,12 +57,11 @@ bool Executor::place_step(const Step& step, StepState& step_state) const {
 }
 
 // Maps the schedule's three buffers to the call's tensors and locates every step in them. Returns the first step that
-// does not fit the call; nothing has been sent at that point, so the group remains usable.
-// A schedule is measured in blocks, a call in bytes. For operations on one tensor, `cut` gives all blocks the same
-// number of elements, plus one for the first blocks if they do not divide evenly; scratch is cut in the same way, so
-// that a block fits there. Every other operation has one block of any size for each tensor of the caller (one, or one
-// for each rank), and its scratch blocks hold `count` elements each. `starts_` has one more entry than there are
-// blocks: the end of the last block.
+// does not fit the call; nothing has been sent at that point, so the group remains usable. A schedule is measured in
+// blocks, a call in bytes. For operations on one tensor, `cut` gives all blocks the same number of elements, plus one
+// for the first blocks if they do not divide evenly; scratch is cut in the same way, so that a block fits there. Every
+// other operation has one block of any size for each tensor of the caller (one, or one for each rank), and its scratch
+// blocks hold `count` elements each. `starts_` has an additional last entry, the end of the last block.
 std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     item_ = item_size(call.dtype);
     for (Memory& each : buffers_) each = Memory();
@@ -127,8 +126,8 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     return std::nullopt;
 }
 
-// Gives each packed block of the schedule the size that its floats need when packed. Returns the first step for which
-// this size differs from that of an earlier step, or which converts blocks that the call lacks.
+// Sets the size of each packed block to the packed size of its floats. Returns the first step that would assign a
+// different size to a block than an earlier step did, or that converts blocks that the call lacks.
 std::optional<std::uint32_t> Executor::lay_out_wire(const Call& call) {
     wire_kernels_ = find_wire_kernels(schedule_->wire, call.dtype);
     auto& starts = starts_[static_cast<std::size_t>(Buffer::wire)];
@@ -177,7 +176,7 @@ void Executor::hear() {
 
 Outcome Executor::run(Call& call, const Interrupted& interrupted, bool background) {
     started_ = Clock::now();
-    // A rank that only sends never waits, so it detects failures here.
+    // A rank that only sends never waits, so this is its only check for failures.
     if (started_ - polled_ > kTurn) poll();
     lanes_.meter().measure_if_due(started_);
     if (auto failure = messenger_.failure()) return *failure;

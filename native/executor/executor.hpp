@@ -1,13 +1,11 @@
-// Runs schedules over a group's lanes.
-// Every step has a watermark: the number of bytes of its slice that are done. A step advances as far as the watermarks
-// of the earlier steps on which it depends allow, so large slices are pipelined without being cut: while the end of a
-// block is still arriving, its front is reduced and sent on. Steps with the same peer keep their order; steps with
-// different peers do not wait for each other.
+// Runs schedules over a group's lanes. Every step has a watermark: the number of bytes of its slice that have been
+// processed. A step advances as far as the watermarks of its dependencies allow. Large slices are thereby pipelined
+// without being split: the front of a block is reduced and forwarded while the rest is still arriving. Steps with the
+// same peer keep their order; steps with different peers do not wait for each other.
 //
 // A message consists of a header, which describes the call and the message's length, and the message's bytes; a long
-// message is striped over the peer's lanes (stripes.hpp). The receiver compares the header with its own call, so the
-// rank that waits for a message detects a mismatch and reports it to all ranks (messenger.hpp). Any failure breaks the
-// group.
+// message is striped over the peer's lanes (stripes.hpp). The receiver compares the header with its own call and
+// reports a mismatch to all ranks (messenger.hpp). Any failure breaks the group.
 #pragma once
 
 #include <chrono>
@@ -37,9 +35,9 @@ class Executor final : public Collectives {
 
   private:
     struct StepState {
-        std::size_t dst_offset = 0;  // the offsets of its slices in their buffers, in bytes
+        std::size_t dst_offset = 0;  // byte offsets of the step's slices in their buffers
         std::size_t src_offset = 0;
-        std::size_t nbytes = 0;  // for a step that converts, the bytes of the floats
+        std::size_t nbytes = 0;  // for a conversion, the number of bytes of floats
         std::size_t done = 0;    // the watermark
         bool finished = false;
     };
@@ -123,7 +121,7 @@ class Executor final : public Collectives {
     link::Waiter waiter_;
     std::uint64_t sequence_ = 0;
     std::chrono::steady_clock::time_point polled_{};  // when the messenger was last polled
-    std::uint32_t seen_changes_ = 0;                  // the latest `LaneSet::changes` that was processed
+    std::uint32_t seen_changes_ = 0;                  // the latest value of `LaneSet::changes` that was processed
     std::vector<std::uint8_t> scratch_;
     std::unique_ptr<std::uint8_t[]> wire_;  // packed blocks; its pages are allocated on first use
     std::size_t wire_room_ = 0;
@@ -136,7 +134,7 @@ class Executor final : public Collectives {
     std::vector<std::size_t> starts_[kBuffers];  // the starts of each buffer's blocks, and the end of the last block
     std::vector<FlowState> flows_;
     std::size_t open_ = 0;         // the number of unfinished steps
-    std::size_t first_local_ = 0;  // all steps before it in the schedule's `local` are finished
+    std::size_t first_local_ = 0;  // index in the schedule's `local` list; all earlier steps are finished
     std::size_t item_ = 1;
     const WireKernels* wire_kernels_ = nullptr;
     float* residual_ = nullptr;  // the rounding errors of earlier calls; null without error feedback

@@ -7,8 +7,8 @@
 namespace paceline::executor {
 namespace {
 
-constexpr std::uint32_t kMostListed = 1024;  // the most ranks in a list of a verdict
-// There are five lists of ranks and one of calls.
+constexpr std::uint32_t kMostListed = 1024;  // maximum length of each list in a verdict
+// A verdict contains five lists of ranks and one list of calls.
 static_assert(kMostListed * (5 * sizeof(int) + sizeof(CallHeader)) + 128 <= kMostVerdictBytes);
 static_assert(kMostListed * sizeof(Awaited) + 128 <= kMostVerdictBytes);
 
@@ -61,13 +61,13 @@ bool are_ranks(const std::vector<int>& ranks, int size) {
     return true;
 }
 
-// Whether a rank can break a group for this reason.
+// Returns true if this code is a reason for which a rank can break a group.
 bool is_verdict(Code code) {
     return code == Code::mismatch || code == Code::timed_out || code == Code::peer_lost || code == Code::interrupted ||
            code == Code::aborted;
 }
 
-// Whether the outcome has everything that its error message needs.
+// Returns true if the outcome contains all data required for its error message.
 bool is_complete(const Outcome& outcome, int size) {
     const std::size_t calls = std::min(static_cast<std::size_t>(size), std::size_t{kMostListed});
     switch (outcome.code) {

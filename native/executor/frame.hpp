@@ -1,5 +1,5 @@
-// The frames on a group's control lanes. All numbers are in the machine's byte order: the handshake's magic ensures
-// that the ranks of a job run on machines of the same kind.
+// The frames on a group's control lanes. All numbers are in the machine's byte order, which must be the same on all
+// ranks.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@ enum class FrameKind : std::uint32_t {
     offer,      // a large message; its bytes follow once it is accepted
     accept,
     data,     // a part of an accepted message
-    refuse,   // the receive that an offer matched has a different size or type
+    refuse,   // rejects an offer: the matching receive has a different size or dtype
     credit,   // the receiver has consumed `nbytes` of eager messages
     waiting,  // the sender waits in the call in the body
     verdict,  // the reason why the sender broke the group
-    goodbye,  // the sender destroyed the group, because of the packed `Cause` in `id` unless it is 0
-    ask,      // call `id` of group `offset` has timed out: why has the receiver not finished its part?
+    goodbye,  // the sender destroyed the group; `id` is the packed `Cause`, or 0
+    ask,      // queries why the receiver has not finished its part of call `id` of group `offset`, which has timed out
     answer,   // the answer to `ask` about that call; `tag` is the kind of the `Answer`
 };
 
@@ -43,11 +43,12 @@ static_assert(sizeof(Frame) == 48);
 
 constexpr std::size_t kMostVerdictBytes = 96 << 10;
 
-// Converts a verdict to bytes and back; nullopt if the bytes are not a verdict.
+// Convert a verdict to bytes and back. `decode` returns nullopt if the bytes are not a valid verdict.
 std::vector<std::uint8_t> encode(const Outcome& outcome);
 std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size);
 
-// Converts the ranks of an answer to bytes, and these bytes and `frame` to the answer; nullopt if they are malformed.
+// Convert the ranks in an answer to bytes and back; the other fields are in `frame`. `decode_answer` returns nullopt if
+// the input is malformed.
 std::vector<std::uint8_t> encode(const Answer& answer);
 std::optional<Answer> decode_answer(const Frame& frame, std::span<const std::uint8_t> bytes);
 

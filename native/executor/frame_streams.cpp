@@ -1,4 +1,4 @@
-// Writes waiting frames to the control lanes and reads arriving frames, a part at a time. The body of a frame is read
+// Writes pending frames to the control lanes and reads incoming frames incrementally. The body of a frame is read
 // directly into the memory that matching.cpp chooses.
 #include <algorithm>
 #include <array>
@@ -14,7 +14,7 @@ void Messenger::push(int peer, Frame frame, std::vector<std::uint8_t> own, std::
     to.outgoing.push_back({frame, std::move(own), std::move(request), 0});
 }
 
-// Copies the body of a frame so that it no longer depends on the tensor of its request.
+// Copies the body of a frame, which afterwards no longer refers to the request's tensor.
 void Messenger::copy_body(Outgoing& outgoing) {
     if (!outgoing.request) return;
     const bool in_parts = outgoing.frame.kind == FrameKind::data;
@@ -28,7 +28,7 @@ void Messenger::copy_body(Outgoing& outgoing) {
     outgoing.request = nullptr;
 }
 
-// Writes the frames that wait for `peer`; returns whether any data was written.
+// Writes the frames pending for `peer`; returns whether any data was written.
 bool Messenger::flush(int peer) {
     PeerState& to = state(peer);
     bool moved = false;
@@ -51,7 +51,7 @@ bool Messenger::flush(int peer) {
         }
         const std::ptrdiff_t n = lanes_.peer(peer).control->write({pieces.data(), used});
         if (n == link::kClosed) {
-            // The frames that the peer sent before it ended have yet to be read and may contain the reason.
+            // Frames that the peer sent before it exited may still be unread and may contain the reason.
             to.deaf = true;
             return true;
         }
@@ -67,7 +67,8 @@ bool Messenger::flush(int peer) {
             over.frame.offset = sent;
             over.frame.part = static_cast<std::uint32_t>(std::min(kPartBytes, over.frame.nbytes - sent));
             over.sent = 0;
-            to.outgoing.push_back(std::move(over));  // behind the waiting frames, so that these are sent in between
+            to.outgoing.push_back(
+                std::move(over));  // after the pending frames, which are therefore sent between the parts
         } else {
             finish(over.request, {});
         }
@@ -81,7 +82,7 @@ bool Messenger::receive_from(int peer) {
     link::Lane& lane = *lanes_.peer(peer).control;
     bool moved = false;
     for (;;) {
-        // After a failure the tensors belong to the program again and must not be written to.
+        // After a failure the tensors must not be written to, because the program may use them again.
         if (from.left || from.lost || failure_) return moved;
         std::array<Piece, link::kMostPieces> pieces;
         std::size_t used = 0;

@@ -1,5 +1,5 @@
-// Search for the ranks to blame when a call or a message times out (call/wait_chain.hpp), and the exchange of the
-// queries of such a search between the ranks of a group.
+// Search for the ranks to blame when a call or message times out (call/wait_chain.hpp), and the exchange of the
+// search's queries within a group.
 #include <algorithm>
 
 #include "executor/executor.hpp"
@@ -9,7 +9,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A rank records that it is in a call only after a turn, so it waits a while before it denies this.
+// A rank records its call only after waiting for a turn, so it delays the answer that it is not in a call.
 constexpr auto kDenies = std::chrono::milliseconds(100);
 constexpr std::size_t kMostQuestions = 64;  // per peer
 
@@ -81,8 +81,8 @@ Wait Messenger::wait_for(const Request& request) const {
     return {{lanes_.group(), 0}, true, lanes_.names_of(peers_of(request))};
 }
 
-// Searches for the ranks that hold up a request that has timed out; returns nullopt while they are unknown. The lock is
-// released in the meantime, because the queries may be sent over other groups.
+// Searches for the ranks that hold up a timed-out request; returns nullopt while they are unknown. Releases the lock
+// during the search, because the queries may be sent over other groups.
 std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& hold,
                                            const std::shared_ptr<Request>& request) {
     const std::vector<int> peers = peers_of(*request);
@@ -100,27 +100,27 @@ std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& hold,
     Outcome outcome;
     outcome.code = Code::timed_out;
     outcome.waited_ns = search_->waited_ns();
-    // The other ranks' progress is unknown, except that the ranks queried about the message did not take part in it.
+    // The queried ranks have not taken part in the message; the progress of all other ranks is unknown.
     const Members members{[this](int rank) { return lanes_.name(rank); }, [](int) { return true; }, lanes_.size()};
     paceline::blame(outcome, *found, members, peers, peers);
     outcome.cause = cause_of_time_out(outcome, members);
     outcome.calls = latest_locked();
     const bool any = std::any_of(outcome.calls.begin(), outcome.calls.end(),
                                  [](const CallHeader& call) { return call.sequence != 0; });
-    if (!any) outcome.calls.clear();  // the group's collectives do not use this messenger
+    if (!any) outcome.calls.clear();  // empty if this group's collectives do not use the messenger
     return outcome;
 }
 
-// Returns a function that returns whether a rank has begun the call, as far as this is known.
+// Returns a predicate: whether a rank is known to have begun the current call.
 std::function<bool(int)> Executor::has_come() const {
     return [this, latest = messenger_.latest()](int rank) {
         return rank == lanes_.rank() || latest[static_cast<std::size_t>(rank)].sequence >= header_.sequence;
     };
 }
 
-// Returns the awaited ranks that have not begun the call or, if there are none and the call needs all ranks, all ranks
-// that have not begun it. In other calls, a rank from which nothing has arrived may have finished its part and
-// continued.
+// Returns the awaited ranks that have not begun the call. If there are none and the call needs all ranks, returns all
+// ranks that have not begun it. In calls that do not need all ranks, a rank without any sign of the call may have
+// finished its part and continued.
 std::vector<int> Executor::absent() const {
     const auto has_come = this->has_come();
     std::vector<int> ranks = awaited();
@@ -131,7 +131,7 @@ std::vector<int> Executor::absent() const {
     return ranks;
 }
 
-// Sets the ranks of `outcome` that are to blame for a time-out; returns false while they are unknown.
+// Stores the ranks to blame for a timeout in `outcome`; returns false while they are unknown.
 bool Executor::blame(Outcome& outcome, std::int64_t waited_ns) {
     const std::vector<int> mine = awaited();
     std::vector<int> missing = absent();

@@ -7,8 +7,8 @@
 namespace paceline::executor {
 namespace {
 
-// The number of bytes of floats that are converted before the lanes are driven again: small enough that packed or
-// received data stays in the cache and that a socket's buffer does not become empty in the meantime.
+// Number of bytes of floats to convert before driving the lanes again. Small enough to keep packed or received data in
+// the cache and socket buffers from running empty.
 constexpr std::size_t kAtATime = 128 << 10;
 
 }  // namespace
@@ -47,7 +47,7 @@ bool Executor::copy(std::uint32_t step, std::size_t until) {
     return moves;
 }
 
-// Converts at most kAtATime bytes of floats. `until` is the end of the block, or of a group.
+// Converts at most kAtATime bytes of floats, up to `until`, which is the end of the block or of a group.
 bool Executor::convert(std::uint32_t step, std::size_t until) {
     StepState& step_state = states_[step];
     const Step& what = schedule_->steps[step];
@@ -89,7 +89,7 @@ void Executor::convert_run(std::uint32_t step, std::uint8_t* floats, std::size_t
         wire_kernels_->add(packed, floats, count, what.final && averages_ ? lanes_.size() : 1);
 }
 
-// Converts, in a copy, a group that is divided among several tensors.
+// Converts a group that spans several tensors, by way of a contiguous copy.
 void Executor::convert_split_group(std::uint32_t step, const Memory& floats, std::size_t at, std::size_t nbytes) {
     alignas(8) std::uint8_t group[kWireGroup * sizeof(float)];
     const auto each_piece = [&](auto visit) {

@@ -1,5 +1,5 @@
-// The messenger's treatment of received frames: it matches messages with receives and enforces the protocol (see the
-// note in messenger.hpp).
+// Processing of received frames: matches messages with receives and enforces the protocol (see the note in
+// messenger.hpp).
 #include <algorithm>
 #include <cstring>
 
@@ -48,12 +48,12 @@ void Messenger::accept(int peer, const Frame& offer, const std::shared_ptr<Reque
     flush(peer);
 }
 
-// Whether the message has the receive's size and dtype.
+// Returns true if the message's size and dtype equal those of the receive.
 bool Messenger::fits(const Frame& frame, const Request& request) {
     return frame.nbytes == request.memory_.nbytes() && frame.dtype == request.dtype_;
 }
 
-// Fails a receive whose message does not fit.
+// Fails a receive whose message has a different size or dtype.
 void Messenger::misfit(const Frame& frame, int peer, const std::shared_ptr<Request>& request) {
     Outcome outcome;
     outcome.code = Code::mismatch;
@@ -67,7 +67,7 @@ void Messenger::misfit(const Frame& frame, int peer, const std::shared_ptr<Reque
     finish(request, std::move(outcome));
 }
 
-// Counts an eager message as consumed, and returns the credit once it amounts to half a window.
+// Counts an eager message as consumed, and sends a credit to its sender once half a window has been consumed.
 void Messenger::credit(int peer, std::size_t nbytes) {
     PeerState& from = state(peer);
     from.eager_in += charge(nbytes);
@@ -111,7 +111,8 @@ bool Messenger::begin_body(int peer) {
             from.eager_held += charge(frame.nbytes);
             if (from.eager_held > kEagerWindow) return false;
             frame.offset = 0;
-            // A receive that does not fit fails after the body has been read, like a receive that is posted until then.
+            // A receive that does not match the size or dtype fails only after the body has been read, as does a
+            // receive posted while the body arrives.
             if (const auto at = posted_for(frame, peer); at != posted_.end() && fits(frame, **at)) {
                 from.body_for = *at;
                 from.body_for->source_ = peer;
@@ -142,7 +143,7 @@ bool Messenger::begin_body(int peer) {
     }
 }
 
-// Whether the message has a new id: ids only increase.
+// Returns true if the message's id is greater than all earlier ids from this peer.
 bool Messenger::is_next(int peer) {
     PeerState& from = state(peer);
     if (from.frame.id <= from.latest_id) return false;
@@ -150,7 +151,7 @@ bool Messenger::is_next(int peer) {
     return true;
 }
 
-// Whether the receive matches this message from `peer`.
+// Returns true if the receive matches this message from `peer`.
 bool Messenger::belongs(const Frame& frame, int peer, const Request& request) {
     return request.tag_ == frame.tag && (request.peer_ == kAnySource || request.peer_ == peer);
 }
@@ -161,7 +162,7 @@ std::list<std::shared_ptr<Request>>::iterator Messenger::posted_for(const Frame&
                         [&](const std::shared_ptr<Request>& each) { return belongs(frame, peer, *each); });
 }
 
-// Completes the posted receive that matches a message, or keeps the message until there is one.
+// Completes the posted receive that matches a message, or stores the message until such a receive is posted.
 void Messenger::arrive(Arrival arrival) {
     PeerState& from = state(arrival.peer);
     if (arrival.frame.kind == FrameKind::offer) ++from.offers_held;
@@ -237,7 +238,7 @@ void Messenger::end_body(int peer) {
             return;
         }
         case FrameKind::verdict:
-            // The verdict is passed on, so that no rank detects that this one leaves before it has the reason.
+            // The verdict is forwarded to all ranks: each must have the reason before it detects that this rank leaves.
             if (auto outcome = decode(from.body, lanes_.size()); !outcome)
                 closed(peer);
             else if (!failure_)

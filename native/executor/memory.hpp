@@ -38,7 +38,7 @@ class Memory {
         return used;
     }
 
-    // Returns the longest run of at most `count` bytes from `from` on that is in one piece.
+    // Returns the longest contiguous run of at most `count` bytes that starts at offset `from`.
     Piece run(std::size_t from, std::size_t count) const {
         const std::size_t i = index_of(from);
         const std::size_t within = from - starts_[i];

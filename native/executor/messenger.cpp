@@ -21,7 +21,7 @@ Messenger::Messenger(link::LaneSet& lanes)
 }
 
 void Messenger::close() {
-    lanes_.waits().remove(*this);  // before `mutex_`, which must be acquired after the lock that this acquires
+    lanes_.waits().remove(*this);  // acquires `linking_`, so `mutex_` must not be held
     std::unique_lock hold(mutex_);
     if (closing_) return;
     closing_ = true;
@@ -45,7 +45,7 @@ void Messenger::close() {
         return std::any_of(states_.begin(), states_.end(),
                            [](const PeerState& s) { return !s.outgoing.empty() && !s.deaf; });
     };
-    for (bool late = false; pending() && !late;) {  // at least one attempt, even if this thread is late
+    for (bool late = false; pending() && !late;) {  // tries at least once, even after the deadline
         late = Clock::now() >= until;
         if (!progress() && !late) waiter_.sleep(std::chrono::milliseconds(1));
     }
@@ -56,9 +56,9 @@ void Messenger::close() {
     if (!failure_) await_delivery(hold);
 }
 
-// Waits until the peers' machines have received the goodbyes. A peer that is still in its last call may announce it to
-// this rank; if this frame arrived after the lane is closed, the reset in answer could overtake the goodbye, and this
-// rank would appear to have died.
+// Waits until the peers' machines have received the goodbyes. A peer in its last call may still send an announcement.
+// If that frame arrived after this rank closed the lane, the kernel would answer with a reset, which could overtake the
+// goodbye and make this rank appear dead.
 void Messenger::await_delivery(std::unique_lock<std::mutex>& hold) {
     std::vector<const link::Lane*> awaited;
     for (int peer = 0; peer < lanes_.size(); ++peer) {
@@ -162,8 +162,8 @@ Outcome Messenger::without_locked(int peer) {
     return outcome;
 }
 
-// Reports to the mesh why this rank gives up. It will soon leave its other groups too, and their ranks then have the
-// cause.
+// Reports to the mesh why this rank gives up, which provides the cause to the ranks of its other groups; this rank
+// leaves those groups soon afterwards.
 void Messenger::note(const Outcome& outcome) {
     const auto name = [this](int rank) { return lanes_.name(rank); };
     const Cause cause = cause_of_leaving(outcome, lanes_.waits().name(), name);
@@ -211,8 +211,8 @@ void Messenger::break_group(Outcome outcome, bool notifies_others) {
         each.accepted.clear();
         each.still.clear();
         each.body_for = nullptr;
-        // A peer that has read a part of a frame must receive the rest before the verdict; all other frames are
-        // dropped. The rest is copied, because the tensors belong to the program again once their requests have failed.
+        // Only a partly sent frame must be completed before the verdict; all other frames are dropped. Its remainder is
+        // copied, because the program may reuse the tensors once their requests have failed.
         while (each.outgoing.size() > 1) each.outgoing.pop_back();
         if (each.outgoing.empty()) continue;
         if (each.outgoing.front().sent == 0)
@@ -255,8 +255,7 @@ Outcome Messenger::fail(Outcome outcome) {
 void Messenger::abort() {
     abort_asked_.store(true, std::memory_order_release);
     waiter_.wake();
-    // The thread that drives the lanes may hold the lock as long as there is data to move, and then breaks the group
-    // itself.
+    // The driving thread may hold the lock as long as data is moving. In that case it breaks the group itself.
     const std::lock_guard hold(mutex_);
     heed_abort();
 }
@@ -275,7 +274,7 @@ void Messenger::announce(const CallHeader& header) {
     for (int peer = 0; peer < lanes_.size(); ++peer) {
         if (!lanes_.peer(peer).control) continue;
         auto& outgoing = state(peer).outgoing;
-        // A peer that computes for a long time reads nothing, so only the latest announcement is kept for it.
+        // Only the latest announcement stays queued: a peer that computes for a long time does not read any frames.
         std::erase_if(outgoing,
                       [](const Outgoing& each) { return each.frame.kind == FrameKind::waiting && each.sent == 0; });
         push(peer, {.kind = FrameKind::waiting, .nbytes = sizeof header}, {from, from + sizeof header}, nullptr);

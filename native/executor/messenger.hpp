@@ -1,34 +1,32 @@
-// Point-to-point messages, and the reports that the ranks of a group exchange in addition to their collectives.
+// Point-to-point messages, and the control messages that accompany a group's collectives.
 //
 // Note: the protocol. Every pair of ranks has one control lane, on which each side writes a sequence of frames
 // (frame.hpp).
-// - A *request* is a send or a receive of the program. It is *open* until it is done, and a receive without a
-//   message is *posted*. A message without a receive is an *arrival*. A message matches the first receive, and a
-//   receive matches the first message, with the same sender (or kAnySource) and tag; so messages with the same tag
-//   keep their order.
-// - A message of up to kEagerBytes is *eager*: its bytes follow its frame at once, and the receiver keeps them
-//   until there is a receive. The *window* bounds that memory: a sender has at most kEagerWindow of eager messages
-//   for which the receiver has not returned a *credit*. The receiver credits the messages that its receives have
-//   consumed, in batches of half a window. A message that exceeds the window is offered instead, so a send never
-//   waits for credits.
+// - A *request* is a send or a receive of the program. A request is *open* until it is done. A receive without a
+//   matching message is *posted*; a message without a matching receive is an *arrival*. A message matches the first
+//   receive, and a receive the first message, with the same sender (or kAnySource) and tag. Messages with the same tag
+//   therefore keep their order.
+// - A message of up to kEagerBytes is *eager*: its bytes follow its frame immediately, and the receiver stores them
+//   until a receive matches. The *window* limits that memory: a sender may have at most kEagerWindow bytes of eager
+//   messages without a *credit* from the receiver. The receiver sends credits for consumed messages in batches of half
+//   a window. A message that would exceed the window is offered instead, so a send never waits for credits.
 // - A longer message is an *offer*: the frame is sent alone, and the receiver answers with *accept* once a receive
 //   matches. Then the bytes follow as *data* frames of at most kPartBytes, directly from tensor to tensor; other
 //   frames may be sent between them. Each offer takes a frame at the receiver, so at most kMostOffers to one rank may
 //   wait; a further send fails as `too_many_offers`.
-// - A receive whose size or dtype differs from its message's fails as a mismatch. An offer is then answered with
-//   *refuse*, and its send fails too; an eager message, whose send was done long ago, is dropped. The group remains
-//   usable.
-// - *waiting* carries the call in which the sender waits, for the reports of time-outs and mismatches.
+// - A receive whose size or dtype differs from its message's fails as a mismatch. The receiver answers an offer with
+//   *refuse*, and the send also fails. An eager message is dropped, because its send has already completed. The group
+//   remains usable.
+// - *waiting* contains the call in which the sender waits; error messages for timeouts and mismatches use it.
 // - *ask* and *answer* determine which ranks hold up a call that has timed out (inquiry.cpp).
-// - A *verdict* is the reason why the sender broke the group. A rank that receives its first verdict adopts it, fails
-//   all of its requests with it, and passes it on, so that no rank detects that another one leaves before it has the
-//   reason. A rank keeps its first reason and ignores later ones.
-// - *goodbye* is the last frame of a rank that destroys its group. Its peers fail their open requests with that rank
-//   and continue with the others. A lane that ends without a goodbye means that the rank died, which breaks the
-//   group.
-// A rank trusts its peers only with the data: a frame that violates these rules counts as the peer's death.
-// A thread that waits for a request *drives* all control lanes, one thread at a time; the messenger's own thread does
-// so while asynchronous requests are open and no other thread waits.
+// - A *verdict* is the reason why the sender broke the group. A rank adopts the first verdict that it receives, fails
+//   all of its requests with it, and forwards it to all ranks: each must have the reason before it detects that another
+//   rank leaves. Later verdicts are ignored.
+// - *goodbye* is the last frame of a rank that destroys its group. Its peers fail their open requests to and from that
+//   rank; all other requests continue. A lane that ends without a goodbye means that the rank died, which breaks the
+//   group. A rank trusts its peers only with the data: a frame that violates these rules counts as the peer's death. A
+//   thread that waits for a request *drives* all control lanes, one thread at a time; the messenger's own thread does
+//   so while asynchronous requests are open and no other thread waits.
 #pragma once
 
 #include <atomic>
@@ -54,11 +52,11 @@ namespace paceline::executor {
 constexpr int kAnySource = -1;
 constexpr std::size_t kEagerBytes = 16 << 10;    // longer messages are offered
 constexpr std::size_t kEagerWindow = 512 << 10;  // eager bytes to one rank without a credit
-constexpr std::size_t kPartBytes = 1 << 20;      // the longest data frame; other frames may have to wait for it
+constexpr std::size_t kPartBytes = 1 << 20;      // maximum data per frame, which bounds the delay of other frames
 constexpr std::size_t kMostOffers = 1 << 16;     // the most offers to one rank that may wait for its receives
 
-// The share of the window that an eager message takes. The receiver keeps a frame even for an empty message, so no
-// message is free.
+// Returns the part of the window that an eager message uses. Even an empty message counts, because the receiver stores
+// its frame.
 constexpr std::size_t charge(std::size_t nbytes) {
     return nbytes + sizeof(Frame);
 }
@@ -66,7 +64,7 @@ constexpr std::size_t charge(std::size_t nbytes) {
 class Request {
   public:
     bool done() const { return done_.load(std::memory_order_acquire); }
-    // Valid only once the request is done.
+    // Valid only after the request is done.
     const Outcome& outcome() const { return outcome_; }
     int source() const { return source_; }
 
@@ -84,7 +82,8 @@ class Request {
     RecordedCall recorded_;
     Outcome outcome_;
     std::atomic<bool> done_{false};
-    std::list<std::shared_ptr<Request>>::iterator place_{};  // its position among the open requests
+    std::list<std::shared_ptr<Request>>::iterator
+        place_{};  // the request's position in the messenger's list of open requests
 };
 
 class Messenger final : public Waits::Link {
@@ -101,41 +100,43 @@ class Messenger final : public Waits::Link {
                                   std::int64_t timeout_ns);
     std::shared_ptr<Request> receive(int peer, std::int32_t tag, DType dtype, const Stream& tensor,
                                      std::int64_t timeout_ns);
-    // Returns true once the request is done, or false after `timeout_ns`. `interrupted` ends the request.
+    // Waits for a request. Returns true once it is done, or false after `timeout_ns`. Fails the request if
+    // `interrupted` returns true.
     bool wait(const std::shared_ptr<Request>& request, std::int64_t timeout_ns, const Interrupted& interrupted);
-    // Makes open requests proceed while no thread waits for them.
+    // Starts the background thread, which drives open requests while no other thread waits.
     void run_in_background();
 
-    // Records later messages under the recorder's serial number of the group.
+    // Sets the group's serial number in the recording for all later messages.
     void record_as(std::uint32_t group) { recorded_as_.store(group, std::memory_order_relaxed); }
 
-    // Processes pending input once; returns at once if another thread is already doing so.
+    // Processes pending input once, or returns immediately if another thread is doing so.
     void poll();
-    // Wakes `waiter`, unless it is nullptr, when any thread breaks the group.
+    // Sets the waiter (or nullptr) to wake when any thread breaks the group.
     void on_failure(link::Waiter* waiter);
     // Returns why the group is broken, or nullopt if it is not.
     std::optional<Outcome> failure();
-    // Breaks the group for this rank and sends the verdict to all others. The first reason is kept and returned.
+    // Breaks the group on this rank and sends the verdict to all other ranks. Returns the outcome that first broke the
+    // group.
     Outcome fail(Outcome outcome);
     // Breaks the group as `aborted`; any thread may call this while others wait in the group.
     void abort();
-    // Reports to all others that this rank waits in a call.
+    // Announces to all other ranks that this rank waits in a call.
     void announce(const CallHeader& header);
-    // The latest call that each rank has announced.
+    // Returns the latest call that each rank has announced.
     std::vector<CallHeader> announced();
-    // Record calls that were not announced: a call whose header came from `peer`, and a call that completes only after
-    // all ranks have made it.
+    // Record calls without an announcement. `saw` records a call whose header arrived from `peer`; `saw_all` records a
+    // call that has completed and therefore was begun by all ranks.
     void saw(int peer, const CallHeader& header);
     void saw_all(const CallHeader& header);
     // Returns the latest call of each rank, announced or recorded; its operation is `none` if no call is known.
     std::vector<CallHeader> latest();
-    // Answers the peers' queries, as far as this rank already has the answers.
+    // Answers those queries from peers whose answers this rank already has.
     void answer();
     void serve() override;
     bool ask(int name, const Occasion& in) override;
-    // The number of frames that wait to be written to `peer`.
+    // Returns the number of frames pending for `peer`.
     std::size_t queued(int peer);
-    // The ranks that have sent a goodbye.
+    // Returns the ranks that have sent a goodbye.
     std::vector<int> left();
     // Returns the outcome of a call that fails because `peer` died or left.
     Outcome without(int peer);
@@ -144,7 +145,7 @@ class Messenger final : public Waits::Link {
     struct Outgoing {
         Frame frame;
         std::vector<std::uint8_t> own;     // the body, if the messenger owns it
-        std::shared_ptr<Request> request;  // otherwise its tensor holds the body
+        std::shared_ptr<Request> request;  // the request whose tensor is the body, if `own` is empty
         std::size_t sent = 0;              // bytes of frame and body
     };
     struct Arrival {  // a message that has arrived
@@ -160,7 +161,7 @@ class Messenger final : public Waits::Link {
         std::deque<Outgoing> outgoing;
         std::map<std::uint64_t, std::shared_ptr<Request>> offered;   // sends, by id, until they are accepted
         std::map<std::uint64_t, std::shared_ptr<Request>> accepted;  // receives, by id, until they are complete
-        std::map<std::uint64_t, std::size_t> still;                  // the bytes of `accepted` that are still missing
+        std::map<std::uint64_t, std::size_t> still;                  // bytes still missing, by the ids in `accepted`
         std::uint64_t next_id = 1;
         std::size_t eager_out = 0;    // charges of eager messages sent, not credited yet
         std::size_t eager_in = 0;     // charges of eager messages consumed by receives, not credited yet
@@ -174,11 +175,11 @@ class Messenger final : public Waits::Link {
         std::size_t body_read = 0;
         std::shared_ptr<Request> body_for;
         CallHeader announced{};
-        std::vector<Question> questions;  // its queries without an answer
-        bool deaf = false;                // its lane accepts no more frames, but may have frames to read
+        std::vector<Question> questions;  // unanswered queries from the peer
+        bool deaf = false;                // the lane accepts no more frames but may still contain unread frames
         bool left = false;
         bool lost = false;
-        Cause cause;  // the reason why it left, if it reported one
+        Cause cause;  // the reason why the peer left, if it reported one
     };
 
     std::vector<CallHeader> latest_locked();
@@ -229,18 +230,18 @@ class Messenger final : public Waits::Link {
     std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<PeerState> states_;
-    std::mutex seeing_;  // guards the two below, since `mutex_` may be held for long while large messages move
+    std::mutex seeing_;  // guards `seen_` and `seen_of_all_`; `mutex_` may be held for long while large messages move
     std::vector<CallHeader> seen_;
     CallHeader seen_of_all_{};
-    std::list<std::shared_ptr<Request>> posted_;  // receives without a message, in the order of their calls
-    std::list<Arrival> arrivals_;                 // messages without a receive, in the order of their arrival
+    std::list<std::shared_ptr<Request>> posted_;  // receives without a message, in call order
+    std::list<Arrival> arrivals_;                 // messages without a receive, in order of arrival
     std::list<std::shared_ptr<Request>> open_;    // requests that are not done
     std::atomic<std::uint32_t> recorded_as_{0};
-    std::optional<WaitChainSearch> search_;  // the search about the time-out of `search_about_`
+    std::optional<WaitChainSearch> search_;  // the search for the ranks that hold up `search_about_`
     std::shared_ptr<Request> search_about_;
-    bool inquiring_ = false;  // a thread is in the search and does not hold `mutex_`
+    bool inquiring_ = false;  // a thread is in `search_->look` without holding `mutex_`
     bool driving_ = false;
-    int urgent_ = 0;  // threads that wait for a request while another drives
+    int urgent_ = 0;  // number of threads that wait for a request while another thread drives
     bool closing_ = false;
     std::optional<Outcome> failure_;
     std::atomic<bool> failed_{false};

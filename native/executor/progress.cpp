@@ -1,19 +1,19 @@
-// The watermarks: which steps of a schedule may advance, and how far.
+// Computes which steps of a schedule may advance, and how far (their watermarks).
 #include <algorithm>
 
 #include "executor/executor.hpp"
 
 namespace paceline::executor {
 
-// A send without blocks has no bytes that could order it, so it waits for all earlier receives instead: a barrier
-// consists only of this order.
+// A send without blocks has no data dependencies, so it waits for all earlier receives. A barrier consists entirely of
+// such sends.
 bool Executor::all_received_before(std::uint32_t step) const {
     for (std::uint32_t earlier = 0; earlier < step; ++earlier)
         if (schedule_->steps[earlier].kind != Kind::send && !states_[earlier].finished) return false;
     return true;
 }
 
-// Returns a step's progress, as other steps see it, in the buffer that it writes (`dst`) or reads.
+// Returns the position and progress of a step in the buffer that it writes (`dst` is true) or reads.
 Executor::Side Executor::side(std::uint32_t step, bool dst) const {
     const StepState& state = states_[step];
     const Step& what = schedule_->steps[step];
@@ -46,7 +46,7 @@ std::optional<std::size_t> Executor::limit(std::uint32_t step) const {
         const std::size_t at = std::max(front, std::max(other.offset, mine.offset)) - mine.offset;
         most = std::min(most, mine.packed ? at / packed_group(schedule_->wire) * kWireGroup * item_ : at);
     }
-    // A stripe or a read may end within an element, which can be reduced only once it is complete.
+    // A stripe or a read may end within an element, and only complete elements can be reduced.
     const std::size_t unit = converts(what.kind) ? kWireGroup * item_ : item_;
     if (most != step_state.nbytes) most = most / unit * unit;
     if (most == 0 && step_state.nbytes != 0) return std::nullopt;

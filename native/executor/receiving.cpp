@@ -1,4 +1,4 @@
-// Transfer of the messages of a schedule's receives from the lanes into the tensors and their reductions.
+// Receives a schedule's messages from the lanes, and stores or reduces them into the tensors.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -9,7 +9,7 @@
 namespace paceline::executor {
 namespace {
 
-constexpr std::size_t kStaging = 256 << 10;  // the bytes received before they are reduced, which stay in the cache
+constexpr std::size_t kStaging = 256 << 10;  // bytes received before each reduction; small enough for the cache
 
 }  // namespace
 
@@ -114,7 +114,7 @@ bool Executor::reduce_lane(FlowState& state, std::size_t lane, std::uint32_t ste
         const std::span<const std::uint8_t> there = from.peek();
         const std::size_t whole = std::min(there.size(), count) / item_ * item_;
         if (whole == 0) {
-            // The read also detects whether the peer is gone.
+            // Reading also detects whether the peer has closed the lane.
             if (there.empty() && from.read({}) == link::kClosed) lost(state.flow->peer);
             return false;
         }

@@ -23,7 +23,8 @@ bool to_slice(const std::int32_t* numbers, Slice& slice) {
     return slice.first <= kMostBlocks && slice.length <= kMostBlocks;
 }
 
-// Packed blocks are sent and received unchanged; only the steps that convert them use them otherwise, one by one.
+// Sends and receives transfer packed blocks unchanged. Only conversions read or write their contents, one block per
+// step.
 bool uses_wire_well(const Step& step) {
     const bool from = step.reads() && step.src.buffer == Buffer::wire;
     const bool to = step.writes() && step.dst.buffer == Buffer::wire;

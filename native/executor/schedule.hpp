@@ -1,5 +1,5 @@
-// The steps of one rank in a collective, as data: built and proved by paceline.comm.schedule, executed by executor.hpp.
-// The terms are those of src/paceline/comm/schedule/steps.py.
+// The steps of one rank in a collective, as plain data. paceline.comm.schedule builds and verifies schedules;
+// executor.hpp runs them. src/paceline/comm/schedule/steps.py defines the terms.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,12 @@ enum class Buffer : std::uint8_t { input, output, scratch, wire };
 
 constexpr std::size_t kBuffers = 4;
 
-// Whether a step converts a block of floats to its packed form in the wire buffer, or back.
+// Returns true for steps that convert a block between floats and the packed form in the wire buffer.
 constexpr bool converts(Kind kind) {
     return kind >= Kind::pack;
 }
 
-// Whether a step needs no other rank.
+// Returns true for steps that do not communicate.
 constexpr bool is_local(Kind kind) {
     return kind >= Kind::copy;
 }
@@ -35,23 +35,23 @@ struct Slice {
 
 struct Step {
     Kind kind = Kind::send;
-    bool final = false;  // for a reduction: its result contains all ranks' values
+    bool final = false;  // for a reduction: the result contains the values of all ranks
     int peer = -1;       // group rank; -1 for a local step
     Slice dst;           // written by all steps except send; an add also reads it
-    Slice src;           // read by all steps except recv; a reduction's local operand
+    Slice src;           // read by all steps except recv; for a reduction, the local operand
 
     bool reads() const { return kind != Kind::recv; }
     bool writes() const { return kind != Kind::send; }
 };
 
-// An earlier step that accesses blocks of a later step in a conflicting way: the later step follows it, byte by byte.
+// An earlier step whose access to some blocks conflicts with that of a later step. The later step never overtakes it.
 struct Dependency {
     std::uint32_t step;
-    bool earlier_dst;  // the conflict is with the blocks that the earlier step writes, not with those that it reads
-    bool later_dst;    // the later step writes these blocks, and does not read them
+    bool earlier_dst;  // the earlier step writes (rather than reads) the conflicting blocks
+    bool later_dst;    // the later step writes (rather than reads) these blocks
 };
 
-// The steps with one peer, in the order in which both sides execute them.
+// The steps that communicate with one peer, in the order in which both sides execute them.
 struct Flow {
     int peer;
     std::vector<std::uint32_t> sends;
@@ -60,8 +60,8 @@ struct Flow {
 
 struct Schedule {
     // `flat` has nine numbers per step: kind, final, peer, and buffer, first, length of `dst` and of `src`. Returns
-    // nullptr if they are not a schedule for `rank` of `size`; `bad_step` is then the first invalid step. `wire` is the
-    // format of the blocks in the wire buffer, if there are any.
+    // nullptr, with `bad_step` set to the first invalid step, if the steps are not a valid schedule for `rank` of
+    // `size`. `wire` is the format of blocks in the wire buffer, if any.
     static std::shared_ptr<const Schedule> make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
                                                 std::span<const std::int32_t> flat, std::size_t* bad_step = nullptr,
                                                 Wire wire = Wire::none);
@@ -80,7 +80,7 @@ struct Schedule {
     int size = 0;
     std::vector<Step> steps;
     std::vector<Flow> flows;
-    std::vector<std::uint32_t> local;  // the steps that need no other rank
+    std::vector<std::uint32_t> local;  // the steps that do not communicate
     std::vector<Dependency> all_dependencies;
     std::vector<std::uint32_t> dependencies_from;
 };

@@ -1,4 +1,4 @@
-// Transfer of the messages of a schedule's sends from the tensors into the lanes.
+// Sends a schedule's messages from the tensors into the lanes.
 #include <algorithm>
 #include <array>
 

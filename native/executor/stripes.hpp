@@ -1,9 +1,9 @@
 // Striping of a long message over the lanes to its peer.
 //
 // The message is cut into stripes of kStripe bytes, which are assigned to the lanes in rotation: with three lanes, lane
-// 1 carries stripes 1, 4, 7, ... The sender and the receiver both compute the position of a lane's next byte from the
-// number of bytes that the lane has moved, so the position is not sent. A message of one stripe or less uses only the
-// first lane.
+// 1 carries stripes 1, 4, 7, ... Sender and receiver both compute the offset of a lane's next byte from the number of
+// bytes that the lane has moved; the offset is not transmitted. A message of one stripe or less uses only the first
+// lane.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace paceline::executor {
 
-// Long enough to keep a lane busy between two system calls, and short enough that the lanes finish at about the same
+// Long enough to keep a lane busy between two system calls, short enough for all lanes to finish at about the same
 // time.
 constexpr std::size_t kStripe = 256 << 10;
 
@@ -32,17 +32,17 @@ struct Range {  // a range of a message, in bytes
     std::size_t to = 0;
 };
 
-// Returns the range that lane `lane` may move next if the first `until` bytes of the message may be moved. It ends at
-// the end of the stripe, since the next byte belongs to another lane. It is empty, or even reversed, if the lane may
-// move nothing.
+// Returns the range that lane `lane` may move next if the first `until` bytes of the message may be moved. The range
+// ends at the latest with the stripe, because the next stripe belongs to another lane. `from >= to` means that the lane
+// cannot move any bytes yet.
 constexpr Range next_range(std::size_t moved, std::size_t lane, std::size_t lanes, std::size_t until) {
     if (lanes == 1) return {moved, until};
     const std::size_t from = stripe_offset(moved, lane, lanes);
     return {from, std::min(until, from - from % kStripe + kStripe)};
 }
 
-// Returns the length of the contiguous prefix that has been moved of a message striped over `lanes`. The lanes advance
-// independently, and a later step may use only the bytes that have no gap before them.
+// Returns the length of the contiguous prefix of a striped message that has been moved. The lanes advance
+// independently, and later steps may use only bytes without a gap before them.
 template <class LaneStates>
 std::size_t contiguous(const LaneStates& states, std::size_t lanes, std::size_t nbytes) {
     if (lanes == 1) return states[0].moved;

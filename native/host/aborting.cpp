@@ -1,4 +1,4 @@
-// Functions with which any thread aborts a host group, or detects that it is broken, while another thread runs a call.
+// Functions that abort a host group or detect that it is broken; any thread may call them while another runs a call.
 #include "host/group.hpp"
 #include "shm/futex.hpp"
 
@@ -11,7 +11,7 @@ int Group::aborted_by() const {
     return -1;
 }
 
-// Ends the call because a rank has aborted the group; returns false, as `give_up` does.
+// Ends the call because a rank has aborted the group; always returns false.
 bool Group::adopt_abort() {
     outcome_.code = Code::aborted;
     outcome_.reporter = aborted_by();
@@ -20,10 +20,10 @@ bool Group::adopt_abort() {
 }
 
 void Group::abort() {
-    if (aborted_by() >= 0) return;  // so that every rank names the first rank that aborted
+    if (aborted_by() >= 0) return;  // every rank reports the same aborting rank
     control(rank_).aborted.store(1, std::memory_order_release);
-    // A waiting thread sleeps on a cell of any of the ranks for which it waits. A thread that is about to sleep misses
-    // this wake-up and checks after its turn.
+    // Waiting threads sleep on cells of this rank or of any other awaited rank, so all cells are woken. A thread that
+    // is about to sleep misses the wake-up and detects the abort after its turn.
     for (int r = 0; r < size_; ++r)
         for (Cell& each : control(r).cells) shm::futex_wake_all(each.round);
 }

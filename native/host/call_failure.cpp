@@ -14,19 +14,20 @@ constexpr std::int64_t kServesAfterNs = std::chrono::nanoseconds(Waits::kServesA
 
 }  // namespace
 
-// Checks, after a turn of waiting since `since`, for a reason to end the wait, in this order: the verdict of another
-// rank, an abort, ranks that died or left, the deadline and an interrupt. The order matters: a verdict names the first
-// cause, and a rank that gave up because of a dead rank, or aborted the group, also leaves. `missing` returns the ranks
-// that have not arrived, or none if the wait is over. Returns false if this rank gave up or adopted a verdict.
+// Checks after a turn of waiting whether the wait must end, and returns false if this rank gave up or adopted a
+// verdict. `missing` returns the ranks that have not arrived; `since` is when the wait began. Checks verdicts from
+// other ranks, aborts, ranks that died or left, the deadline and interrupts, in this order: a rank that gave up or
+// aborted usually leaves soon afterwards, and its verdict or abort is the more precise reason.
 bool Group::look_around(int turn, Clock::time_point since, const std::function<RankSet()>& missing,
                         Waits::Entry& entry) {
     const RankSet lost = this->lost();
     const RankSet left = this->left();
     const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - since).count();
-    // Read after the sets of lost ranks and of ranks that left, whose acquire makes visible whatever a peer published
-    // before it ended. Otherwise a peer that completed the round and then left would be reported as missing.
+    // `missing` must be read after `lost` and `left`, whose acquire loads make visible what a peer published before it
+    // exited. In the other order, a peer that completed the round and then left would be reported as missing.
     const RankSet ranks = missing();
-    // Read last, so that a rank that gave up and then withdrew its marks or left is not reported as missing.
+    // Verdicts must be read last: a rank that gave up and then withdrew its marks or left would otherwise be reported
+    // as missing.
     for (int other = 0; other < size_; ++other)
         if (other != rank_ && adopt_verdict(other)) return false;
     if (ranks.empty()) return true;
@@ -45,7 +46,7 @@ void Group::say_whom_it_awaits(const RankSet& ranks, Waits::Entry& entry) const 
     entry.say(mesh_.waits(), {{group_of(id_), sequence_}, holds_program(*call_, background_), names_of(ranks.ranks())});
 }
 
-// Returns the verdict on a call that has timed out while it waits for `missing`, or nullopt while it is unknown.
+// Returns the verdict on a timed-out call that waits for `missing`, or nullopt while the ranks to blame are unknown.
 std::optional<Verdict> Group::look_for_the_cause(const RankSet& missing, std::int64_t waited_ns) {
     if (!search_) search_.emplace(mesh_.waits(), Occasion{group_of(id_), sequence_}, timeout_ns_, waited_ns);
     const std::vector<int> awaited = missing.ranks();
@@ -77,7 +78,7 @@ std::vector<int> Group::names_of(const std::vector<int>& ranks) const {
     return names;
 }
 
-// The members that died.
+// Returns the members that died.
 RankSet Group::lost() const {
     RankSet ranks;
     for (int r = 0; r < size_; ++r)
@@ -85,7 +86,7 @@ RankSet Group::lost() const {
     return ranks;
 }
 
-// The members that left the job, or destroyed this group.
+// Returns the members that left the job or destroyed this group.
 RankSet Group::left() const {
     RankSet ranks;
     for (int r = 0; r < size_; ++r)
@@ -102,7 +103,7 @@ RankSet Group::missing_in(std::uint32_t round) const {
     return ranks;
 }
 
-// Whether `rank` has begun this rank's call.
+// Returns true if `rank` has begun the call in which this rank waits.
 bool Group::has_begun(int rank) const {
     return std::any_of(std::begin(control(rank).cells), std::end(control(rank).cells),
                        [this](const Cell& cell) { return cell.header.sequence >= sequence_; });
@@ -113,7 +114,7 @@ bool Group::have_begun(const RankSet& ranks) const {
     return std::all_of(all.begin(), all.end(), [this](int rank) { return has_begun(rank); });
 }
 
-// Returns why `rank` left, if it reported this in the group or to the mesh.
+// Returns the cause that `rank` reported in the group or to the mesh when it left, if any.
 Cause Group::cause_of(int rank) const {
     const Control& theirs = control(rank);
     if (theirs.gave_up.load(std::memory_order_acquire) == GaveUp::left && theirs.verdict.cause != 0)
@@ -121,8 +122,8 @@ Cause Group::cause_of(int rank) const {
     return mesh_.blamed_by(members_[static_cast<std::size_t>(rank)]);
 }
 
-// Blames the ranks that ended first: dead ranks before ranks that left, and ranks without a cause before ranks that
-// gave up because of another rank.
+// Gives up because ranks died or left. Blames dead ranks rather than ranks that left, and ranks that reported no cause
+// rather than ranks that gave up because of another rank.
 bool Group::give_up_without(const RankSet& missing, const RankSet& lost, const RankSet& left, std::int64_t waited_ns) {
     const RankSet& gone = lost.empty() ? left : lost;
     RankSet first;
@@ -146,7 +147,7 @@ bool Group::give_up(GaveUp reason, const Verdict& verdict) {
     outcome_.held_by.assign(verdict.held_by, verdict.held_by + std::min(verdict.held_by_count, kMostHeldBy));
     outcome_.cause = Cause::unpack(verdict.cause);
     outcome_.waited_ns = verdict.waited_ns;
-    // The latest call of a missing rank shows what the rank did instead.
+    // A missing rank's latest call shows which call it made instead.
     outcome_.calls.resize(static_cast<std::size_t>(size_));
     for (int r = 0; r < size_; ++r) {
         CallHeader& latest = outcome_.calls[static_cast<std::size_t>(r)];
@@ -166,19 +167,20 @@ bool Group::give_up(GaveUp reason, const Verdict& verdict) {
     return false;
 }
 
-// Withdraws the marks of this call's rounds, so that a rank that makes the call later reads the verdict and does not
-// complete the call that failed here. The marks of earlier calls stay, because those calls have completed.
+// Withdraws this rank's marks for the rounds of the failed call. A rank that begins the call later then reads the
+// verdict and fails as well. Marks of earlier calls stay, because those calls have completed.
 void Group::take_marks_back() {
     for (Cell& each : control(rank_).cells) {
         const std::uint32_t round = each.round.load(std::memory_order_relaxed);
-        // This is a round of the next cell, so no rank waits for it here. A rank that reads it also sees the verdict.
+        // `round + 1` belongs to the next cell, so no rank waits for it in this cell. A rank that reads it also sees
+        // the verdict.
         if (static_cast<std::int32_t>(round - first_round_) >= 0)
             each.round.store(round + 1, std::memory_order_release);
         shm::futex_wake_all(each.round);
     }
 }
 
-// Adopts the verdict of `peer`, if it gave up.
+// Adopts the verdict of `peer` if that rank gave up; returns false if it did not.
 bool Group::adopt_verdict(int peer) {
     const Control& theirs = control(peer);
     const GaveUp reason = theirs.gave_up.load(std::memory_order_acquire);

@@ -16,17 +16,18 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Long enough for a peer that is about to publish, and short enough not to block a peer that needs the core. The thread
-// of asynchronous calls competes with the program's own threads, so it spins less unless it has its own core.
+// Long enough for a peer that is about to publish, short enough not to block a peer that needs the core. The thread for
+// asynchronous calls competes with the program's threads, so it spins less unless it has its own core.
 constexpr int kSpins = 4000;
 constexpr int kBackgroundSpins = 100;
-constexpr int kMoment = 50;  // the spins of a brief wait, which take a microsecond or two
+constexpr int kMoment = 50;  // number of spins in a brief wait, about one or two microseconds
 constexpr int kYields = 20;
-constexpr double kManyYielding = 4;  // ranks per core; a round of yields through more ranks takes longer than a sleep
-constexpr double kManyLooking = 8;   // ranks per core from which turns are longer, since each rank checks every turn
-constexpr int kLongestTurn = 10;     // in usual turns
-// A yield that took this long gave the core to a computing thread. Yielding again would take another of its time
-// slices, whereas the scheduler soon runs a thread that is woken from sleep.
+constexpr double kManyYielding = 4;  // ranks per core above which yielding takes longer than sleeping
+constexpr double kManyLooking =
+    8;                            // ranks per core above which turns are longer, because each rank checks once per turn
+constexpr int kLongestTurn = 10;  // in units of kTurn
+// A yield that took this long gave the core to a computing thread. Yielding again would cost another time slice,
+// whereas the scheduler soon runs a thread that is woken from sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);
 constexpr std::int64_t kTurnNs = std::chrono::nanoseconds(kTurn).count();  // a death ends a turn early
 
@@ -66,7 +67,7 @@ std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, 
     return group;
 }
 
-// Chooses how to wait and in which order to reduce, based on the cores of all ranks.
+// Chooses how to wait and how to divide reductions into blocks, based on the cores of all ranks.
 void Group::learn_of_cores() {
     std::vector<Cores> everyones;
     std::vector<Domain> domains;
@@ -93,9 +94,9 @@ Group::~Group() {
     }
 }
 
-// Sets the number of bytes of its slot that each round of the call may use. If they are few, successive rounds in a
-// slot use different bytes: by the time a rank writes to the same bytes again, they have left the L2 caches, and
-// fetching a line from the shared cache is several times as fast as fetching it from another core's cache.
+// Sets how many bytes of a slot each round of the call may use. Small calls rotate through the slot: when a rank writes
+// to the same bytes again, they have been evicted from the L2 caches, and fetching a line from the shared cache is
+// several times as fast as fetching it from another core's cache.
 void Group::stage_in(std::size_t nbytes) {
     span_ = staged(nbytes, room_);
     places_ = static_cast<std::uint32_t>(room_ / span_);
@@ -103,7 +104,8 @@ void Group::stage_in(std::size_t nbytes) {
 
 void Group::publish(std::uint32_t round) {
     Cell& mine = cell(rank_, round);
-    // seq_cst, paired with the sleeper's increment and second check in await_slowly: one of the two sees the other.
+    // seq_cst, paired with the sleeper's increment and second check in `await_slowly`: at least one side reads the
+    // other's store.
     mine.round.store(round, std::memory_order_seq_cst);
     if (control(rank_).sleepers.load(std::memory_order_seq_cst) != 0) shm::futex_wake_all(mine.round);
 }
@@ -151,7 +153,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
     };
     Waits::Entry entry;
     search_.reset();
-    // In a group that has already been aborted, no rank would wake this thread.
+    // If the group has already been aborted, no rank will wake this thread.
     if (aborted_by() >= 0 && !look_around(1, started_, missing, entry)) return false;
     for (int turn = 1;; ++turn) {
         sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -163,7 +165,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
     }
 }
 
-// The first round of a call: publishes its header and `payload`, waits for the peers' headers and compares them.
+// Runs the first round of a call: publishes the header and `payload`, waits for the peers' headers and compares them.
 bool Group::begin(Call& call, const void* payload, std::size_t payload_bytes) {
     header_ = {sequence_,        count_in_header(call), call.root,   call.operation, call.dtype, call.reduce_op,
                call.region != 0, call.region,           call.offset, call.algorithm, {}};
@@ -174,7 +176,8 @@ bool Group::begin(Call& call, const void* payload, std::size_t payload_bytes) {
     if (payload_bytes != 0) std::memcpy(mine.payload, payload, payload_bytes);
     publish(round);
     if (!await(round)) return false;
-    // All other ranks had arrived when this rank checked them, or were awaited before the last awaited rank.
+    // The last rank for which this rank had to wait is the last to arrive. If it did not wait, this rank itself arrived
+    // last.
     call.observed.last_arrived = last_awaited_ >= 0 ? last_awaited_ : rank_;
     if (total_nbytes(call.outputs) > slot_bytes_) call.observed.complete = record::ticks();
     for (int r = 0; r < size_; ++r)
@@ -193,7 +196,7 @@ std::uint64_t Group::sent_nbytes(const Call& call) const {
 Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) {
     if (broken_) return outcome_;
     if (outcome_.code != Code::ok) outcome_ = {};
-    // Only this rank's own word is checked here: an abort by another rank is detected in this call's first round.
+    // Checks only this rank's own flag. An abort by another rank is detected in the first round of the call.
     if (control(rank_).aborted.load(std::memory_order_acquire) != 0) {
         adopt_abort();
         return outcome_;
@@ -238,7 +241,7 @@ Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) 
     }
     if (outcome_.code == Code::ok) {
         copying_.end();
-        return {};  // without copying the lists of a failure
+        return {};  // avoids copying the lists in `outcome_`
     }
     if (broken_ && call.region != 0) isolate(call);
     return outcome_;

@@ -1,4 +1,4 @@
-// The host collectives, over shared memory, of a group whose ranks are all on one machine.
+// Collectives over shared memory, for a group whose ranks are all on one host.
 //
 // One call runs at a time; `run` is not thread-safe (see call_queue.hpp). A call whose headers do not match fails in
 // the same way on every rank and leaves the group usable; any other failure breaks the group, and every later call
@@ -24,10 +24,10 @@ using shm::RankSet;
 
 class Group final : public Collectives {
   public:
-    // `members[r]` is the mesh rank of group rank r; `id` is the same on every member and new for each group.
-    // `threads` is the number of threads with which this process computes. `domain` overrides the detected location of
-    // this rank (tests simulate machines). Returns nullptr if a member does not arrive by `deadline`. Throws
-    // std::system_error if descriptors or memory run out.
+    // `members[r]` is the mesh rank of group rank r; `id` is unique to the group and the same on every member.
+    // `threads` is the number of compute threads in this process. `domain` overrides the detected domain of this rank,
+    // for tests. Returns nullptr if a member does not arrive by `deadline`. Throws std::system_error if descriptors or
+    // memory run out.
     static std::unique_ptr<Group> create(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id,
                                          std::size_t slot_bytes, std::chrono::steady_clock::time_point deadline,
                                          int threads = 1, std::optional<Domain> domain = std::nullopt);
@@ -48,7 +48,7 @@ class Group final : public Collectives {
         return *std::launder(reinterpret_cast<Control*>(controls_ + static_cast<std::size_t>(rank) * kControlBytes));
     }
     Cell& cell(int rank, std::uint32_t round) const { return control(rank).cells[round % kSlots]; }
-    // Returns the place in a rank's slot for the data that it stages in a round of this call.
+    // Returns the address in a rank's slot of the data that the rank stages in a round of this call.
     std::uint8_t* slot(int rank, std::uint32_t round) const {
         return slots_ + (static_cast<std::size_t>(rank) * kSlots + round % kSlots) * room_ +
                round / kSlots % places_ * span_;
@@ -103,9 +103,9 @@ class Group final : public Collectives {
     shm::Mesh& mesh_;
     std::vector<int> members_;
     std::uint64_t id_;
-    std::size_t slot_bytes_;    // the bytes that most calls stage at a time
+    std::size_t slot_bytes_;    // number of bytes that most calls stage per round
     std::size_t room_ = 0;      // the size of a slot in bytes
-    std::size_t span_ = 0;      // the bytes of a slot that each round of the call may use
+    std::size_t span_ = 0;      // number of bytes of a slot that each round of the call may use
     std::uint32_t places_ = 1;  // the number of such spans in a slot
     int rank_ = 0;
     int size_ = 0;
@@ -125,7 +125,8 @@ class Group final : public Collectives {
     std::size_t block_ = 0;  // see `block_of`
     bool crowded_ = false;   // a busy-waiting rank may take processor time from another rank
     int yields_ = 0;         // the number of yields if `crowded_`
-    int turn_length_ = 1;    // in usual turns; many ranks that check often would leave a core no time for other work
+    int turn_length_ =
+        1;  // in units of kTurn; longer if many ranks share a core, because every rank checks once per turn
     bool has_spare_core_ = false;
 
     Call* call_ = nullptr;  // the current call
@@ -134,8 +135,9 @@ class Group final : public Collectives {
     std::int64_t timeout_ns_ = 0;
     std::chrono::steady_clock::time_point started_{};
     bool clock_started_ = false;
-    int last_awaited_ = -1;                  // the last rank for which the latest `await` waited
-    std::optional<WaitChainSearch> search_;  // the search about the current call, once it has timed out
+    int last_awaited_ = -1;  // the last rank for which the latest `await` had to wait
+    std::optional<WaitChainSearch>
+        search_;  // the search for the ranks that hold up the current call; set after its timeout
 };
 
 }  // namespace paceline::host

@@ -1,4 +1,4 @@
-// broadcast, gather, all_gather, scatter and all_to_all.
+// The collectives that move data: broadcast, gather, all_gather, scatter and all_to_all.
 #include <algorithm>
 
 #include "host/pipeline.hpp"
@@ -73,8 +73,8 @@ bool Group::scatter(Call& call) {
         });
 }
 
-// In the first round the ranks share how much each of them sends to and expects from each other rank, so that all
-// detect a disagreement.
+// In the first round every rank publishes how many bytes it sends to and expects from each rank, which allows all ranks
+// to detect a mismatch.
 bool Group::all_to_all(Call& call) {
     const auto ranks = static_cast<std::size_t>(size_);
     const std::uint32_t first = round_;

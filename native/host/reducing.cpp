@@ -1,9 +1,8 @@
-// all_reduce, reduce and reduce_scatter.
-// Small tensors are passed in the cells. Otherwise every rank stages as much as fits into a slot at a time. With two
-// ranks, both reduce all of it ("flat"); with more ranks, each rank reduces one slice and collects the other slices one
-// round later ("in slices"); if the ranks are in several parts of the machine, the ranks of each part first reduce
-// among themselves ("in blocks"). An all_reduce with an input leaves the input unchanged: a rank then contributes its
-// staged copy.
+// The reductions: all_reduce, reduce and reduce_scatter. Small tensors are passed in the cells. For larger tensors,
+// every rank stages one slot's worth of data per round. With two ranks, both reduce all staged data ("flat"). With more
+// ranks, each rank reduces one slice and collects the other slices one round later ("in slices"). If the ranks span
+// several NUMA nodes or caches, the ranks of each first reduce among themselves ("in blocks"). An all_reduce with a
+// separate input does not modify it; the rank contributes its staged copy.
 #include <algorithm>
 
 #include "call/turns.hpp"
@@ -12,16 +11,17 @@
 namespace paceline::host {
 namespace {
 
-constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes, below which one round over everything is faster than two
-constexpr std::size_t kTile = 32 << 10;        // the bytes of each rank's tensor that are kept in the cache at a time
-constexpr std::size_t kUpdateTile = 8 << 10;   // the bytes of results that are kept in the L1 cache for an update
+constexpr std::size_t kSlicesFrom =
+    32 << 10;  // bytes below which reducing everything in one round is faster than two rounds over slices
+constexpr std::size_t kTile = 32 << 10;  // bytes of each rank's tensor to reduce at a time, which fit into the cache
+constexpr std::size_t kUpdateTile = 8 << 10;  // bytes of results to update at a time, which fit into the L1 cache
 
 struct Slice {
     std::size_t from = 0, nbytes = 0;
 };
 
-// A tensor cut into parts, each of which fits into a slot together with `extra` slices of another part and is cut into
-// `count` slices.
+// A tensor divided into parts of `count` slices each. A part fits into a slot together with `extra` slices from other
+// parts.
 struct Slices {
     Slices(std::size_t nbytes, std::size_t slot_bytes, std::size_t count, std::size_t extra)
         : slices(count), parts{nbytes, staged(nbytes, (slot_bytes - extra * kLine) / (count + extra) * count)} {}
@@ -32,7 +32,7 @@ struct Slices {
         const std::size_t from = each * slice < nbytes ? each * slice : nbytes;
         return {from, nbytes - from < each ? nbytes - from : each};
     }
-    // Returns the start of the slot's first or second slice of another part.
+    // Returns the offset in a slot of the extra slice with this number (0 or 1).
     std::size_t after(std::size_t number) const {
         return parts.part_bytes + number * in_lines((parts.part_bytes + slices - 1) / slices);
     }
@@ -92,8 +92,8 @@ bool Group::all_reduce_in_one_round(Call& call) {
     return true;
 }
 
-// Reduces this rank's contribution, which is either `tensor` itself or in this rank's slot, with the contents of the
-// peers' slots into the next `nbytes` of `tensor`.
+// Reduces this rank's contribution (`tensor` itself, or its copy in this rank's slot) with the peers' slots into the
+// next `nbytes` of `tensor`.
 void Group::reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nbytes, std::uint32_t round) {
     const std::size_t item = item_size(call.dtype);
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
@@ -117,7 +117,7 @@ bool Group::reduce(Call& call) {
 bool Group::reduce_flat(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = contribution(call);
-    // Data that fits into one large part is faster in several parts: the first is reduced while the next is staged.
+    // Data that would fit into one large part is divided into several: one part is reduced while the next is staged.
     const Parts parts{tensor.nbytes(), tensor.nbytes() > room_ ? room_ : slot_bytes_};
     const bool stages = call.operation != Operation::reduce || !receives_result;
     stage_in(parts.largest());
@@ -132,12 +132,12 @@ bool Group::reduce_flat(Call& call, bool receives_result) {
 }
 
 bool Group::reduce_large(Call& call, bool receives_result) {
-    // These types must be rounded only once (reduce.hpp), but the sums of a block would be rounded as well.
+    // These dtypes must be rounded only once (reduce.hpp), but blocks would round the sum of each block as well.
     const bool in_blocks = block_ != 0 && call.dtype != DType::f16 && call.dtype != DType::bf16;
     return in_blocks ? reduce_in_blocks(call, receives_result) : reduce_in_slices(call, receives_result);
 }
 
-// A slot holds part j followed by this rank's reduced slice of part j - 1.
+// In round j, a slot contains part j followed by this rank's reduced slice of part j - 1.
 bool Group::reduce_in_slices(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = contribution(call);
@@ -167,9 +167,9 @@ bool Group::reduce_in_slices(Call& call, bool receives_result) {
     return true;
 }
 
-// A slot holds part j, this rank's slice of part j - 1 reduced over its block, and its slice of part j - 2 reduced over
-// all blocks. Only the slices that ranks with the same position in their blocks exchange move between parts of the
-// machine. comm/schedule/hierarchical.py has the same algorithm as a schedule.
+// In round j, a slot contains part j, this rank's slice of part j - 1 reduced over its block, and its slice of part j -
+// 2 reduced over all blocks. Data crosses between blocks only when ranks at the same position in their blocks exchange
+// slices. comm/schedule/hierarchical.py implements the same algorithm as a schedule.
 bool Group::reduce_in_blocks(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = contribution(call);
@@ -210,8 +210,8 @@ bool Group::reduce_in_blocks(Call& call, bool receives_result) {
     return true;
 }
 
-// Returns the tensor that `rank` shares, or nullptr if the call ends without it. The owner may have withdrawn the
-// tensor after a failure, so this also checks whether a rank has given up, died or left.
+// Fetches the shared tensor of `rank`; returns nullptr if the call has failed. The owner may have withdrawn the tensor
+// after a failure, so this also checks whether a rank has given up, died or left.
 std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     using Clock = std::chrono::steady_clock;
     const int member = members_[static_cast<std::size_t>(rank)];
@@ -230,7 +230,7 @@ std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     }
 }
 
-// Every rank maps all ranks' tensors: each reduces its slice of them in place and stores the result in all of them.
+// Every rank maps the tensors of all ranks, reduces its slice in place and writes the result to all of them.
 bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
     const std::size_t nbytes = call.outputs[0].nbytes();
     const std::size_t item = item_size(call.dtype);
@@ -268,8 +268,8 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
     return await(done);
 }
 
-// Each slot is divided into one part for each other rank; a rank reduces its parts of the others' slots together with
-// its own contribution, which it reads in place.
+// Each slot contains one part per peer. A rank reduces its parts of the peers' slots with its own contribution, which
+// it reads in place.
 bool Group::reduce_scatter(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     const std::size_t item = item_size(call.dtype);

@@ -8,13 +8,14 @@
 namespace paceline::host {
 namespace {
 
-constexpr shm::RegionId kTensorRegion = shm::RegionId{1} << 63;  // distinguishes tensors from the ids of groups
+constexpr shm::RegionId kTensorRegion = shm::RegionId{1}
+                                        << 63;  // distinguishes the ids of tensors from those of groups
 
 struct Region {
     shm::RegionId id;
     std::shared_ptr<shm::Segment> segment;
     std::vector<std::weak_ptr<shm::Mesh>> offered_to;
-    bool is_isolated = false;  // whether the region, or a part of it, has been isolated
+    bool is_isolated = false;  // whether any part of the region has been isolated
 };
 
 struct Registry {
@@ -28,7 +29,7 @@ Registry& registry() {
     return *the;
 }
 
-// Returns the region that contains the whole tensor, or nullptr; the caller holds the mutex.
+// Returns the region that contains the entire tensor, or nullptr. The caller holds the mutex.
 Region* region_around(Registry& all, const Piece& tensor) {
     auto found = all.by_address.upper_bound(tensor.data);
     if (found == all.by_address.begin()) return nullptr;
@@ -73,7 +74,8 @@ SharedMemory share(shm::Mesh& mesh, std::size_t nbytes) {
 }
 
 void end_sharing(shm::Mesh& mesh, shm::RegionId id) {
-    if (const auto segment = mesh.withdraw(id)) segment->close_descriptor();  // no other process can receive it
+    if (const auto segment = mesh.withdraw(id))
+        segment->close_descriptor();  // no other process can receive the descriptor any more
 }
 
 void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh) {
