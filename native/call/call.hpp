@@ -129,9 +129,8 @@ struct Outcome {
 
 // Data that a group collects during a call for the recording.
 struct Observed {
-    int last_arrived = -1;  // the group rank that arrived last, or -1 if unknown
-    std::uint64_t complete =
-        0;  // when all ranks were found to have arrived, in ticks of the recording's clock; 0: not measured
+    int last_arrived = -1;         // the group rank that arrived last, or -1 if unknown
+    std::uint64_t complete = 0;    // when all ranks had arrived, in ticks of the recording's clock; 0: not measured
     std::uint64_t shm_nbytes = 0;  // sent by this rank
     std::uint64_t tcp_nbytes = 0;
 };

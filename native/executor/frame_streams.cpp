@@ -67,8 +67,7 @@ bool Messenger::flush(int peer) {
             over.frame.offset = sent;
             over.frame.part = static_cast<std::uint32_t>(std::min(kPartBytes, over.frame.nbytes - sent));
             over.sent = 0;
-            to.outgoing.push_back(
-                std::move(over));  // after the pending frames, which are therefore sent between the parts
+            to.outgoing.push_back(std::move(over));  // after the pending frames, which are sent between the parts
         } else {
             finish(over.request, {});
         }

@@ -82,8 +82,7 @@ class Request {
     RecordedCall recorded_;
     Outcome outcome_;
     std::atomic<bool> done_{false};
-    std::list<std::shared_ptr<Request>>::iterator
-        place_{};  // the request's position in the messenger's list of open requests
+    std::list<std::shared_ptr<Request>>::iterator place_{};  // the position in the messenger's list of open requests
 };
 
 class Messenger final : public Waits::Link {

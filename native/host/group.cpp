@@ -23,9 +23,8 @@ constexpr int kBackgroundSpins = 100;
 constexpr int kMoment = 50;  // number of spins in a brief wait, about one or two microseconds
 constexpr int kYields = 20;
 constexpr double kManyYielding = 4;  // ranks per core above which yielding takes longer than sleeping
-constexpr double kManyLooking =
-    8;                            // ranks per core above which turns are longer, because each rank checks once per turn
-constexpr int kLongestTurn = 10;  // in units of kTurn
+constexpr double kManyLooking = 8;   // ranks per core above which turns are longer: every rank checks once per turn
+constexpr int kLongestTurn = 10;     // in units of kTurn
 // A yield that took this long gave the core to a computing thread. Yielding again would cost another time slice,
 // whereas the scheduler soon runs a thread that is woken from sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);

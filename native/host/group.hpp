@@ -125,8 +125,7 @@ class Group final : public Collectives {
     std::size_t block_ = 0;  // see `block_of`
     bool crowded_ = false;   // a busy-waiting rank may take processor time from another rank
     int yields_ = 0;         // the number of yields if `crowded_`
-    int turn_length_ =
-        1;  // in units of kTurn; longer if many ranks share a core, because every rank checks once per turn
+    int turn_length_ = 1;    // in units of kTurn; longer if many ranks share a core
     bool has_spare_core_ = false;
 
     Call* call_ = nullptr;  // the current call
@@ -135,9 +134,8 @@ class Group final : public Collectives {
     std::int64_t timeout_ns_ = 0;
     std::chrono::steady_clock::time_point started_{};
     bool clock_started_ = false;
-    int last_awaited_ = -1;  // the last rank for which the latest `await` had to wait
-    std::optional<WaitChainSearch>
-        search_;  // the search for the ranks that hold up the current call; set after its timeout
+    int last_awaited_ = -1;                  // the last rank for which the latest `await` had to wait
+    std::optional<WaitChainSearch> search_;  // the search for the ranks that hold up `call_`; set after a timeout
 };
 
 }  // namespace paceline::host

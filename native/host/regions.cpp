@@ -8,8 +8,7 @@
 namespace paceline::host {
 namespace {
 
-constexpr shm::RegionId kTensorRegion = shm::RegionId{1}
-                                        << 63;  // distinguishes the ids of tensors from those of groups
+constexpr shm::RegionId kTensorRegion = shm::RegionId{1} << 63;  // distinguishes tensors' ids from groups' ids
 
 struct Region {
     shm::RegionId id;
@@ -74,8 +73,7 @@ SharedMemory share(shm::Mesh& mesh, std::size_t nbytes) {
 }
 
 void end_sharing(shm::Mesh& mesh, shm::RegionId id) {
-    if (const auto segment = mesh.withdraw(id))
-        segment->close_descriptor();  // no other process can receive the descriptor any more
+    if (const auto segment = mesh.withdraw(id)) segment->close_descriptor();  // no process can receive it any more
 }
 
 void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh) {
