@@ -27,10 +27,10 @@ class Cursor {
 
     std::span<const Piece> pieces_;
     std::size_t next_ = 0;
-    std::size_t done_ = 0;  // the bytes of piece `next_` that have been passed
+    std::size_t done_ = 0;  // number of bytes of piece `next_` before the cursor
 };
 
-// Copies the next bytes into `record`; returns their number.
+// Copies the next bytes into `record`; returns the number of bytes copied.
 std::size_t gather(Cursor& from, std::span<std::uint8_t> record) {
     std::size_t have = 0;
     while (have < record.size() && !from.at_end()) {
@@ -61,7 +61,7 @@ std::ptrdiff_t EncryptedLane::write(std::span<const Piece> pieces) {
     }
     while (!from.at_end()) {
         const Piece next = from.rest();
-        const bool is_whole = next.nbytes >= kRecordBytes;  // a full record is contiguous
+        const bool is_whole = next.nbytes >= kRecordBytes;  // a full, contiguous record needs no copy
         std::size_t nbytes = kRecordBytes;
         if (is_whole)
             from.advance(nbytes);

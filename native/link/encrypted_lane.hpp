@@ -1,9 +1,8 @@
-// A lane over a socket whose bytes TLS encrypts, record by record.
+// A lane over a socket that is encrypted with TLS.
 //
-// A record of which the socket accepts only a part must be completed before any other data, so the lane has to be
-// called again until the whole record has been written. The lane therefore holds back the last byte of such a record:
-// it reports one byte less than it has encrypted, and the writer offers this byte again, as the rest of the data that
-// it has begun to write.
+// If the socket accepts only part of a record, the rest must be written before any other data, and the caller must call
+// `write` again. The lane therefore reports one byte less than it has encrypted; the caller then passes this byte again
+// as the remainder of its data.
 #pragma once
 
 #include "link/socket_lane.hpp"
@@ -18,19 +17,19 @@ class EncryptedLane final : public SocketLane {
 
     std::ptrdiff_t write(std::span<const Piece> pieces) override;
     std::ptrdiff_t read(std::span<const Piece> pieces) override;
-    // The session may have read more from the socket than has been requested.
+    // Returns true if the session may have buffered more data than was requested from it.
     bool arm() override { return !is_dry_; }
 
   private:
     static constexpr std::size_t kRecordBytes = 16 << 10;
 
     std::unique_ptr<tls::Session> session_;
-    std::array<std::uint8_t, kRecordBytes> record_;  // gathered from several pieces, or not sent completely yet
-    std::size_t held_ = 0;                           // the bytes of a record that is not sent completely yet
-    bool is_dry_ = false;                            // the session has no data to read until the socket has
+    std::array<std::uint8_t, kRecordBytes> record_;  // a record gathered from several pieces or partly sent
+    std::size_t held_ = 0;                           // number of bytes of a partly sent record
+    bool is_dry_ = false;                            // true if the session has no data until the socket is readable
 };
 
-// Returns a lane over `socket`, of which it takes ownership.
+// Returns a lane that takes ownership of `socket`.
 std::unique_ptr<Lane> lane_over(tls::Socket socket);
 
 }  // namespace paceline::link

@@ -10,9 +10,9 @@ namespace {
 constexpr std::size_t kLanesOfAPair = 2;  // rings: control and bulk
 constexpr std::size_t kMostRingBytes = 256 << 10;
 constexpr std::size_t kLeastRingBytes = 4 << 10;
-constexpr std::size_t kAllRingsBytes = std::size_t{2} << 30;  // per group; most of it is never used
+constexpr std::size_t kAllRingsBytes = std::size_t{2} << 30;  // limit per group; most of this memory is never touched
 
-// The rings between the ranks of one host: the marks of all rings, followed by the bytes of all rings. The rings with
+// The rings between the ranks of one host. The marks of all rings are followed by the bytes of all rings; rings with
 // the same reader are adjacent.
 class Rings {
   public:

@@ -1,4 +1,5 @@
-// The lanes of one group. Each other rank has one lane for control and messages, and several for the collectives' data.
+// The lanes of one group. To every peer there is one lane for control frames and messages, and several for the data of
+// collectives.
 #pragma once
 
 #include <chrono>
@@ -19,16 +20,16 @@ namespace paceline::link {
 struct Peer {
     std::unique_ptr<Lane> control;
     std::vector<std::unique_ptr<Lane>> bulk;
-    int mesh_rank = -1;  // the mesh rank of a rank on this host
+    int mesh_rank = -1;  // the peer's mesh rank if it is on this host
 };
 
 class LaneSet {
   public:
     // The ranks of one host share rings: `mesh_ranks[r]` is group rank r's mesh rank, or -1 if it is on another host.
-    // `sockets[r]` are the connections to group rank r on another host, the first of them for control; the set takes
-    // ownership of them at once. `id` is the same on every member and new for each group. `names[r]` is the name that
-    // all groups of this process use for group rank r. Returns nullptr if a member on this host has not shared its
-    // rings by `deadline`; throws std::system_error if descriptors or memory run out.
+    // `sockets[r]` lists the connections to group rank r on another host, with the control connection first; the set
+    // takes ownership of all of them, even on failure. `id` is unique to the group and the same on every member.
+    // `names[r]` is the name of group rank r in all groups of this process. Returns nullptr if a member on this host
+    // has not shared its rings by `deadline`. Throws std::system_error if descriptors or memory run out.
     static std::unique_ptr<LaneSet> create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
                                            const std::vector<int>& mesh_ranks,
                                            std::vector<std::vector<tls::Socket>> sockets,
@@ -39,17 +40,17 @@ class LaneSet {
 
     int rank() const { return rank_; }
     int size() const { return static_cast<int>(peers_.size()); }
-    // The meter of the connections to other hosts.
+    // Returns the meter for the connections to other hosts.
     LinkMeter& meter() { return meter_; }
     Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
 
-    // See `Mesh::blame`. A rank on another host reports its cause only on its control lane.
+    // See `Mesh::blame`. Ranks on other hosts receive the cause only over their control lanes.
     void blame(const Cause& cause) {
         if (mesh_) mesh_->blame(cause);
     }
-    // The waits of this process's threads.
+    // Returns the waits of this process's threads.
     Waits& waits() { return mesh_ ? mesh_->waits() : alone_; }
-    // The id of this group, as in `Occasion`.
+    // Returns the id of this group as used in `Occasion`.
     std::uint64_t group() const { return group_; }
     Cause blamed() const { return mesh_ ? mesh_->blamed() : Cause{}; }
     Cause blamed_by(int rank) const;
@@ -57,9 +58,9 @@ class LaneSet {
     std::vector<int> names_of(const std::vector<int>& ranks) const;
 
     void watch_control(Waiter& waiter) const;
-    // Input on the control lanes only alerts the sleeping thread (`Waiter::watch_for_alerts`).
+    // Watches the bulk lanes. Input on control lanes only wakes the sleeping thread (`Waiter::watch_for_alerts`).
     void watch_bulk(Waiter& waiter) const;
-    // The number of reported deaths and departures of this host's ranks.
+    // Returns how many deaths and departures of ranks on this host have been reported.
     std::uint32_t changes() const { return mesh_->changes().count(); }
 
   private:
@@ -69,7 +70,7 @@ class LaneSet {
                      std::chrono::steady_clock::time_point deadline);
 
     std::shared_ptr<shm::Mesh> mesh_;
-    Waits alone_{0};  // the waits of a set without a mesh, which has no other groups
+    Waits alone_{0};  // used if there is no mesh
     std::uint64_t group_ = 0;
     int rank_ = 0;
     std::vector<Peer> peers_;

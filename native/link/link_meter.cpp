@@ -1,6 +1,6 @@
 #include "link/link_meter.hpp"
 
-#include <linux/tcp.h>  // <netinet/tcp.h>, which must not be included as well, lacks the newer fields of tcp_info
+#include <linux/tcp.h>  // conflicts with <netinet/tcp.h>, which lacks the newer fields of tcp_info
 #include <netinet/in.h>
 #include <sys/socket.h>
 
@@ -11,12 +11,12 @@ namespace paceline::link {
 namespace {
 
 constexpr auto kEvery = std::chrono::seconds(1);
-constexpr std::uint32_t kNoRoundTrip = ~std::uint32_t{0};  // the kernel's value if there is none
+constexpr std::uint32_t kNoRoundTrip = ~std::uint32_t{0};  // the kernel's value if there is no measurement
 
 }  // namespace
 
 bool add_connection(int socket, record::LinkFields& to) {
-    tcp_info info{};  // an older kernel fills only the beginning
+    tcp_info info{};  // older kernels fill only the first fields
     socklen_t size = sizeof info;
     if (getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
     to.sent_nbytes += info.tcpi_bytes_acked;

@@ -1,8 +1,8 @@
-// Measures the connections of a group, about once a second while the group is used, and writes the measurements into
-// the recording, which outlives the process.
+// Measures a group's connections about once per second while the group is in use, and writes the measurements to the
+// recording, which outlives the process.
 //
-// No thread wakes up for this: the threads that run calls and messages call the meter when they begin one and in every
-// turn of waiting. The measurements of an unused group do not change.
+// The meter has no thread. Threads that run calls and messages call it at the beginning of each call and once per turn
+// of waiting, so the measurements of an idle group do not change.
 #pragma once
 
 #include <atomic>
@@ -15,8 +15,8 @@
 
 namespace paceline::link {
 
-// Adds the kernel's statistics of a connection to those of its link. Bytes and segments are summed; of the times, the
-// longest counts, except that the shortest of the shortest round trips counts. Returns false if it is not a TCP
+// Adds the kernel's statistics for one connection to those for its link: sums bytes and segments, and takes the maximum
+// of times except for the shortest round trip, of which it takes the minimum. Returns false if the socket is not a TCP
 // connection.
 bool add_connection(int socket, record::LinkFields& to);
 
@@ -29,14 +29,14 @@ class LinkMeter {
     LinkMeter& operator=(const LinkMeter&) = delete;
     ~LinkMeter() { close(); }
 
-    // Adds a link; `peer` is the other rank in the default group. No call may have been made yet.
+    // Adds a link to `peer`, a rank in the default group. Must be called before the first call of the group.
     void watch(int peer, std::vector<int> sockets);
-    // Measures for the last time; the sockets must still be open. Idempotent.
+    // Performs the last measurement. The sockets must still be open. Idempotent.
     void close();
     // Sets the group's serial number in the recording.
     void record_as(std::uint32_t group) { group_.store(group, std::memory_order_relaxed); }
 
-    // Measures if a measurement is due. Any thread may call this; while one thread measures, the others continue.
+    // Performs a measurement if one is due. Thread-safe; returns immediately while another thread is measuring.
     void measure_if_due(Clock::time_point now) {
         if (now.time_since_epoch().count() >= due_.load(std::memory_order_relaxed)) measure(now);
     }

@@ -5,7 +5,7 @@
 namespace paceline::link {
 namespace {
 
-constexpr std::size_t kShowEvery = 32 << 10;  // bytes; the reader can start while the writer is still writing
+constexpr std::size_t kShowEvery = 32 << 10;  // bytes between updates of `head` during a write
 
 }  // namespace
 
@@ -30,14 +30,14 @@ std::ptrdiff_t RingLane::write(std::span<const Piece> pieces) {
     }
     full_ = written < wanted;
     if (written != 0) {
-        // seq_cst, paired with the reader's store and second check in arm(): one of the two sees the other.
+        // seq_cst, paired with the reader's store and second check in arm(): at least one side reads the other's store.
         out_.marks->head.store(head, std::memory_order_seq_cst);
         if (out_.marks->reader_waits.load(std::memory_order_seq_cst) != 0 &&
             out_.marks->reader_waits.exchange(0, std::memory_order_relaxed) != 0)
             wake_peer_();
         return static_cast<std::ptrdiff_t>(written);
     }
-    // A peer that has finished writing no longer reads either.
+    // A peer that has finished writing has also stopped reading.
     const bool over = in_.marks->finished.load(std::memory_order_acquire) != 0 || gone_();
     return wanted != 0 && over ? kClosed : 0;
 }
@@ -59,10 +59,10 @@ std::ptrdiff_t RingLane::read(std::span<const Piece> pieces) {
     return static_cast<std::ptrdiff_t>(taken);
 }
 
-// Returns kClosed if the stream has ended, otherwise 0; called when there was nothing to read.
+// Returns kClosed if the stream has ended, otherwise 0. Called when the ring was empty.
 std::ptrdiff_t RingLane::nothing_more() const {
     const bool over = in_.marks->finished.load(std::memory_order_acquire) != 0 || gone_();
-    // Everything that was written before the end is visible at this point.
+    // All data written before the end of the stream is visible at this point.
     const bool empty =
         in_.marks->head.load(std::memory_order_acquire) == in_.marks->tail.load(std::memory_order_relaxed);
     return over && empty ? kClosed : 0;
@@ -78,7 +78,7 @@ std::span<const std::uint8_t> RingLane::peek() {
 
 void RingLane::consume(std::size_t nbytes) {
     const std::uint64_t tail = in_.marks->tail.load(std::memory_order_relaxed) + nbytes;
-    // seq_cst, paired with the writer's store and second check in arm().
+    // seq_cst, paired with the writer's store and second check in arm(), as in `write`.
     in_.marks->tail.store(tail, std::memory_order_seq_cst);
     if (in_.marks->writer_waits.load(std::memory_order_seq_cst) != 0 &&
         in_.marks->writer_waits.exchange(0, std::memory_order_relaxed) != 0)

@@ -1,8 +1,8 @@
-// A lane in shared memory: one ring for each direction, with one writer and one reader.
-// `head` and `tail` count bytes and never wrap to the start of the ring. The writer writes the bytes before it releases
-// `head`; the reader reads them before it releases `tail`. A side that is about to sleep sets `reader_waits` or
-// `writer_waits` and checks once more; the other side checks this flag after every store and wakes the sleeping side
-// through its doorbell.
+// A lane in shared memory: one ring for each direction, with one writer and one reader. `head` and `tail` count bytes
+// and never wrap to the start of the ring. The writer writes the bytes before it releases `head`; the reader reads them
+// before it releases `tail`. Before it sleeps, the reader sets `reader_waits` (the writer sets `writer_waits`) and
+// checks the ring once more. The other side checks this flag after every store and wakes the sleeping rank through its
+// doorbell.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,8 @@
 
 namespace paceline::link {
 
-// The marks of a ring, separate from its bytes, so that a rank that polls many rings accesses few pages.
+// The marks of a ring. They are stored apart from its bytes, which reduces the number of pages that a rank accesses
+// when it polls many rings.
 struct RingMarks {
     alignas(128) std::atomic<std::uint64_t> head{0};
     alignas(128) std::atomic<std::uint64_t> tail{0};
@@ -30,7 +31,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 class RingLane final : public Lane {
   public:
-    // `wake_peer` wakes the peer; `gone` returns whether the peer died or left.
+    // `wake_peer` wakes the peer's sleeping threads. `gone` returns true if the peer has died or left.
     RingLane(Ring outgoing, Ring incoming, std::function<void()> wake_peer, std::function<bool()> gone)
         : out_(outgoing), in_(incoming), wake_peer_(std::move(wake_peer)), gone_(std::move(gone)) {}
 

@@ -13,14 +13,14 @@
 namespace paceline::link {
 namespace {
 
-// A live machine answers a keepalive probe within a round trip: its kernel answers even if the process is stopped or
-// busy.
+// Keepalive settings. A live machine answers a probe within one round trip, even if the process is stopped or busy,
+// because its kernel answers.
 constexpr int kIdleS = 2;
 constexpr int kProbeS = 1;
 constexpr int kProbes = 6;
 constexpr std::uint32_t kSilenceMs = 8000;
-constexpr int kMostDrained = 4096;  // the most reads that drain a socket
-// Unsent data in the kernel's buffer is read a second time from memory if it does not fit into the cache.
+constexpr int kMostDrained = 4096;  // maximum number of reads when draining a socket
+// Limit on unsent data in the kernel's buffer: data that does not fit into the cache must be read from memory again.
 constexpr int kMostUnsent = 128 << 10;
 // The states of a TCP connection whose FIN the peer has not acknowledged; <linux/tcp.h> does not define them.
 constexpr int kFinWait1 = 4;
@@ -45,7 +45,7 @@ bool would_block() {
 SocketLane::SocketLane(int socket) : socket_(socket), guard_([socket] { ::close(socket); }) {
     fcntl(socket_, F_SETFL, fcntl(socket_, F_GETFL) | O_NONBLOCK);
     const int on = 1;
-    // These calls fail on a Unix socket, which does not need the options.
+    // The TCP options fail on Unix sockets, which do not need them.
     setsockopt(socket_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(socket_, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kMostUnsent, sizeof kMostUnsent);
     setsockopt(socket_, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
@@ -55,8 +55,8 @@ SocketLane::SocketLane(int socket) : socket_(socket), guard_([socket] { ::close(
 }
 
 SocketLane::~SocketLane() {
-    // Closing a socket with unread data makes the kernel send a reset, which may overtake the last data sent from here.
-    // A peer that keeps sending receives the reset nevertheless.
+    // Drains the socket: closing it with unread data would cause a reset, which could overtake the last data sent. A
+    // peer that continues to send still receives a reset.
     for (int i = 0; i < kMostDrained && recv(socket_, ahead_.data(), ahead_.size(), MSG_DONTWAIT) > 0; ++i) {
     }
     guard_.close();

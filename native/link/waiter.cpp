@@ -49,8 +49,7 @@ void Waiter::watch_for_alerts(int descriptor) {
     add(epoll_, descriptor, EPOLLIN, Sign::alert);
 }
 
-// Room to write remains an event even after another waiter has read the datagrams, so that each waiter is woken by each
-// ring.
+// EPOLLOUT ensures that every ring wakes each waiter, even after another waiter has already read the datagrams.
 void Waiter::watch_doorbell(int descriptor) {
     add(epoll_, descriptor, EPOLLIN | EPOLLOUT, Sign::doorbell);
     doorbell_ = descriptor;
@@ -64,7 +63,7 @@ bool Waiter::sleep(std::chrono::milliseconds timeout) {
             return event.data.u32 == static_cast<std::uint32_t>(sign);
         });
     };
-    // A full doorbell accepts no more datagrams, and then no thread would be woken.
+    // The doorbell must be emptied: a full socket accepts no more datagrams, and later rings would wake no thread.
     char nothing = 0;
     if (any(Sign::doorbell))
         while (recv(doorbell_, &nothing, sizeof nothing, MSG_DONTWAIT) >= 0) {

@@ -1,5 +1,5 @@
-// Makes a thread sleep until one of the watched descriptors is ready. It is edge-triggered: before a thread sleeps, it
-// must have tried every descriptor since it last woke up.
+// Makes a thread sleep until a watched descriptor is ready. Edge-triggered: between two sleeps, a thread must read from
+// or write to every descriptor until it would block.
 #pragma once
 
 #include <chrono>
@@ -9,18 +9,18 @@ namespace paceline::link {
 
 class Waiter {
   public:
-    // Throws std::system_error, like `watch`, if the system has no descriptors or memory left.
+    // Throws std::system_error, as does `watch`, if descriptors or memory run out.
     Waiter();
     Waiter(const Waiter&) = delete;
     Waiter& operator=(const Waiter&) = delete;
     ~Waiter();
 
     void watch(int descriptor);
-    // Input on `descriptor` alerts the sleeping thread, which does not read it.
+    // Wakes the sleeping thread when input arrives on `descriptor`; the thread itself does not read this input.
     void watch_for_alerts(int descriptor);
-    // Watches a socket of datagrams without content for alerts; the datagrams are discarded as they arrive.
+    // Watches a socket that receives empty datagrams; the waiter discards them.
     void watch_doorbell(int descriptor);
-    // Sleeps for at most `timeout`; returns true if a descriptor or `wake` alerted the thread.
+    // Sleeps for at most `timeout`; returns true if an alert or `wake` ended the sleep.
     bool sleep(std::chrono::milliseconds timeout);
     // Wakes the sleeping thread or, if there is none, the next thread to sleep. Any thread may call this.
     void wake();

@@ -33,10 +33,10 @@ bool overlap(const Cores& a, const Cores& b) {
     return false;
 }
 
-// The load and the cores of the processes that compete with a process.
+// The load and the cores of all processes that compete with a given process.
 struct Contest {
     double busy = 0;            // the number of busy threads on the shared cores
-    double busy_in_cgroup = 0;  // the number of busy threads that share its quota
+    double busy_in_cgroup = 0;  // the number of busy threads that share the process's quota
     std::size_t processes = 0;  // the number of processes on the shared cores
     Cores together;             // the cores of all these processes
 

@@ -12,7 +12,7 @@ namespace {
 using Allowed = decltype(Cores::allowed);
 
 constexpr int kMostNodes = 128;
-constexpr int kMostCaches = 8;  // of one core
+constexpr int kMostCaches = 8;  // maximum number of caches per core
 constexpr int kSharedLevel = 3;
 
 // Reads a list of cores such as "0-3,8"; returns nullopt if there is none.
@@ -67,8 +67,8 @@ int cache_of(const Allowed& cores, const std::string& root) {
     return -1;
 }
 
-// Returns the largest power of two that divides the length of every run of ranks with the same place, or 0 if all ranks
-// are in one place, the place of a rank is unknown, or blocks would not pay off.
+// Returns the largest power of two that divides the length of every run of consecutive ranks in the same place. Returns
+// 0 if all ranks are in one place, a rank's place is unknown, or blocks would not reduce the traffic enough.
 std::size_t common_block(std::span<const Domain> ranks, const std::function<int(const Domain&)>& place_of) {
     std::size_t divisor = 0;
     std::size_t runs = 0;
@@ -81,7 +81,7 @@ std::size_t common_block(std::span<const Domain> ranks, const std::function<int(
         first = end;
     }
     const std::size_t block = divisor & (~divisor + 1);
-    // Otherwise blocks would not move much less data between the parts, or would even move more.
+    // Small or numerous blocks would hardly reduce the data moved between the places, or would increase it.
     const bool is_worth_it = block >= kLeastBlock && ranks.size() / block <= block;
     return runs > 1 && is_worth_it ? block : 0;
 }

@@ -1,5 +1,4 @@
-// The part of the machine in which a process runs: ranks access the memory of ranks in the same part faster than that
-// of others.
+// The NUMA node and cache on which a process runs. Ranks in the same domain access each other's memory faster.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +9,8 @@
 
 namespace paceline {
 
-// The NUMA node and the L3 cache that contain all cores of a process, or -1 if there is none. The number of a cache is
-// that of its first core.
+// The NUMA node and the L3 cache that contain all cores of a process; -1 if no single one does. A cache has the number
+// of its first core.
 struct Domain {
     int node = -1;
     int cache = -1;
@@ -20,10 +19,10 @@ struct Domain {
 // Returns the domain of a process that may use `cores`. `root` is prepended to /sys.
 Domain domain_of(const Cores& cores, const std::string& root = "");
 
-// Returns how many consecutive ranks reduce among themselves before they reduce with the others: the largest power of
-// two such that each block of ranks is on one NUMA node or, on a single node, shares one cache. The order of the sums
-// is the same as without blocks. Returns 0 if all ranks are in the same part, if the parts do not have at least
-// kLeastBlock consecutive ranks, or if there would be more blocks than ranks in a block.
+// Returns the block size for hierarchical reductions: the largest power of two such that each block of consecutive
+// ranks is on one NUMA node or, on a single node, shares one cache. Blocks do not change the order of the sums. Returns
+// 0 if all ranks are in one domain, if blocks would have fewer than kLeastBlock ranks, or if there would be more blocks
+// than ranks per block.
 constexpr std::size_t kLeastBlock = 4;
 std::size_t block_of(std::span<const Domain> ranks);
 

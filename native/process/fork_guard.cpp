@@ -11,7 +11,7 @@
 namespace paceline {
 namespace {
 
-// This lock is held during every fork; the guards are accessed only while it is held.
+// Protects the list of guards; held during every fork.
 std::mutex& lock() {
     static std::mutex mutex;
     return mutex;

@@ -1,8 +1,8 @@
-// Guards sockets that a forked child must not keep open: otherwise its parent's death could not be detected while the
-// child lives.
+// Closes sockets in forked children. A child that kept them open would prevent other ranks from detecting its parent's
+// death.
 //
-// An owner of such sockets has a guard as its last member; the guarded sockets are closed in the child before fork()
-// returns there.
+// The owner of such sockets declares a guard as its last member. The child closes the sockets before fork() returns in
+// it.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,11 @@ class ForkGuard {
     std::function<void()> close_;
 };
 
-// Whether this process was forked from a process with guards, that is, a member of a group whose links the child must
-// not use.
+// Returns true if this process was forked from a process with guards, that is, from a member of a group. A child must
+// not use its parent's links.
 bool forked_from_member();
-// The number of such forks among this process and its ancestors; objects created at a different number are inherited.
+// Returns the number of such forks that led to this process. An object that stored a different number was inherited
+// from a parent.
 std::uint32_t forks_from_members();
 
 }  // namespace paceline

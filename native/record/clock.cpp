@@ -16,8 +16,8 @@ namespace {
 constexpr int kReadings = 5;
 
 #if defined(__x86_64__)
-// Whether the kernel reports that it keeps time with the counter itself: it stops doing so if the cores' counters
-// differ.
+// Returns true if the kernel uses the counter as its own clock source, which it does only if the counters of all cores
+// agree.
 bool kernel_trusts_counter() {
     const int fd = open("/sys/devices/system/clocksource/clocksource0/current_clocksource", O_RDONLY | O_CLOEXEC);
     if (fd < 0) return true;
@@ -28,7 +28,7 @@ bool kernel_trusts_counter() {
     return source.starts_with("tsc") || source.starts_with("kvm-clock") || source.starts_with("hyperv");
 }
 
-// Whether the counter runs at constant speed regardless of the core's frequency and sleep states.
+// Returns true if the counter's speed does not depend on the core's frequency and sleep states.
 bool is_invariant() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid(0x80000007, &a, &b, &c, &d) != 0 && (d & 1U << 8) != 0;

@@ -24,7 +24,7 @@ inline std::int64_t nanoseconds_of(clockid_t clock) {
     return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
-// Returns the current time in ticks of the clock, which is never 0.
+// Returns the current time in ticks; never 0.
 inline std::uint64_t ticks() {
 #if defined(__x86_64__)
     if (kClock == ClockKind::time_stamp_counter) return __rdtsc();
@@ -38,10 +38,10 @@ inline std::uint64_t ticks() {
     return static_cast<std::uint64_t>(nanoseconds_of(CLOCK_MONOTONIC));
 }
 
-// Returns the frequency in Hz if the processor reports it or the clock defines it, otherwise 0.
+// Returns the clock's frequency in Hz, or 0 if it is unknown.
 std::uint64_t ticks_per_second();
 
-// Returns one instant on all clocks, accurate to a fraction of a microsecond.
+// Reads all clocks at the same instant, to within a fraction of a microsecond.
 PairFields read_clocks();
 
 }  // namespace paceline::record

@@ -8,11 +8,11 @@
 
 namespace paceline::record {
 
-constexpr int kMostOpen = 64;  // the most consecutive open or partly written entries that a claim skips
-constexpr int kCopies = 1000;  // the attempts to copy an entry; a writer needs nanoseconds unless it is interrupted
+constexpr int kMostOpen = 64;  // maximum number of consecutive open or partly written entries that a claim skips
+constexpr int kCopies = 1000;  // attempts to copy an entry; a write takes nanoseconds unless interrupted
 
-// An entry that its writer may change: its place and its latest stamp. Without a place it represents an entry that was
-// not recorded, and all operations on it do nothing.
+// A writer's handle to an entry: its address and latest stamp. A null address means that the entry was not recorded;
+// all operations on such a handle have no effect.
 template <std::size_t N>
 struct Written {
     Entry<N>* entry = nullptr;
@@ -21,8 +21,9 @@ struct Written {
     explicit operator bool() const { return entry != nullptr; }
 };
 
-// Claims the next place of a ring for writing. The search begins at `next`, which is the index after the latest claim,
-// or an earlier one if several threads claim at once. Only the exchange decides, which saves a second atomic operation.
+// Claims the next entry of a ring for writing. The search starts at `next`, which may lag behind if several threads
+// claim entries concurrently; the compare-exchange on the stamp resolves conflicts and makes an atomic increment of
+// `next` unnecessary.
 template <std::size_t N, std::size_t Capacity>
 Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
     std::uint64_t index = next.load(std::memory_order_relaxed);
@@ -35,7 +36,7 @@ Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
         const std::uint64_t stamp = index << kIndexShift | kWriting;
         if (entry.stamp.compare_exchange_strong(old, stamp, std::memory_order_acquire, std::memory_order_relaxed)) {
             next.store(index + 1, std::memory_order_relaxed);
-            __builtin_prefetch(&ring[(index + 1) % Capacity], 1);  // it has left the L1 cache since the last round
+            __builtin_prefetch(&ring[(index + 1) % Capacity], 1);  // evicted from L1 since the ring's last round
             return {&entry, stamp};
         }
     }
@@ -43,7 +44,7 @@ Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
     return {};
 }
 
-// Stores the words from `first` on, for entries whose other words do not change.
+// Stores the words from index `first` on; used if the preceding words have not changed.
 template <class Fields, std::size_t N>
 void fill_from(Entry<N>& entry, const Fields& fields, std::size_t first) {
     std::uint64_t words[N];
@@ -58,21 +59,22 @@ void fill(Entry<N>& entry, const Fields& fields) {
     fill_from(entry, fields, 0);
 }
 
-// Ends the writing of an entry; `state` is `kOpen` if the entry will be changed again, otherwise 0.
+// Finishes writing an entry. `state` is `kOpen` if the entry will be changed again, or 0.
 template <std::size_t N>
 void publish(Written<N>& written, std::uint64_t state) {
     written.stamp = ((written.stamp & ~kStateMask) + kNextVersion) | state;
     written.entry->stamp.store(written.stamp, std::memory_order_release);
 }
 
-// Begins to change an open entry that has no other writer.
+// Starts a change of an open entry that only this thread writes.
 template <std::size_t N>
 void reopen_own(Written<N>& written) {
     written.stamp = (written.stamp & ~kStateMask) | kWriting;
-    written.entry->stamp.store(written.stamp, std::memory_order_relaxed);  // before the fields, which are released
+    written.entry->stamp.store(written.stamp, std::memory_order_relaxed);  // the fields follow with release
 }
 
-// Begins to change an open entry whose stamp several threads may have; returns false if it has changed since then.
+// Starts a change of an open entry that several threads may write; returns false if the entry has changed since
+// `written` was read.
 template <std::size_t N>
 bool reopen(Written<N>& written) {
     std::uint64_t seen = written.stamp;
@@ -85,8 +87,8 @@ bool reopen(Written<N>& written) {
     return true;
 }
 
-// Copies an entry's stamp and words to `out`. Returns nullopt, with `out` incomplete, if the entry is being written all
-// the time, for instance because its writer was killed.
+// Copies an entry's words to `out` and returns its stamp. Returns nullopt, with `out` incomplete, if no consistent copy
+// could be made, for instance because the writer was killed while writing.
 template <std::size_t N>
 std::optional<std::uint64_t> copy(const Entry<N>& entry, std::uint64_t (&out)[N]) {
     for (int i = 0; i < kCopies; ++i) {

@@ -1,11 +1,12 @@
-// The memory of a recording: the latest activity of a process, laid out so that other processes can read it while it is
-// being written and after its writer was killed. src/paceline/comm/record/layout.py is its counterpart.
+// The memory layout of a recording, which contains the latest activity of a process. Other processes can read it while
+// it is being written and after its writer was killed. src/paceline/comm/record/layout.py describes the same layout in
+// Python.
 //
 // Every entry of a table begins with a stamp: index << 8 | version << 2 | state. A writer claims an entry by setting
 // its state to `kWriting`, stores the fields, and stores a stamp with the next version and the state `kOpen` (it will
 // change again) or 0 (complete). Every field is a word that is stored with release and loaded with acquire, so a reader
-// that loads a new field and then the stamp finds that the stamp has changed: a copy with the same stamp before and
-// after is consistent. An open entry keeps its place when the ring wraps around; the next entry takes the next place.
+// that loads a new field also loads a changed stamp afterwards. A copy is therefore consistent if the stamp is the same
+// before and after. An open entry keeps its place when the ring wraps around; new entries skip it.
 #pragma once
 
 #include <atomic>
@@ -33,7 +34,7 @@ constexpr std::uint32_t kGroups = 64;
 constexpr std::uint32_t kCalls = 4096;
 constexpr std::uint32_t kEvents = 16384;
 constexpr std::uint32_t kLinks = 256;
-constexpr std::uint32_t kValue = 2;  // the event kind whose `first` has the bits of a double
+constexpr std::uint32_t kValue = 2;  // the event kind whose `first` contains the bits of a double
 constexpr std::size_t kNameBytes = 64;
 constexpr std::size_t kMostMembers = 224;  // the largest group whose members are listed
 
@@ -55,7 +56,7 @@ struct Table {
 };
 
 struct Header {
-    Word magic;  // stored last when the recording begins
+    Word magic;  // stored last when a recording is initialized
     std::uint32_t version;
     std::uint32_t header_bytes;
     std::uint64_t nbytes;
@@ -65,7 +66,7 @@ struct Header {
     std::atomic<std::int32_t> world_size;
     std::uint32_t clock_kind;
     std::atomic<std::uint32_t> flags;
-    std::atomic<std::uint32_t> links_used;  // the number of link entries that were ever used
+    std::atomic<std::uint32_t> links_used;  // number of link entries in use, including those of closed links
     std::uint64_t ticks_per_s;              // 0: unknown
     std::uint64_t time_namespace;
     Word pair_count;
@@ -84,7 +85,7 @@ static_assert(offsetof(Header, links_used) == 84 && offsetof(Header, links) == 1
 static_assert(offsetof(Header, calls_begun) == 128 && offsetof(Header, events_begun) == 192);
 static_assert(offsetof(Header, latest_tick) == 256 && offsetof(Header, worker) == 512 && offsetof(Header, boot) == 768);
 
-struct PairFields {  // one instant
+struct PairFields {  // the same instant on all clocks
     std::uint64_t tick;
     std::int64_t monotonic_ns;
     std::int64_t realtime_ns;
@@ -114,12 +115,12 @@ struct CallFields {
     std::uint8_t algorithm = 0;
     std::uint64_t sequence = 0;
     std::uint64_t count = 0;
-    std::int32_t root = -1;  // for a message, the other rank
+    std::int32_t root = -1;  // for a point-to-point message, the other rank
     State state = State::pending;
     std::uint8_t outcome = 0;
     std::uint8_t is_async = 0;
     std::uint8_t spare = 0;
-    std::uint64_t arrived = 0;  // ticks; 0: not yet
+    std::uint64_t arrived = 0;  // ticks; 0: has not happened yet
     std::uint64_t started = 0;
     std::uint64_t ended = 0;
     std::uint64_t shm_nbytes = 0;
@@ -130,7 +131,7 @@ struct CallFields {
     std::uint32_t thread = 0;
     std::int64_t tag = -1;
     std::uint64_t complete = 0;
-    std::uint64_t missing = 0;      // the missing ranks as bits, from `first_missing` on
+    std::uint64_t missing = 0;      // bit mask of the missing ranks; bit 0 is `first_missing`
     std::int64_t predicted_ns = 0;  // 0: no prediction
 };
 
@@ -146,26 +147,26 @@ struct EventFields {
     std::uint32_t thread = 0;
 };
 
-// The kernel's statistics of the connections of one group to one other rank. The entry is overwritten repeatedly.
+// The kernel's statistics for one group's connections to one peer, overwritten by every measurement.
 struct LinkFields {
     std::uint32_t group = 0;
-    std::int32_t peer = -1;         // its rank in the default group
+    std::int32_t peer = -1;         // the peer's rank in the default group
     std::uint64_t measured = 0;     // ticks
     std::uint64_t sent_nbytes = 0;  // the bytes that the peer's kernel has acknowledged
     std::uint64_t received_nbytes = 0;
     std::uint64_t segments = 0;      // the segments sent with data
     std::uint64_t nbytes_per_s = 0;  // the latest delivery rate
     std::uint64_t busy_us = 0;       // the time with data in flight
-    std::uint64_t held_us = 0;       // of this, the time in which the peer had no room for more
+    std::uint64_t held_us = 0;       // the part of `busy_us` in which the peer's receive window was full
     std::uint32_t round_trip_us = 0;
-    std::uint32_t variation_us = 0;  // the variation of the round trips
+    std::uint32_t variation_us = 0;  // the variation of the round-trip time
     std::uint32_t least_round_trip_us = 0;
     std::uint32_t retransmits = 0;  // the segments sent again
-    std::uint32_t silent_ms = 0;    // the time for which an answer of the peer's kernel has been pending
+    std::uint32_t silent_ms = 0;    // how long a response from the peer's kernel has been overdue
     std::uint32_t connections = 0;
 };
 
-// The entry with these fields.
+// The entry type for a struct of fields.
 template <class Fields>
 using EntryOf = Entry<sizeof(Fields) / sizeof(std::uint64_t)>;
 
@@ -182,7 +183,7 @@ static_assert(sizeof(EntryOf<PairFields>) == 32 && sizeof(EntryOf<GroupFields>) 
 static_assert(sizeof(EntryOf<CallFields>) == 128 && sizeof(EntryOf<EventFields>) == 64);
 static_assert(sizeof(EntryOf<LinkFields>) == 96);
 static_assert(std::is_standard_layout_v<Recording>);
-// The end of the links, without the padding that the alignment adds.
+// The size of the recording without the padding at its end.
 constexpr std::size_t kBytes = offsetof(Recording, links) + sizeof(Recording::links);
 
 }  // namespace paceline::record

@@ -32,7 +32,7 @@ Table table_at(std::size_t offset, const Member& member) {
     return {static_cast<std::uint32_t>(offset), static_cast<std::uint32_t>(std::size(member))};
 }
 
-// Claims memory that another process may also have received; returns false if a live process has it.
+// Claims memory that other processes may also have received; returns false if a live process is using it.
 bool claim_memory(Recording& recording) {
     const auto own = static_cast<std::uint32_t>(getpid());
     std::uint32_t owner = 0;
@@ -74,13 +74,13 @@ bool Recorder::begin(int fd, const Identity& identity) {
         munmap(memory, kBytes);
         return false;
     }
-    auto* const recorder = new Recorder(recording);  // lives as long as the process
+    auto* const recorder = new Recorder(recording);  // never destroyed
     recorder->describe(identity);
     recorder->calibrate();
     const std::int64_t begun_ns = nanoseconds_of(CLOCK_MONOTONIC);
     while (nanoseconds_of(CLOCK_MONOTONIC) - begun_ns < kFirstPairsNs) {
     }
-    recorder->calibrate();  // two pairs determine the length of a tick
+    recorder->calibrate();  // two pairs are required to compute the tick length
     static std::once_flag once;
     std::call_once(once, [] { pthread_atfork(nullptr, nullptr, &Recorder::leave_to_parent); });
     active_.store(recorder, std::memory_order_release);
@@ -156,7 +156,7 @@ std::uint32_t Recorder::open_group(std::string_view name, std::string_view engin
     for (std::uint32_t i = 0; i < kGroups; ++i) {
         auto& entry = recording_.groups[(fields.serial + i - 1) % kGroups];
         const std::uint64_t old = entry.stamp.load(std::memory_order_relaxed);
-        if ((old & kStateMask) != 0) continue;  // an open group keeps its place
+        if ((old & kStateMask) != 0) continue;  // the entry of an open group is not reused
         const std::uint64_t stamp = std::uint64_t{fields.serial} << kIndexShift | kWriting;
         entry.stamp.store(stamp, std::memory_order_relaxed);
         Written<sizeof(GroupFields) / sizeof(std::uint64_t)> written{&entry, stamp};
@@ -214,16 +214,16 @@ void Recorder::close_link(WrittenLink& written) {
     written = {};
 }
 
-// Notes that an entry was recorded at `tick`; adds a pair of times if one is due.
+// Updates the latest tick after an entry was recorded; adds a calibration pair if one is due.
 void Recorder::wrote(std::uint64_t tick) {
-    // A device's times are recorded later.
+    // Device times are recorded late and may be older than the latest tick.
     if (tick > header().latest_tick.load(std::memory_order_relaxed))
         header().latest_tick.store(tick, std::memory_order_relaxed);
     if (tick >= next_calibration_.load(std::memory_order_relaxed)) calibrate();
 }
 
-// The first pair and the latest pairs are kept. The gaps between pairs grow, so that both the first moments and at
-// least the latest ten minutes are covered.
+// Keeps the first pair and the latest pairs. The gaps between pairs increase; the latest pairs cover at least ten
+// minutes.
 void Recorder::calibrate() {
     if (calibrating_.test_and_set(std::memory_order_acquire)) return;
     const PairFields now = read_clocks();
@@ -241,7 +241,7 @@ void Recorder::calibrate() {
     calibrating_.clear(std::memory_order_release);
 }
 
-// Returns the counter's speed since the first pair, or about 1 GHz before there is a second pair.
+// Returns the counter's average speed since the first pair, or a default of about 1 GHz if no other pair exists.
 double Recorder::ticks_per_ns(const PairFields& now) const {
     std::uint64_t first[sizeof(PairFields) / sizeof(std::uint64_t)];
     PairFields origin = now;
@@ -290,7 +290,7 @@ template <class Change>
 void Recorder::change_event(std::uint64_t stamp, bool is_over, Change change) {
     if (stamp == 0) return;
     WrittenEvent written{&recording_.events[(stamp >> kIndexShift) % kEvents], stamp};
-    // Only the index of the stamp counts, since the stamp may belong to an earlier version of the entry.
+    // Compares only the index, because `stamp` may belong to an earlier version of the entry.
     const std::uint64_t seen = written.entry->stamp.load(std::memory_order_relaxed);
     if (seen >> kIndexShift != stamp >> kIndexShift) return;
     written.stamp = seen;
@@ -337,8 +337,8 @@ void Recorder::event_sent(std::uint64_t stamp) {
                  [](auto& entry, std::uint64_t now) { entry.words[kSent].store(now, std::memory_order_release); });
 }
 
-// Runs in a forked child and must therefore only make system calls. The child may hold entries of the recording, so the
-// memory at its address must remain writable.
+// Runs in a forked child and may therefore only make system calls. The child may still hold handles to entries, so the
+// memory at the same address must remain writable.
 void Recorder::leave_to_parent() {
     Recorder* const recorder = active_.load(std::memory_order_relaxed);
     this_thread = 0;

@@ -1,7 +1,7 @@
-// The recorder of this process: every thread writes its calls and events into one recording, without waiting.
-// It is off until `begin` provides memory; then it stays on until the process ends. A forked child has no recorder, and
-// its writes through entries of its parent go into private memory that no process reads, which replaces the recording
-// (see `Recorder::leave_to_parent`).
+// The recorder of this process. All threads write their calls and events into one recording without blocking. The
+// recorder is off until `begin` provides memory, and then stays on until the process exits. In a forked child it is
+// off: private memory replaces the recording, and writes through the parent's entries have no effect (see
+// `Recorder::leave_to_parent`).
 #pragma once
 
 #include <memory>
@@ -32,48 +32,48 @@ class Recorder {
   public:
     // Returns the recorder of this process if it is on, otherwise nullptr.
     static Recorder* active() { return active_.load(std::memory_order_acquire); }
-    // Begins to record into the file of `fd`, which has `kBytes` bytes and must remain reserved, or with -1 into
-    // private memory. Takes over the memory of a process that has ended; returns false if another process uses it. Does
-    // nothing if the recorder is on. Throws std::system_error if the memory cannot be mapped.
+    // Starts recording into the file `fd`, whose `kBytes` bytes must stay allocated, or into private memory if `fd` is
+    // -1. Takes over the memory of a process that has exited; returns false if a live process is using it. Has no
+    // effect if the recorder is on. Throws std::system_error if the memory cannot be mapped.
     static bool begin(int fd, const Identity& identity);
 
     Recorder(const Recorder&) = delete;
     Recorder& operator=(const Recorder&) = delete;
-    ~Recorder() = delete;  // threads write until the process ends
+    ~Recorder() = delete;  // threads write until the process exits
 
-    // Pauses or resumes the recording, to measure its cost; open entries must have ended before.
+    // Pauses or resumes recording, for measurements of its cost. No entry may be open.
     static void pause(bool is_paused);
 
     // Records the rank of this process and the number of ranks.
     void identify(int rank, int world_size);
-    // Records that the process ends normally.
+    // Records that the process exits normally.
     void finish();
-    // Returns the number of a name; names that do not fit into the table share the last number.
+    // Returns the number assigned to a name. Names that do not fit into the table share the last number.
     std::uint32_t name(std::string_view text);
-    // Returns the tick at which CLOCK_MONOTONIC was at `monotonic_ns`, a time since the recording began.
+    // Converts a CLOCK_MONOTONIC time, at or after the beginning of the recording, to ticks.
     std::uint64_t tick_at(std::int64_t monotonic_ns) const;
     void set_step(std::uint64_t step) { header().step.store(step, std::memory_order_relaxed); }
 
-    // Adds a group and returns its serial number. `members` are ranks of the default group, by group rank.
+    // Adds a group and returns its serial number. `members[r]` is the default group's rank for group rank r.
     std::uint32_t open_group(std::string_view name, std::string_view engine, std::uint64_t identity, int rank,
                              std::span<const int> members);
     void close_group(std::uint32_t serial);
 
-    // Records a call that was made at `fields.arrived`; `change` records later updates. Unless `is_over`, the call
-    // keeps its place.
+    // Records a call that was submitted at `fields.arrived`; `change` records later updates. The entry is not reused
+    // until `is_over` is true.
     WrittenCall add(CallFields& fields, bool is_over);
     void change(WrittenCall& written, const CallFields& fields, bool is_over);
 
     WrittenEvent add(EventFields fields, bool is_over);
-    // Ends the event with that stamp, now or at `tick`; does nothing if the event has lost its place.
+    // End the event with this stamp, now or at `tick`. Have no effect if the event's entry has been overwritten.
     void end_event(std::uint64_t stamp);
     void end_event_at(std::uint64_t stamp, std::uint64_t tick);
     void end_event(std::uint64_t stamp, std::int64_t first, std::int64_t second);
     // Records the current time as the time at which the event's data was sent.
     void event_sent(std::uint64_t stamp);
 
-    // Takes a place for the measurements of a link; `change` writes them, and after `close_link` they stay until
-    // another link takes the place. Each link has one writer at a time.
+    // Allocates an entry for a link's measurements, which `change` writes. After `close_link` they remain until another
+    // link reuses the entry. Each link may have only one writer at a time.
     WrittenLink open_link(const LinkFields& fields);
     static void change(WrittenLink& written, const LinkFields& fields);
     static void close_link(WrittenLink& written);
@@ -102,7 +102,7 @@ class Recorder {
     std::uint32_t links_ = 0;
     std::unordered_map<std::uint32_t, Written<sizeof(GroupFields) / sizeof(std::uint64_t)>> open_groups_;
     std::atomic_flag calibrating_;
-    std::uint64_t calibration_gap_ns_;                // the time until the next pair
+    std::uint64_t calibration_gap_ns_;                // time until the next pair
     std::atomic<std::uint64_t> next_calibration_{0};  // in ticks
 };
 

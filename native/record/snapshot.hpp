@@ -1,4 +1,4 @@
-// Copies a recording while its process is writing it.
+// Copies a recording while another process is writing it.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 
 namespace paceline::record {
 
-// Returns a copy of the recording in the file of `fd`, in which every entry is consistent or marked as being written.
-// The copy is empty if no process has begun to record there. Throws std::system_error if the file cannot be mapped. The
-// file must not shrink in the meantime.
+// Returns a copy of the recording in the file `fd`. Every entry in the copy is consistent or marked as being written.
+// The copy is empty if no process has started to record in the file. The file must not shrink during the copy. Throws
+// std::system_error if the file cannot be mapped.
 std::vector<std::uint8_t> snapshot(int fd);
 
 }  // namespace paceline::record

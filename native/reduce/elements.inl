@@ -1,5 +1,5 @@
-// The elements of a reduction: their types, loads and stores, the reductions of two values, and the division of
-// averages. kernels.inl includes this file once for each SIMD level, and its rule about templates applies here too.
+// The elements of a reduction: their types, loads and stores, the reductions of two values, and the division for
+// averages. kernels.inl includes this file once for each SIMD level; its rule about templates applies here as well.
 
 namespace paceline::PACELINE_SIMD {
 namespace {
@@ -25,7 +25,7 @@ inline std::uint32_t as_bits(float value) {
     return __builtin_bit_cast(std::uint32_t, value);
 }
 
-// The type in which values of T are accumulated, and how they are loaded and stored.
+// Defines the accumulation type for values of T, and their loads and stores.
 template <class T>
 struct Number {
     using Acc = T;
@@ -47,7 +47,7 @@ template <>
 struct Number<Half> {
     using Acc = float;
     static float load(Half value) {
-        // A multiplication adjusts the exponent and also normalises subnormals; inf and nan are patched afterwards.
+        // A multiplication adjusts the exponent and also normalizes subnormals; inf and nan are corrected afterwards.
         const std::uint32_t magnitude = static_cast<std::uint32_t>(value.bits & 0x7fffu) << 13;
         const std::uint32_t scaled = as_bits(as_float(magnitude) * as_float(0x77800000u));
         const std::uint32_t special = magnitude | 0x7f800000u;
@@ -194,7 +194,8 @@ struct Divide<Complex<R>> {
     }
 };
 
-// For a power of two, multiplying by the reciprocal gives the same result and is several times faster.
+// If the divisor is a power of two, multiplication by its reciprocal produces the same result and is several times
+// faster.
 template <class T>
 struct Scale {
     static T finish(T value, int n) { return value * (T{1} / static_cast<T>(n)); }

@@ -7,7 +7,7 @@
 
 namespace paceline {
 
-// Returns whether the array has only finite numbers. Numbers of types that gradients do not have count as finite.
+// Returns true if all numbers in the array are finite. Types that gradients cannot have always count as finite.
 bool are_finite(const void* data, std::size_t nbytes, DType dtype);
 
 }  // namespace paceline

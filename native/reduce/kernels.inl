@@ -15,14 +15,14 @@
 namespace paceline::PACELINE_SIMD {
 namespace {
 
-constexpr std::size_t kTile = 1024;  // elements; the tiles of the deepest tree fit into the L1 caches
+constexpr std::size_t kTile = 1024;  // number of elements; the tiles of the deepest tree fit into the L1 cache
 
 template <class T, class Op>
 struct Tree {
     using N = Number<T>;
     using Acc = typename N::Acc;
 
-    // dst = sources[low] op ... op sources[high - 1], over one tile.
+    // Computes dst = sources[low] op ... op sources[high - 1] for one tile.
     static void combine(const T* const* sources, int low, int high, std::size_t at, std::size_t count, Acc* dst) {
         const T* first = sources[low] + at;
         if (high - low == 1) {

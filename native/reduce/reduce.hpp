@@ -1,7 +1,7 @@
-// Reductions of n arrays into one, in an order fixed by rank.
-// The sources are summed as a pairwise tree over their indices: ((0 1) (2 3)) ((4 5) ...), never in the order in which
-// they arrived, so a result is bitwise equal on every rank and in every run. float16 and bfloat16 are accumulated in
-// float32 and rounded once. Every SIMD level rounds in the same way (without fused multiply-add).
+// Reductions of n arrays to one, in an order fixed by rank. The sources are combined in a pairwise tree over their
+// indices, ((0 1) (2 3)) ((4 5) ...), independent of the order of arrival. Results are therefore bitwise equal on every
+// rank and in every run. float16 and bfloat16 are accumulated in float32 and rounded once. All SIMD levels round
+// identically (without fused multiply-add).
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ enum class DType : std::uint8_t {
     f64,
     c64,
     c128,
-    // Every collective can move these types, but none can reduce them.
+    // Collectives can move the following types but not reduce them.
     f8_e4m3fn,
     f8_e5m2,
     f8_e4m3fnuz,
@@ -39,8 +39,8 @@ enum class ReduceOp : std::uint8_t { sum, avg, product, min, max, band, bor, bxo
 std::size_t item_size(DType dtype);
 
 // out[i] = sources[0][i] op ... op sources[n - 1][i]; `out` may be one of the sources. `avg` divides by `divisor`, the
-// number of ranks, which differs from n if a sum takes several steps. Sums of integers wrap; their average is the
-// wrapped sum divided and rounded towards zero.
+// number of ranks, which differs from n if the sum is computed in several steps. Integer sums wrap around; integer
+// averages divide the wrapped sum and round towards zero.
 using ReduceFn = void (*)(void* out, const void* const* sources, int n, std::size_t count, int divisor);
 
 // Returns the fastest kernel that this machine can run; nullptr if the operation is not defined for the type.

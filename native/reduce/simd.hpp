@@ -7,7 +7,7 @@ namespace paceline {
 
 enum class SimdLevel : std::uint8_t { baseline, avx2, avx512 };
 
-// Returns whether this machine can run the kernels of the level and this build has them.
+// Returns true if this build contains kernels for the level and this machine can run them.
 bool has_simd(SimdLevel level);
 
 // Returns the fastest level that this machine can run.

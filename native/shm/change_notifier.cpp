@@ -10,14 +10,14 @@ ChangeNotifier::Sleeper::Sleeper(ChangeNotifier& notifier) : notifier_(notifier)
 }
 
 ChangeNotifier::Sleeper::~Sleeper() {
-    if (forked_from_member()) return;  // the thread that may hold the lock does not exist there
+    if (forked_from_member()) return;  // a forked child: the thread that may hold the lock does not exist
     const std::lock_guard hold(notifier_.mutex_);
     std::erase(notifier_.sleepers_, this);
 }
 
 void ChangeNotifier::Sleeper::sleep(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
                                     std::int64_t timeout_ns) {
-    // seq_cst, paired with `notify` and the load in `repeat`: one of the two sees the other.
+    // seq_cst, paired with `notify` and the load in `repeat`: at least one side reads the other's store.
     word_.store(&word, std::memory_order_seq_cst);
     if (notifier_.count_.load(std::memory_order_seq_cst) == seen_.load(std::memory_order_relaxed))
         futex_wait(word, expected, timeout_ns);

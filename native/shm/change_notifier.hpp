@@ -18,7 +18,7 @@ namespace paceline::shm {
 
 class ChangeNotifier {
   public:
-    // A sleeper, used by one thread at a time.
+    // A registered sleeper. Not thread-safe.
     class Sleeper {
       public:
         explicit Sleeper(ChangeNotifier& notifier);
@@ -26,23 +26,23 @@ class ChangeNotifier {
         Sleeper& operator=(const Sleeper&) = delete;
         ~Sleeper();
 
-        // Sleeps while `word` holds `expected`, for at most `timeout_ns`; returns at once after a change since the last
-        // sleep. May wake up spuriously.
+        // Sleeps while `word` equals `expected`, for at most `timeout_ns`. Returns immediately if a change has occurred
+        // since the last sleep. May wake up spuriously.
         void sleep(const std::atomic<std::uint32_t>& word, std::uint32_t expected, std::int64_t timeout_ns);
 
       private:
         friend class ChangeNotifier;
 
         ChangeNotifier& notifier_;
-        std::atomic<const std::atomic<std::uint32_t>*> word_{nullptr};  // set while it sleeps
+        std::atomic<const std::atomic<std::uint32_t>*> word_{nullptr};  // the word on which it sleeps, or null
         std::atomic<std::uint32_t> seen_{0};
     };
 
-    // Returns the number of changes. This is an acquire: the latest change is visible.
+    // Returns the number of changes. An acquire load: the latest change is visible afterwards.
     std::uint32_t count() const { return count_.load(std::memory_order_acquire); }
     // Increments the count; `repeat` must be called next.
     void notify() { count_.fetch_add(1, std::memory_order_seq_cst); }
-    // Wakes every sleeper that has not read the latest count; returns false if there was none.
+    // Wakes every sleeper that has not read the latest count; returns false if all have.
     bool repeat();
 
   private:

@@ -28,15 +28,15 @@ struct WaitV {
     std::uint32_t reserved;
 };
 
-constexpr int kManyLooking = 32;  // the number of ranks above which each rank checks less often
+constexpr int kManyLooking = 32;  // number of ranks above which each rank checks less often
 constexpr std::chrono::milliseconds kSeldom{200};
-constexpr std::chrono::hours kLong{1};  // used if other ranks wait for every pulse
+constexpr std::chrono::hours kLong{1};  // timeout while every pulse is watched
 
 WaitV expecting(const std::atomic<std::uint32_t>& word, std::uint32_t value) {
     return {value, reinterpret_cast<std::uintptr_t>(&word), kWord32, 0};
 }
 
-// Sleeps until a word is woken or no longer holds its expected value, for at most `timeout`.
+// Sleeps until a word is woken or differs from its expected value, for at most `timeout`.
 void wait_for_any(const std::vector<WaitV>& words, std::chrono::nanoseconds timeout) {
     timespec until{};
     clock_gettime(CLOCK_MONOTONIC, &until);
@@ -51,13 +51,13 @@ void wait_for_any(const std::vector<WaitV>& words, std::chrono::nanoseconds time
 // The result of one check of all entries.
 struct DeathWatch::Look {
     int gone = 0;
-    bool has_found = false;     // whether a rank has ended whose end had not been reported
-    bool waits_for_all = true;  // whether the pulses cover every rank
-    std::vector<std::pair<const std::atomic<std::uint32_t>*, std::uint32_t>> pulses;  // the pulses and their values
+    bool has_found = false;     // whether the check found a rank whose end had not been reported
+    bool waits_for_all = true;  // whether `pulses` covers every rank
+    std::vector<std::pair<const std::atomic<std::uint32_t>*, std::uint32_t>> pulses;  // with their values
 };
 
 bool DeathWatch::is_possible() {
-    // A kernel with this call rejects an empty list with EINVAL; others return ENOSYS.
+    // A kernel that supports futex_waitv rejects an empty list with EINVAL; other kernels return ENOSYS.
     return syscall(kFutexWaitV, nullptr, 0, 0, nullptr, 0) < 0 && errno == EINVAL;
 }
 
@@ -77,7 +77,7 @@ DeathWatch::~DeathWatch() {
 
 void DeathWatch::close() {
     closing_.store(1, std::memory_order_release);
-    futex_wake_all(closing_);  // a thread that checks in every turn reads it there
+    futex_wake_all(closing_);  // a thread that polls reads the flag in its next turn instead
     if (thread_.joinable()) thread_.join();
 }
 
@@ -105,7 +105,7 @@ DeathWatch::Look DeathWatch::look() const {
     return seen;
 }
 
-// Returns how long a thread that checks only from time to time sleeps in between.
+// Returns the sleep between two of the infrequent checks.
 std::chrono::milliseconds DeathWatch::seldom_turn() const {
     return std::min(kTurn * (1 + directory_->size() / kManyLooking), kSeldom);
 }
@@ -121,7 +121,7 @@ void DeathWatch::run() {
         if (seen.gone != known) {
             known = seen.gone;
             changed_();
-            // Many ranks usually leave in succession, and each of them would wake all remaining ranks.
+            // Ranks often leave in quick succession; without this pause, each of them would wake all remaining ranks.
             if (directory_->size() > kManyLooking)
                 futex_wait(closing_, 0, std::chrono::nanoseconds(seldom_turn()).count());
             continue;

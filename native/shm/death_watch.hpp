@@ -1,11 +1,11 @@
-// Detects, on its own thread, which ranks of the directory have ended.
+// Detects on its own thread which ranks in the host directory have exited.
 //
 // The thread sleeps on the directory's count of changes and on the pulses of the next kMostWatchers ranks in the
-// circle. This needs futex_waitv; before Linux 5.16 the thread checks all pulses in every turn instead. It also does so
-// every few turns while a rank has not arrived yet, and from time to time on larger hosts, since all watchers of a rank
-// may die with it. On larger hosts it pauses for some turns after each change, since ranks that leave would otherwise
-// wake all others once for each of them. A rank that could not hold a pulse (emulators of other processors lack robust
-// futexes) counts as live as long as its socket listens.
+// circle. This needs futex_waitv; before Linux 5.16 the thread checks all pulses in every turn instead. It also checks
+// all pulses every few turns while a rank has not arrived yet, and occasionally on hosts with more ranks, where all
+// watchers of a rank may die together with it. On those hosts it pauses for some turns after each change: without the
+// pause, every departing rank would wake all others. A rank without a pulse (processor emulators lack robust futexes)
+// counts as live while its socket listens.
 #pragma once
 
 #include <atomic>
@@ -21,10 +21,10 @@ namespace paceline::shm {
 
 class DeathWatch {
   public:
-    // Returns whether this kernel can wait for many words at once.
+    // Returns true if this kernel supports futex_waitv.
     static bool is_possible();
 
-    // `changed` is called on the thread after every change in which ranks have died or left.
+    // Calls `changed` on the thread whenever a rank has died or left.
     DeathWatch(std::shared_ptr<HostDirectory> directory, int rank, std::function<void()> changed,
                bool waits_for_many = is_possible());
     DeathWatch(const DeathWatch&) = delete;

@@ -1,4 +1,4 @@
-// Functions that sleep on a 32-bit word that several processes map, and that wake the sleepers.
+// Functions that sleep on a 32-bit word in shared memory and wake the sleepers.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@ namespace paceline::shm {
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 
-// Sleeps while `word` holds `expected`, for at most `timeout_ns`; may wake up spuriously.
+// Sleeps while `word` equals `expected`, for at most `timeout_ns`; may wake up spuriously.
 void futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, std::int64_t timeout_ns);
 
 void futex_wake_all(const std::atomic<std::uint32_t>& word);

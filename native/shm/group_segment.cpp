@@ -16,7 +16,7 @@ constexpr std::size_t kGroupHeadBytes = 8192;
 struct GroupHead {
     std::atomic<std::uint32_t> arrived{0};
     std::atomic<std::uint32_t> given_up{0};
-    std::atomic<std::uint32_t> has_arrived[kMaxRanks]{};  // by place among the members
+    std::atomic<std::uint32_t> has_arrived[kMaxRanks]{};  // by index in `places_`
 };
 static_assert(sizeof(GroupHead) <= kGroupHeadBytes);
 
@@ -64,7 +64,8 @@ bool GroupSegment::wait_for_all(Mesh::Deadline deadline) {
     const auto place =
         static_cast<std::size_t>(std::find(places_.begin(), places_.end(), mesh_.rank()) - places_.begin());
     head.has_arrived[place].store(1, std::memory_order_release);
-    // Also an acquire: a member that completes the number, or reads it as complete, sees all writes of the members.
+    // acq_rel: the writes of all members are visible to a member that increments the count to `members` or reads this
+    // value.
     if (head.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == members) futex_wake_all(head.arrived);
     for (;;) {
         const std::uint32_t seen = head.arrived.load(std::memory_order_acquire);
@@ -81,7 +82,7 @@ bool GroupSegment::wait_for_all(Mesh::Deadline deadline) {
     return true;
 }
 
-// Whether a member has given up, or has died or left without arriving.
+// Returns true if a member has given up, or has died or left without arriving.
 bool GroupSegment::waits_in_vain() const {
     if (head_in(*segment_).given_up.load(std::memory_order_acquire) != 0) return true;
     for (std::size_t i = 0; i < places_.size(); ++i)

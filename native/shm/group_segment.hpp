@@ -1,5 +1,5 @@
-// A segment that ranks of the host share as members of a group. The first member creates it and the others fetch it;
-// each member fills its own part and then waits for the others. After that no member needs a descriptor.
+// A segment that the members of a group on one host share. The first member creates it and the others map it. Each
+// member initializes its part and then waits for the others; afterwards the descriptors are closed.
 #pragma once
 
 #include <memory>
@@ -11,20 +11,20 @@ namespace paceline::shm {
 
 class GroupSegment {
   public:
-    // `places` are the members' mesh ranks, in the same order on each of them; `id` is new for each group. Returns
+    // `places` lists the members' mesh ranks, in the same order on every member; `id` is unique to the group. Returns
     // nullptr if the first member does not offer the memory by `deadline`. Throws std::system_error if descriptors or
     // memory run out.
     static std::unique_ptr<GroupSegment> open(Mesh& mesh, std::vector<int> places, RegionId id, std::size_t nbytes,
                                               Mesh::Deadline deadline);
     GroupSegment(const GroupSegment&) = delete;
     GroupSegment& operator=(const GroupSegment&) = delete;
-    // If not all members have arrived, gives up the memory for all of them.
+    // Cancels the segment for all members unless all of them have arrived.
     ~GroupSegment();
 
-    // Returns the memory, which is page-aligned and initially zero.
+    // Returns the memory: page-aligned, and initially zero.
     std::uint8_t* data() const;
-    // Waits until all members have called this, after which each sees the earlier writes of the others. Returns false
-    // if a member has not called it by `deadline`, has died or left, or gives up.
+    // Waits until all members have called this; afterwards each member's earlier writes are visible to all. Returns
+    // false if a member has not called it by `deadline`, has died or left, or gives up.
     bool wait_for_all(Mesh::Deadline deadline);
 
   private:

@@ -11,9 +11,9 @@
 namespace paceline::shm {
 namespace {
 
-// The time after which a thread is woken again if it had not fallen asleep yet or has not had a core since.
+// Time until a wake-up is repeated for threads that were not asleep yet or have not run since.
 constexpr std::chrono::milliseconds kFirstRepeat{1};
-// A rank that continues for longer than this after a time-out does not leave because of it.
+// If a rank is still running this long after a timeout, its departure is not attributed to the timeout.
 constexpr std::chrono::seconds kTimeOutLasts{30};
 
 }  // namespace
@@ -48,7 +48,7 @@ Mesh::~Mesh() {
 }
 
 void Mesh::close() {
-    if (forks_ != forks_from_members()) return;  // a forked child; its parent has not left
+    if (forks_ != forks_from_members()) return;  // a forked child: the parent has not left
     {
         const std::lock_guard hold(mutex_);
         if (closed_) return;
@@ -102,7 +102,7 @@ void Mesh::ranks_are_gone() {
 Cause Mesh::blamed_by(int rank) const {
     const RankEntry& entry = directory_->entry(rank);
     const Cause cause = Cause::unpack(entry.blamed.load(std::memory_order_acquire));
-    // A rank that is present or has died may have had its time-out long ago; see `blamed`.
+    // Timeouts count only if the rank has left: otherwise the timeout may have been long ago (see `blamed`).
     return cause.hung && entry.state.load(std::memory_order_acquire) != State::left ? Cause{} : cause;
 }
 
@@ -132,7 +132,7 @@ void Mesh::announce_offers() {
 }
 
 std::shared_ptr<Segment> Mesh::withdraw(RegionId id) {
-    if (forks_ != forks_from_members()) return nullptr;  // a forked child; its parent still has the region
+    if (forks_ != forks_from_members()) return nullptr;  // a forked child: the parent still uses the region
     Offer ended;
     {
         const std::lock_guard hold(mutex_);

@@ -1,13 +1,13 @@
-// The facilities that the ranks of one host share outside of groups: their directory (host_directory.hpp), the
-// doorbells with which they wake each other, and the memory regions that they offer each other.
+// What the ranks of one host share outside of groups: the host directory (host_directory.hpp), the doorbells that wake
+// other ranks, and the memory regions offered to other ranks.
 //
-// A rank keeps a few sockets open, regardless of the number of ranks. One of them listens: a rank that needs a region
-// of this rank connects, presents the directory's key, and receives the region's descriptor, or the answer that the
-// region does not exist yet. The doorbell receives datagrams, each of which wakes the threads that sleep on it. Both
-// sockets have random abstract names, which are in the directory. Processes of other users are rejected.
+// The number of open sockets does not depend on the number of ranks. To map a region of this rank, another rank
+// connects to its listening socket, presents the directory's key, and receives the region's descriptor or the answer
+// that the region does not exist yet. Each datagram sent to the doorbell socket wakes the threads that sleep on it. The
+// directory contains the random abstract names of both sockets. Connections from processes of other users are rejected.
 //
-// A process that gives up because another rank has died or left records this in the directory at once. It may then exit
-// itself, and the ranks that wait for it have the reason.
+// A process that gives up because another rank has died or left records this in the directory immediately. If it then
+// exits, the ranks that wait for it can report the original cause.
 #pragma once
 
 #include <atomic>
@@ -33,8 +33,8 @@
 
 namespace paceline::shm {
 
-// A region of another rank, or the errno of a failure to map it: no descriptors or memory are left. It is neither if
-// the region did not arrive in time, or its owner has died or left or has given it up.
+// Another rank's region. If mapping it failed for lack of descriptors or memory, contains the errno instead. Contains
+// neither if the region did not arrive in time or its owner died, left or canceled it.
 struct Found {
     std::shared_ptr<Segment> segment;
     int shortage = 0;
@@ -44,7 +44,7 @@ class Mesh {
   public:
     using Deadline = std::chrono::steady_clock::time_point;
 
-    // `names[p]` is the name that all groups of this process use for rank p of the directory; it is p if `names` is
+    // `names[p]` is the name that all groups of this process use for mesh rank p; the name is p itself if `names` is
     // empty. Throws std::system_error if the system has no descriptors left.
     Mesh(int rank, std::shared_ptr<HostDirectory> directory, std::vector<int> names = {});
     Mesh(const Mesh&) = delete;
@@ -54,36 +54,36 @@ class Mesh {
     int rank() const { return rank_; }
     int size() const { return directory_->size(); }
     const HostDirectory& directory() const { return *directory_; }
-    // Returns whether the rank has died. This is an acquire: everything that the rank published is visible afterwards.
+    // Returns true if the rank has died. An acquire load: all data that the rank published is visible afterwards.
     bool has_died(int rank) const { return state_of(rank) == State::lost; }
     bool has_left(int rank) const { return state_of(rank) == State::left; }
     bool is_gone(int rank) const { return shm::is_gone(state_of(rank)); }
-    // Reports every change in which ranks have died or left; each change also rings the doorbell.
+    // Returns the notifier for deaths and departures. Each such change also rings the doorbell.
     ChangeNotifier& changes() { return changes_; }
     int name(int rank) const { return names_[static_cast<std::size_t>(rank)]; }
 
-    // The waits of this process's threads.
+    // Returns the waits of this process's threads.
     Waits& waits() { return waits_; }
 
     // Reports to the other ranks that this process gives up because of `cause`; a later cause replaces an earlier one.
     void blame(const Cause& cause);
-    // Returns that cause. A program may continue after a time-out, so such a cause expires.
+    // Returns the latest cause passed to `blame`. Timeouts expire, because a program may continue after a timeout.
     Cause blamed() const;
-    // Returns the cause for which a rank gave up, if it has reported one. It is set before the rank ends.
+    // Returns the cause that a rank has reported, if any. A rank sets its cause before it exits.
     Cause blamed_by(int rank) const;
 
-    // Offers `segment` to the other ranks. No earlier region of this rank may have used `id`.
+    // Offers `segment` to the other ranks. `id` must not have been used for an earlier region of this rank.
     void offer(RegionId id, std::shared_ptr<Segment> segment);
-    // Ends the offer, makes the ranks that keep the region drop it, and returns the region.
+    // Ends the offer, requests all ranks that cached the region to drop it, and returns the region.
     std::shared_ptr<Segment> withdraw(RegionId id);
-    // Ends the offer of a region, or rules out a future one, so that ranks that request the region stop waiting.
+    // Cancels a present or future offer. Ranks that wait for the region then stop waiting.
     void give_up(RegionId id);
     // Waits until `deadline` for the region that `owner` offers as `id`.
     Found fetch(int owner, RegionId id, Deadline deadline) { return get(Request::Kind::fetch, owner, id, deadline); }
-    // Does the same, and keeps the region for later calls until its owner withdraws it.
+    // Like `fetch`, but caches the region for later calls until its owner withdraws it.
     Found region(int owner, RegionId id, Deadline deadline);
 
-    // Returns the socket on which threads that wait for shared memory are woken; see `Waiter::watch_doorbell`.
+    // Returns the socket that wakes threads waiting for changes in shared memory; see `Waiter::watch_doorbell`.
     int doorbell() const { return exchange_ ? exchange_->doorbell() : -1; }
     void wake_peer(int peer) const { exchange_->ring(directory_->entry(peer).doorbell); }
 
@@ -93,7 +93,7 @@ class Mesh {
   private:
     struct Offer {
         std::shared_ptr<Segment> segment;
-        std::set<int> keepers;  // the ranks that keep the region
+        std::set<int> keepers;  // the ranks that have cached the region
     };
 
     State state_of(int rank) const { return directory_->entry(rank).state.load(std::memory_order_acquire); }
@@ -108,14 +108,14 @@ class Mesh {
     std::vector<int> names_;
     Waits waits_;
     std::atomic<Deadline::rep> blamed_at_{0};
-    const std::uint32_t forks_ = forks_from_members();  // when the mesh was created
+    const std::uint32_t forks_ = forks_from_members();  // the value when the mesh was created
     ChangeNotifier changes_;
     std::mutex mutex_;
     std::map<RegionId, Offer> offers_;
     std::set<RegionId> given_up_;
     std::map<std::pair<int, RegionId>, std::shared_ptr<Segment>> kept_;
     bool closed_ = false;
-    std::unique_ptr<RegionExchange> exchange_;  // nullptr if there is no other rank
+    std::unique_ptr<RegionExchange> exchange_;  // nullptr if this is the only rank
     ForkGuard guard_;
     std::thread server_;
     std::unique_ptr<DeathWatch> watch_;

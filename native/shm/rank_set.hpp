@@ -1,4 +1,4 @@
-// A set of ranks of one host, with a fixed size so that it can be in shared memory.
+// A set of ranks on one host. Its size is fixed, which permits storing it in shared memory.
 #pragma once
 
 #include <array>

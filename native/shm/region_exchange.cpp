@@ -24,15 +24,15 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kMostStrangers = 64;
-constexpr std::chrono::seconds kSilence{5};  // the silence after which an unidentified connection is closed
-constexpr int kLook = 1000;                  // the milliseconds between two checks for silent connections
-constexpr int kQueued = 1024;                // the most connections that wait to be accepted
+constexpr std::chrono::seconds kSilence{5};  // time after which a connection without a request is closed
+constexpr int kLook = 1000;                  // milliseconds between checks for silent connections
+constexpr int kQueued = 1024;                // the listen backlog
 constexpr std::chrono::milliseconds kPause{2};
 
 struct ReplyHead {
-    std::uint64_t size = 0;  // the size of the region; 0: there is none
+    std::uint64_t size = 0;  // size of the region; 0: the region does not exist
     Pages pages{};
-    std::int32_t failure = 0;  // the reason if there is none
+    std::int32_t failure = 0;  // an errno if the region does not exist, or 0 if it may exist later
 };
 
 // A descriptor that is closed at the end of its scope.
@@ -53,7 +53,7 @@ class Descriptor {
     int fd_;
 };
 
-// A connection that has not made a request yet.
+// A connection on which no request has arrived yet.
 struct Stranger {
     Descriptor connection;
     Clock::time_point since;
@@ -104,7 +104,7 @@ bool equal(const HostDirectory::Key& a, const HostDirectory::Key& b) {
     return difference == 0;
 }
 
-// Reads the reply, which has arrived; `failure` is ECONNRESET if the other end closed the connection instead.
+// Reads a reply that is ready. `failure` is ECONNRESET if the other end closed the connection without a reply.
 Received read_reply(int connection) {
     ReplyHead head;
     iovec data{&head, sizeof head};
@@ -126,13 +126,13 @@ Received read_reply(int connection) {
     return segment ? Received{std::move(segment), 0} : Received{nullptr, ENOMEM};
 }
 
-// Waits for at most a turn; returns whether there is data to read.
+// Waits for data for at most one turn; returns true if there is data to read.
 bool has_come(int connection) {
     pollfd watched{connection, POLLIN, 0};
     return poll(&watched, 1, static_cast<int>(kTurn.count())) > 0;
 }
 
-// Handles a request of one connection; returns true if the connection is finished.
+// Handles a request on a connection; returns true if the connection can be closed.
 bool handle(int connection, const HostDirectory::Key& key, const RegionExchange::Answer& answer) {
     Request request{};
     const ssize_t got = recv(connection, &request, sizeof request, MSG_DONTWAIT);
@@ -202,7 +202,7 @@ void RegionExchange::serve(const HostDirectory::Key& key, const Answer& answer) 
         if (watched[1].revents == 0) continue;
         Descriptor connection(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
         if (connection.get() < 0) {
-            std::this_thread::sleep_for(kPause);  // no descriptors are left; the other end waits or tries again
+            std::this_thread::sleep_for(kPause);  // out of descriptors; the other end waits or tries again
             continue;
         }
         if (!is_same_user(connection.get()) || handle(connection.get(), key, answer)) continue;
@@ -230,7 +230,7 @@ void RegionExchange::reply(int connection, const Segment* segment, int failure) 
         const int fd = segment->fd();
         std::memcpy(CMSG_DATA(ancillary), &fd, sizeof fd);
     }
-    // If this fails because the other rank has ended or too many descriptors are in flight, that rank tries again.
+    // Errors are ignored: the other rank has exited, or it tries again because too many descriptors were in flight.
     static_cast<void>(sendmsg(connection, &header, MSG_NOSIGNAL | MSG_DONTWAIT));
 }
 
@@ -242,8 +242,8 @@ Received RegionExchange::ask(const SocketName& listener, const Request& request,
         const Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
         if (connection.get() < 0) return {nullptr, errno};
         if (connect(connection.get(), address.get(), address.nbytes) != 0) {
-            if (errno != EAGAIN) return {nullptr, ETIMEDOUT};  // no process listens there any more
-            std::this_thread::sleep_for(kPause);               // too many connections wait there
+            if (errno != EAGAIN) return {nullptr, ETIMEDOUT};  // no process is listening any more
+            std::this_thread::sleep_for(kPause);               // the backlog is full
             continue;
         }
         if (!is_same_user(connection.get())) return {nullptr, ETIMEDOUT};

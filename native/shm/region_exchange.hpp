@@ -1,4 +1,4 @@
-// The sockets of a rank of the host, and the requests that are sent over one of them.
+// The sockets with which the ranks of a host wake each other and exchange memory regions.
 #pragma once
 
 #include <array>
@@ -16,8 +16,8 @@ namespace paceline::shm {
 using RegionId = std::uint64_t;
 using SocketName = std::array<char, kNameBytes>;
 
-// A request of one rank to another: for its region `id`, which is kept or not, or to drop a region of the requesting
-// rank.
+// A request from one rank to another: to send a region, either for one use (`fetch`) or to be cached (`keep`), or to
+// drop a cached region that belongs to the sender (`forget`).
 struct Request {
     enum class Kind : std::uint32_t { fetch = 1, keep = 2, forget = 3 };
 
@@ -28,10 +28,10 @@ struct Request {
 };
 static_assert(sizeof(Request) == 48);
 
-constexpr int kGivenUp = ECANCELED;  // as a failure: the region will never exist
+constexpr int kGivenUp = ECANCELED;  // a value of `failure`: the region will never exist
 
-// The result of a request for a region; nullptr if there is no such region yet. `failure` is an errno, or 0 if the
-// reply was complete and the same request may succeed later.
+// The result of a request for a region. `segment` is nullptr if there is no such region; `failure` is then an errno, or
+// 0 if the same request may succeed later.
 struct Received {
     std::shared_ptr<Segment> segment;
     int failure = 0;
@@ -54,22 +54,22 @@ class RegionExchange {
     // Rings another rank's doorbell. If the doorbell is full, its rank has already been woken.
     void ring(const SocketName& name) const;
 
-    // Answers requests that have this key, until `stop` is called.
+    // Answers requests that contain this key, until `stop` is called.
     void serve(const HostDirectory::Key& key, const Answer& answer) const;
     void stop() const;
-    // Stops accepting connections. Only closes a descriptor.
+    // Stops accepting connections. Safe in a forked child, because it only closes a descriptor.
     void close_listener();
 
-    // Passes a region's descriptor to the rank that requested it; nullptr means that there is none, because of
-    // `failure` or, if that is 0, not yet.
+    // Sends a region's descriptor to the rank that requested it. A null `segment` means that the region does not exist:
+    // because of `failure`, or not yet if that is 0.
     static void reply(int connection, const Segment* segment, int failure = 0);
-    // Sends a request to the rank that listens there, and waits for its reply until `deadline` or until `given_up`
-    // returns true; `failure` is then ETIMEDOUT.
+    // Sends a request to the rank with this listener and waits for the reply. Stops at `deadline` or when `given_up`
+    // returns true, with the failure ETIMEDOUT.
     static Received ask(const SocketName& listener, const Request& request,
                         std::chrono::steady_clock::time_point deadline, const std::function<bool()>& given_up);
-    // Returns whether a process listens there.
+    // Returns true if a process is listening on this socket.
     static bool is_open(const SocketName& listener);
-    // Notifies the rank that listens there, without waiting for it.
+    // Sends a request without waiting for a reply.
     static void notify(const SocketName& listener, const Request& request);
 
   private:
@@ -77,7 +77,7 @@ class RegionExchange {
 
     int listener_ = -1;
     int doorbell_ = -1;
-    int ringer_ = -1;  // sends rings, which if sent from the doorbell would wake its own waiters
+    int ringer_ = -1;  // sends rings; sending them from the doorbell would wake this rank's own waiters
     int stop_ = -1;
     SocketName listener_name_;
     SocketName doorbell_name_;

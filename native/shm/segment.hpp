@@ -1,7 +1,7 @@
-// Memory that several processes map: a memfd whose descriptor is passed between them, and which is freed when the last
-// process releases it.
+// Memory mapped by several processes. It is a memfd whose descriptor is passed between processes; the kernel frees it
+// when the last process releases it.
 //
-// It is sealed against shrinking, so that no process can make the accesses of another one fault.
+// The memfd is sealed against shrinking: no process can cause faults in another process by truncating it.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace paceline::shm {
 
-// If the parts of a segment belong to different processes, a huge page would place several parts on the NUMA node of
-// the process that touches it first.
+// Use `small` if parts of the segment belong to different processes: a huge page would place several parts on the NUMA
+// node of whichever process touches the page first.
 enum class Pages : std::uint32_t { huge_if_large, small };
 
 class Segment {
@@ -29,10 +29,10 @@ class Segment {
     std::size_t size() const { return size_; }
     Pages pages() const { return pages_; }
     int fd() const { return fd_; }
-    // Closes the descriptor: the memory stays mapped, but can no longer be passed to another process.
+    // Closes the descriptor. The memory stays mapped but can no longer be passed to another process.
     void close_descriptor();
-    // Replaces the pages that contain these bytes by private copies in this process. If the system has no memory for
-    // this, the pages do not change.
+    // Replaces the pages that contain these bytes with private copies in this process. Leaves the pages unchanged if
+    // memory runs out.
     void make_private(std::size_t offset, std::size_t nbytes) const;
 
   private:

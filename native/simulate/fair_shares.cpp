@@ -50,7 +50,7 @@ const std::vector<std::uint32_t>& FairShares::divide() {
     return found_routes_;
 }
 
-// Collects the links that share routes with the affected ones, and the open routes over them.
+// Collects all links connected to the affected ones through open routes, and those routes.
 void FairShares::find_affected() {
     found_routes_.clear();
     found_links_.clear();

@@ -7,8 +7,8 @@
 
 namespace paceline::simulate {
 
-// A link that a route crosses. `weight` is the number of bytes that a byte of the route puts on the link, since a route
-// may represent several routes.
+// A link that a route crosses. `weight` is the number of bytes on the link per byte of the route; it may exceed 1
+// because a route can represent several equivalent routes.
 struct Use {
     std::uint32_t link = 0;
     double weight = 1;
@@ -21,12 +21,12 @@ class FairShares {
     explicit FairShares(std::vector<double> capacities);
     void add_route(std::vector<Use> uses, double most);
 
-    // Mark a route as carrying data from now on, or as no longer carrying data.
+    // Mark the beginning and the end of a transfer on a route.
     void open(std::uint32_t route);
     void close(std::uint32_t route);
 
-    // Redivides the links that are affected, directly or through others, by the routes opened and closed since the last
-    // call. Returns the open routes whose rates were set; the reference is valid until the next call.
+    // Recomputes the rates on all links that are affected, directly or indirectly, by routes opened or closed since the
+    // last call. Returns the open routes whose rates were set; the reference is valid until the next call.
     const std::vector<std::uint32_t>& divide();
 
     double rate(std::uint32_t route) const { return routes_[route].rate; }

@@ -1,4 +1,4 @@
-// The ranks of a simulation, the streams of messages between them, and the events.
+// The ranks, message streams and events of a simulation.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ enum class What : std::uint8_t { arrival, opened, moved, received, taken, worked
 
 struct Event {
     double at;
-    std::uint32_t order;  // the order of its stream, so that equivalent ranks treat simultaneous events in the same way
+    std::uint32_t order;  // the stream's `order`: equivalent ranks process simultaneous events identically
     std::uint64_t number;
     What what;
     std::uint32_t subject;  // a rank, a stream or, for `worked`, a step
@@ -32,27 +32,27 @@ struct Rank {
     RankProgress progress;
     double speed;
     bool has_come = false;
-    double out_free_s = 0;  // when it may begin to send, and when it may begin to receive, another message
+    double out_free_s = 0;  // earliest times at which the rank may start to send or receive a message
     double in_free_s = 0;
     double works_until_s = 0;
     double end_s = 0;
     std::map<int, std::uint32_t> streams_to{};
     std::map<int, std::uint32_t> streams_from{};
-    std::vector<bool> is_working{};  // for each step
+    std::vector<bool> is_working{};  // by step
 };
 
-// The messages of a route.
+// The messages that use one route.
 struct Stream {
     const Route* route;
     const std::vector<std::uint32_t>* sends;
     const std::vector<std::uint32_t>* receives;
-    std::uint32_t order;        // the distance from the source to the target, by number
+    std::uint32_t order;        // the difference between the numbers of target and source
     std::size_t sending = 0;    // the index of the current message in `sends`
     std::size_t receiving = 0;  // the index of the current message in `receives`
-    bool is_open = false;       // the overhead of the current message has passed
+    bool is_open = false;       // whether the overhead of the current message has elapsed
     bool is_opening = false;
     bool is_moving = false;
-    bool is_shared = false;  // whether FairShares counts it
+    bool is_shared = false;  // whether the route is open in FairShares
     bool is_taking = false;
     bool is_pending = false;
     bool has_changed = false;
@@ -61,10 +61,10 @@ struct Stream {
     double rate = 0;
     double since_s = 0;
     std::uint32_t version = 0;
-    double waiting = 0;              // the bytes that have arrived and that no step has consumed
-    double arrived = 0;              // the bytes of the message with the index `recorded` that have arrived
+    double waiting = 0;              // bytes that have arrived but have not been consumed by a step
+    double arrived = 0;              // bytes that have arrived of the message with index `recorded`
     std::size_t recorded = 0;        // the number of messages that have arrived
-    std::vector<double> begins_s{};  // the start times of the messages that have begun
+    std::vector<double> begins_s{};  // start times of the messages that have begun
 };
 
 }  // namespace paceline::simulate

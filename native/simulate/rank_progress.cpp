@@ -36,7 +36,7 @@ void RankProgress::place(std::uint32_t number, double block_nbytes) {
     state.nbytes = measured.length == 0 ? 1 : measured.length * block(measured);
 }
 
-// Inverts the dependencies.
+// Computes the followers of each step by inverting the dependencies.
 void RankProgress::find_followers() {
     followers_from_.assign(states_.size() + 1, 0);
     for (const Dependency& on : schedule_->all_dependencies) ++followers_from_[on.step + 1];

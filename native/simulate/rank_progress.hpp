@@ -1,4 +1,5 @@
-// The progress of a simulated rank in its schedule: the watermarks of executor/progress.cpp, in fractional bytes.
+// The progress of a simulated rank in its schedule. Implements the watermarks of executor/progress.cpp with fractional
+// bytes.
 //
 // All blocks have the same length here, while the executor's blocks may differ by one element. A message without blocks
 // counts as one byte, which represents its header.
@@ -14,7 +15,7 @@
 
 namespace paceline::simulate {
 
-constexpr double kSliver = 1e-3;  // bytes that result only from rounding
+constexpr double kSliver = 1e-3;  // amounts below this number of bytes are rounding errors
 
 struct StepState {
     double src_offset = 0;
@@ -35,14 +36,15 @@ class RankProgress {
     // Returns the watermark that the step may reach now, or nullopt if it may not advance at all.
     std::optional<double> limit(std::uint32_t step) const;
 
-    // Returns how many bytes, up to `most`, the steps in `numbers` from index `at` on may move now. `numbers` has the
-    // steps of one flow in order; only steps that directly follow one another in the schedule count.
+    // Returns how many bytes, up to `most`, the steps in `numbers` from index `at` on may move now. `numbers` lists the
+    // steps of one flow in order; counting stops at the first step that does not directly follow the previous one in
+    // the schedule.
     double ahead(std::span<const std::uint32_t> numbers, std::size_t at, double most) const;
 
-    // Advances a step; returns whether this finished it.
+    // Advances a step; returns true if the step is then finished.
     bool advance(std::uint32_t step, double nbytes);
 
-    // Returns the later steps that may be able to advance after this step's progress.
+    // Returns the later steps that this step's progress may allow to advance.
     std::span<const std::uint32_t> followers(std::uint32_t step) const;
 
   private:
@@ -50,7 +52,7 @@ class RankProgress {
         double offset;
         double nbytes;
         double done;
-        double scale;  // the bytes in this buffer per byte of the step
+        double scale;  // bytes in this buffer per byte of the step
     };
 
     void place(std::uint32_t step, double block_nbytes);
@@ -59,7 +61,7 @@ class RankProgress {
     Side side(std::uint32_t step, bool dst) const;
 
     std::shared_ptr<const executor::Schedule> schedule_;
-    double packed_;  // the bytes on the wire per byte of floats
+    double packed_;  // packed bytes per byte of floats
     std::vector<StepState> states_;
     std::vector<std::uint32_t> followers_;
     std::vector<std::uint32_t> followers_from_;

@@ -52,7 +52,7 @@ class Simulation {
     std::vector<Stream> streams_;
     std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
     std::vector<std::uint32_t> pending_;  // streams that may advance
-    std::vector<std::uint32_t> changed_;  // streams that began or ended a piece in this instant
+    std::vector<std::uint32_t> changed_;  // streams that began or ended a piece at the current time
     std::uint64_t events_so_far_ = 0;
     double now_ = 0;
     Timing timing_;
@@ -139,7 +139,7 @@ void Simulation::handle(const Event& event) {
     }
 }
 
-// Updates FairShares with the routes in use, and schedules the ends of the pieces that move over them.
+// Updates FairShares for the changed routes and reschedules the ends of the pieces whose rates changed.
 void Simulation::divide_links() {
     for (const std::uint32_t number : changed_) {
         Stream& stream = streams_[number];
@@ -168,7 +168,7 @@ void Simulation::schedule_departure(Stream& stream, std::uint32_t number) {
     push(now_ + takes, stream.order, What::moved, number, 0, ++stream.version);
 }
 
-// Resumes all activity of a rank.
+// Resumes a rank's sends, receives and local steps.
 void Simulation::resume(std::uint32_t number) {
     Rank& rank = ranks_[number];
     for (const std::uint32_t step : rank.progress.schedule().local) try_work(number, step);
@@ -180,7 +180,8 @@ void Simulation::try_send(std::uint32_t number) {
     if (!std::exchange(streams_[number].is_pending, true)) pending_.push_back(number);
 }
 
-// Pieces begin after all events of an instant, so that the order of these events does not determine their lengths.
+// Starts the pieces that can be sent. Runs after all events with the same time, so that their order does not affect the
+// lengths of pieces.
 void Simulation::send_what_is_ready() {
     std::sort(pending_.begin(), pending_.end(), [&](std::uint32_t one, std::uint32_t other) {
         return std::pair(streams_[one].order, one) < std::pair(streams_[other].order, other);
@@ -249,7 +250,7 @@ void Simulation::piece_came(Stream& stream, std::uint32_t number, double nbytes)
     try_take(number);
 }
 
-// Makes the receiving steps consume the arrived bytes, as far as possible. Reducing takes time, receiving takes none.
+// Lets receiving steps consume as many of the arrived bytes as possible. Only reductions take simulated time.
 void Simulation::try_take(std::uint32_t number) {
     Stream& stream = streams_[number];
     Rank& to = target(stream);
@@ -269,8 +270,7 @@ void Simulation::try_take(std::uint32_t number) {
     stream.is_taking = false;
 }
 
-// The stream is marked as taking in the meantime, so that steps that wait for this one do not consume its bytes as
-// well.
+// The mark prevents steps that this one resumes from consuming the same bytes.
 void Simulation::take(Stream& stream, double nbytes) {
     stream.waiting -= nbytes;
     stream.receiving = advance_along(stream.route->target, *stream.receives, stream.receiving, nbytes);
@@ -291,7 +291,7 @@ void Simulation::try_work(std::uint32_t number, std::uint32_t step) {
     push(rank.works_until_s, step, What::worked, step, number, 0, piece);
 }
 
-// Advances a step, and resumes the steps that waited for it.
+// Advances a step and resumes the steps that depend on it.
 void Simulation::advance(std::uint32_t number, std::uint32_t step, double nbytes) {
     const bool is_finished = ranks_[number].progress.advance(step, nbytes);
     if (is_finished) ranks_[number].end_s = now_;
@@ -313,8 +313,8 @@ void Simulation::wake_followers(std::uint32_t number, std::uint32_t step, bool i
     }
 }
 
-// Advances the steps from index `at` on; returns the index of the first unfinished step. All of them advance before any
-// other step does, so the number of messages into which a stream is divided makes no difference.
+// Advances the steps from index `at` on; returns the index of the first unfinished step. These steps advance before all
+// others, which makes the result independent of the number of messages in the stream.
 std::size_t Simulation::advance_along(std::uint32_t number, const std::vector<std::uint32_t>& steps, std::size_t at,
                                       double nbytes) {
     Rank& rank = ranks_[number];

@@ -1,13 +1,12 @@
-// Simulates one collective: the schedules of the ranks, over links that the ranks share.
+// Simulates one collective: runs the ranks' schedules over shared links.
 //
 // The model follows the executor. The messages between two ranks are sequential, in the order of their schedules; each
-// advances in pieces, as far as earlier steps have advanced. A piece moves at the rate of FairShares, takes the latency
-// of its route, and waits at the receiver until the receiving step may consume it. A rank reduces the received data
-// piece by piece, one at a time, while other pieces move. Messages that directly follow one another to the same peer
-// form one stream.
+// advances in pieces, as far as earlier steps have advanced. A piece moves at the rate that FairShares assigns, arrives
+// after the latency of its route, and waits at the receiver until the receiving step may consume it. A rank reduces one
+// received piece at a time while other pieces are moving. Consecutive messages to the same peer form one stream.
 //
-// A program represents one rank or all equivalent ranks; in the second case, a route represents as many routes, and the
-// weights of its uses are the numbers of these routes that share a link.
+// A program represents one rank or a set of equivalent ranks. In the latter case each of its routes represents one
+// route per rank, and `Use::weight` is the number of these routes that cross the link.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +21,10 @@ namespace paceline::simulate {
 struct Program {
     std::shared_ptr<const executor::Schedule> schedule;
     double arrival_s = 0;
-    double speed = 1;  // 0.5 for a rank that takes twice as long to reduce
+    double speed = 1;  // relative speed of reductions; 0.5 doubles their duration
 };
 
-// A route from one program to another. A peer is the number of the other rank in the program's schedule.
+// A route from one program to another. Peers are rank numbers as used in the programs' schedules.
 struct Route {
     std::uint32_t source = 0;
     int source_peer = 0;
@@ -47,7 +46,7 @@ struct Scenario {
     bool records = false;
 };
 
-// A message of the sender's step `step`, from the departure of its first byte to the arrival of its last byte.
+// The message sent by the sender's step `step`, from the departure of its first byte to the arrival of its last byte.
 struct Transfer {
     std::uint32_t route;
     std::uint32_t step;
@@ -57,12 +56,12 @@ struct Transfer {
 };
 
 struct Timing {
-    std::vector<double> ends_s;          // the end of each program
-    std::vector<double> carried_nbytes;  // the bytes carried by each link
+    std::vector<double> ends_s;          // by program
+    std::vector<double> carried_nbytes;  // by link
     std::vector<Transfer> transfers;     // empty unless the scenario records them
 };
 
-// Throws std::invalid_argument if a schedule sends to a peer to which there is no route, or waits forever.
+// Throws std::invalid_argument if a schedule sends to a peer without a route, or never completes.
 Timing simulate(const Scenario& scenario);
 
 }  // namespace paceline::simulate

@@ -14,7 +14,7 @@ namespace paceline::store {
 namespace {
 
 constexpr int kMostSpins = 64;
-constexpr std::uint32_t kProbeEvery = 32;  // the requests after which unsuccessful spinning is tried again
+constexpr std::uint32_t kProbeEvery = 32;  // number of requests after which spinning is tried again
 constexpr int kProbeSpins = 8;
 constexpr std::int64_t kSliceMs = 100;
 
@@ -72,7 +72,7 @@ Client::Result Client::exchange(const Message& request, Message& answer, Deadlin
     const Result sent = send_all(deadline, interrupted);
     out_.clear();
     if (out_.capacity() > kKeptBytes) out_.shrink_to_fit();
-    // After a failed send, the server's goodbye may not have been read yet.
+    // After a failed send, the server's goodbye may still be unread.
     if (sent != Result::answered && sent != Result::lost) return sent;
     Result received = receive(answer, deadline, interrupted);
     if (received == Result::answered && static_cast<Status>(answer.code) == Status::closing) received = Result::closed;
@@ -97,7 +97,7 @@ Client::Result Client::send_all(Deadline deadline, const Interrupted& interrupte
     return Result::answered;
 }
 
-// Whether nothing has arrived after the answer, except for the server's goodbye.
+// Returns true if no data follows the answer except the server's goodbye.
 bool Client::ends_at(std::size_t used) {
     if (used == in_.size()) return true;
     Message rest;
@@ -107,8 +107,8 @@ bool Client::ends_at(std::size_t used) {
     return goodbye_;
 }
 
-// Spinning hides the time that the scheduler takes to wake a thread, but it uses the server's core if there are few
-// cores. The number of spins therefore adapts to the success of recent spins.
+// Spinning avoids the latency of waking a thread but competes with the server if there are few cores. The number of
+// spins therefore adapts to the success of recent spins.
 Client::Result Client::receive(Message& answer, Deadline deadline, const Interrupted& interrupted) {
     int looks = std::max(spins_, ++asked_ % kProbeEvery == 0 ? kProbeSpins : 0);
     const bool spinning = looks > 0;

@@ -1,4 +1,5 @@
-// A connection to a store's server, for one request at a time. Thread-safe; `close` wakes a thread that waits in `ask`.
+// A connection to a store server that handles one request at a time. Thread-safe. `close` wakes a thread that waits in
+// `ask`.
 #pragma once
 
 #include <atomic>
@@ -23,11 +24,12 @@ class Client {
     Client& operator=(const Client&) = delete;
     ~Client();
 
-    // `lost`: the connection ended without the server's goodbye. `closed`: it ended with the goodbye or by this side.
+    // `closed`: the server sent its goodbye, or this client closed the connection. `lost`: the connection ended without
+    // a goodbye.
     enum class Result { answered, closed, timed_out, interrupted, lost };
 
-    // `interrupted` is called from time to time while `ask` waits for the answer. After any result except `answered`
-    // the connection is closed, because a late answer to this request could be mistaken for the answer to the next one.
+    // Sends a request and waits for the answer; calls `interrupted` periodically. After any result except `answered`
+    // the connection is closed, because a late answer could be mistaken for the answer to the next request.
     Result ask(const Message& request, Message& answer, Deadline deadline, const Interrupted& interrupted);
     void close();
 
@@ -40,13 +42,13 @@ class Client {
     void release();
 
     std::mutex asking_;
-    std::mutex ending_;  // guards the descriptor against being closed while `close` shuts it down
+    std::mutex ending_;  // prevents the descriptor from being closed while `close` shuts it down
     std::atomic<bool> closing_{false};
-    tls::Socket socket_;  // its descriptor is -1 once it is closed
-    int spins_;           // the number of polls of the socket before sleeping on it; grows if polling helps
+    tls::Socket socket_;  // the descriptor is -1 after closing
+    int spins_;           // number of polls before sleeping; increases if polling succeeds
     std::uint32_t asked_ = 0;
     std::string out_, in_;
-    bool goodbye_ = false;  // the server's goodbye arrived right after an answer
+    bool goodbye_ = false;  // the server's goodbye arrived together with an answer
     std::unique_ptr<char[]> buffer_;
 };
 

@@ -1,4 +1,4 @@
-// The store's requests and answers, which share one format.
+// The format of the store's requests and answers.
 //
 //   u32 bytes that follow | u8 code | i64 number | u32 fields | (u32 length | bytes) for each field
 // Numbers are little-endian. No memory is allocated for a length before that many bytes have arrived.
@@ -13,7 +13,7 @@
 
 namespace paceline::store {
 
-// Appends the bytes of a number in the byte order of the machine, which is little-endian.
+// Appends the bytes of a number in the machine's byte order, which is little-endian.
 template <class T>
 void append_number(std::string& out, T value) {
     char bytes[sizeof(T)];
@@ -36,17 +36,17 @@ enum class Op : std::uint8_t {
     queue_push,
     queue_pop,  // number: milliseconds to wait
     queue_length,
-    last_will,  // key, value: set when the connection ends; number 1 revokes the key's will. Only servers keep wills
+    last_will,  // key, value: set when the connection ends; number 1 revokes the will. Handled by the server
 };
 
-// `closing` does not answer a request: it is the server's last message before an orderly shutdown.
+// `closing` is not an answer: the server sends it as its last message before an orderly shutdown.
 enum class Status : std::uint8_t { ok = 0, timed_out, refused, closing };
 
-constexpr std::uint32_t kMaxFrame = std::uint32_t{1} << 30;  // the most bytes of a message after its length
+constexpr std::uint32_t kMaxFrame = std::uint32_t{1} << 30;  // maximum size of a message without its length field
 constexpr std::size_t kMessageOverhead = sizeof(std::uint8_t) + sizeof(std::int64_t) + sizeof(std::uint32_t);
 constexpr std::size_t kFieldOverhead = sizeof(std::uint32_t);
-constexpr std::size_t kReadBytes = 64 << 10;  // the bytes that either end reads at once
-constexpr std::size_t kKeptBytes = 1 << 20;   // a larger buffer is freed after use
+constexpr std::size_t kReadBytes = 64 << 10;  // bytes per read, on both sides
+constexpr std::size_t kKeptBytes = 1 << 20;   // larger buffers are freed after use
 
 struct Message {
     std::uint8_t code = 0;
@@ -58,7 +58,7 @@ void encode(const Message& message, std::string& out);
 
 enum class Parse { complete, partial, malformed };
 
-// Decodes one message from the front of `bytes`; `used` is set to its length when it is complete.
+// Decodes one message from the front of `bytes`. Sets `used` to its length if it is complete.
 Parse decode(std::span<const char> bytes, Message& message, std::size_t& used);
 
 }  // namespace paceline::store

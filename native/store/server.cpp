@@ -19,9 +19,9 @@ namespace paceline::store {
 namespace {
 
 constexpr int kEvents = 64;
-constexpr int kLooks = 50;  // polls of the sockets after a request, before sleeping: the next one often follows soon
+constexpr int kLooks = 50;  // polls after a request before sleeping, because requests often arrive in quick succession
 constexpr std::int64_t kLongestWaitMs = std::int64_t{1} << 40;
-constexpr int kPauseMs = 100;  // the time until the server accepts again after it ran out of descriptors
+constexpr int kPauseMs = 100;  // pause before accepting again after running out of descriptors
 constexpr auto kNoDeadline = std::chrono::steady_clock::time_point::max();
 
 [[noreturn]] void fail(const char* what) {
@@ -35,8 +35,8 @@ void watch(int epoll, int operation, int fd, std::uint32_t events) {
     epoll_ctl(epoll, operation, fd, &event);
 }
 
-// Ends a connection cleanly, after sending the `unsent` bytes: the goodbye shows the client that this process has not
-// died. The server does not wait for a client that does not read.
+// Ends a connection cleanly: sends the `unsent` bytes and a goodbye, which tells the client that this process has not
+// died. Does not wait for clients that do not read.
 void say_goodbye(const tls::Socket& socket, std::string unsent = {}) {
     encode({static_cast<std::uint8_t>(Status::closing), 0, {}}, unsent);
     for (std::size_t sent = 0; sent < unsent.size();) {
@@ -68,7 +68,7 @@ Server::Server(int listener) : listener_(listener), buffer_(std::make_unique_for
     if (listener_ >= 0) {
         rlimit descriptors{};
         getrlimit(RLIMIT_NOFILE, &descriptors);
-        most_ = descriptors.rlim_cur / 2;  // the process needs the other half
+        most_ = descriptors.rlim_cur / 2;  // the rest of the process needs the other half
         fcntl(listener_, F_SETFL, fcntl(listener_, F_GETFL) | O_NONBLOCK);
         watch(epoll_, EPOLL_CTL_ADD, listener_, EPOLLIN);
     }
@@ -149,7 +149,7 @@ void Server::serve() {
     if (listener_ >= 0) ::close(listener_);
     for (const auto& [fd, connection] : connections_) {
         if (connection.torch)
-            ::close(fd);  // its protocol has no goodbye
+            ::close(fd);  // PyTorch's protocol has no goodbye
         else
             say_goodbye(connection.socket, connection.out.substr(connection.sent));
     }
@@ -241,8 +241,7 @@ bool Server::handle_requests(Connection& connection) {
     }
 }
 
-// Handles requests as `handle_requests` does, but for a PyTorch client. While one of its queries waits, the client may
-// only cancel that query.
+// Handles queries from a PyTorch client. While a query waits, the client may only cancel that query.
 bool Server::handle_torch(Connection& connection) {
     const int fd = connection.socket.descriptor;
     TorchReader& reader = *connection.torch;
@@ -284,8 +283,7 @@ bool Server::handle_torch(Connection& connection) {
     }
 }
 
-// Returns whether the data stored and buffered for PyTorch's clients, which are not authenticated, is within the limit
-// on memory.
+// Returns true if the memory used for PyTorch's clients, which are not authenticated, is within the limit.
 bool Server::has_room(Connection& connection) {
     if (!waiters_.holds(connection.socket.descriptor)) connection.parked = 0;
     const std::size_t held =
@@ -294,8 +292,8 @@ bool Server::has_room(Connection& connection) {
     return held_ + table_.nbytes() <= kMostTorchBytes;
 }
 
-// Counts a client that has reached a barrier. The last client wakes the others, which wait for a key that exists only
-// at this moment; later clients do not wait.
+// Counts a client that has reached a barrier. The other clients wait for a key, which the last client creates and
+// immediately deletes to wake them; later clients do not wait.
 bool Server::meet(Connection& connection) {
     Message& request = connection.torch->request();
     const std::int64_t wanted = std::exchange(request.number, 1);
@@ -315,7 +313,7 @@ bool Server::meet(Connection& connection) {
     return true;
 }
 
-// Returns false if the peer is gone.
+// Sends pending output; returns false if the peer is gone.
 bool Server::flush(Connection& connection) {
     const int fd = connection.socket.descriptor;
     while (connection.sent < connection.out.size()) {

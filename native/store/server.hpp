@@ -1,11 +1,11 @@
-// The store's server: one epoll thread that owns the table and every connection. It never takes the interpreter lock.
-// `adopt` adds a connection that is already authenticated. A client makes one request at a time: a request that waits
-// for a key is parked until the key is set or the request times out, and a client that sends more in the meantime is
-// disconnected. The server does not read from a client that does not read its answers, so no connection holds more than
-// one request and its answer.
+// The store's server: one epoll thread that owns the table and all connections. The thread never acquires the
+// interpreter lock. `adopt` adds an authenticated connection. A client makes one request at a time: a request that
+// waits for a key is parked until the key is set or the request times out, and a client that sends more in the meantime
+// is disconnected. The server does not read from a client that does not read its answers, so no connection holds more
+// than one request and its answer.
 //
-// A server with a listener accepts the clients of PyTorch's TCPStore there, which are not authenticated; it should not
-// serve any other clients.
+// A server with a listener accepts clients of PyTorch's TCPStore, which are not authenticated. Such a server should not
+// have any other clients.
 #pragma once
 
 #include <map>
@@ -37,15 +37,15 @@ class Server {
   private:
     struct Connection {
         tls::Socket socket;
-        std::string in;  // the part of an incomplete request that has arrived
+        std::string in;  // the received part of an incomplete request
         std::string out;
         std::size_t sent = 0;
-        bool blocked = false;                      // `out` waits for room in the socket
-        std::map<std::string, std::string> wills;  // keys and values to set when the connection ends
-        std::unique_ptr<TorchReader> torch;        // set if the client is PyTorch's
+        bool blocked = false;                      // `out` is waiting for the socket to become writable
+        std::map<std::string, std::string> wills;  // values to set, by key, when the connection ends
+        std::unique_ptr<TorchReader> torch;        // set for PyTorch clients
         bool is_valid = false;                     // whether a PyTorch client has sent its magic number
-        std::size_t parked = 0;                    // the bytes of its waiting query
-        std::size_t held = 0;                      // the bytes of its messages, as counted in held_
+        std::size_t parked = 0;                    // size in bytes of the client's waiting query
+        std::size_t held = 0;                      // the connection's contribution to held_
     };
     using Connections = std::unordered_map<int, Connection>;
 
@@ -65,9 +65,9 @@ class Server {
     int epoll_ = -1;
     int wake_ = -1;
     int listener_ = -1;
-    std::size_t most_ = 0;    // the most connections at a time
-    std::size_t held_ = 0;    // the bytes of the messages from and to PyTorch's clients
-    bool is_paused_ = false;  // no connections are accepted for a moment, since there are too many
+    std::size_t most_ = 0;    // maximum number of connections
+    std::size_t held_ = 0;    // size in bytes of buffered messages from and to PyTorch's clients
+    bool is_paused_ = false;  // accepting is paused because there are too many connections
     std::mutex mutex_;
     std::vector<tls::Socket> fresh_;  // guarded by mutex_
     bool closing_ = false;            // guarded by mutex_

@@ -9,7 +9,7 @@ Message ok(std::int64_t number = 0, std::vector<std::string> fields = {}) {
     return {static_cast<std::uint8_t>(Status::ok), number, std::move(fields)};
 }
 
-// The memory of a key or a queued value in addition to its bytes.
+// Memory overhead in bytes per key or queued value.
 constexpr std::size_t kEntry = 128;
 
 Message refused(std::string why) {

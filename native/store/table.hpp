@@ -1,4 +1,4 @@
-// The store's contents and the effect of each request on them. It uses no sockets and no clock.
+// The store's contents, and the effect of each request on them. Uses neither sockets nor a clock.
 #pragma once
 
 #include <deque>
@@ -13,14 +13,14 @@ namespace paceline::store {
 
 class Table {
   public:
-    // Returns the answer, or nothing if the request has to wait for a key. `changed` receives the keys that now exist
-    // or grew, since other requests may wait for them.
+    // Applies a request. Returns the answer, or nullopt if the request must wait for a key. Appends the keys that were
+    // created or extended to `changed`; other requests may wait for them.
     std::optional<Message> apply(const Message& request, std::vector<std::string>& changed);
 
-    // Returns whether `key` exists for a request of `op`: as a value, as a queue, or (for wait and check) as either.
+    // Returns true if `key` exists for operation `op`: as a value, as a queue, or as either (wait and check).
     bool holds(Op op, const std::string& key) const;
 
-    // Returns whether `key` names a non-empty queue and no value.
+    // Returns true if `key` has a non-empty queue but no value.
     bool is_queue(const std::string& key) const { return !values_.contains(key) && queues_.contains(key); }
 
     // Returns approximately how many bytes the keys and values occupy.
@@ -29,7 +29,7 @@ class Table {
     // Returns the keys that have a value.
     std::vector<std::string> keys() const;
 
-    // Returns the keys for which a waiting request waits.
+    // Returns the keys for which a request still has to wait.
     std::vector<std::string> missing(const Message& request) const;
 
   private:

@@ -12,9 +12,9 @@ static_assert(std::endian::native == std::endian::little);
 
 struct Shape {
     std::optional<Op> op;       // the equivalent operation of the table
-    bool many = false;          // whether the query begins with a count, followed by this many items
-    std::uint64_t strings = 0;  // the strings of an item: a key, followed by values
-    std::size_t number = 0;     // the bytes of the number at the end
+    bool many = false;          // whether the query begins with the number of items
+    std::uint64_t strings = 0;  // strings per item: a key followed by values
+    std::size_t number = 0;     // size in bytes of the number at the end
 };
 
 std::optional<Shape> shape_of(TorchQuery query) {

@@ -1,4 +1,4 @@
-// The wire protocol of PyTorch's TCPStore, with which its clients use the store's server. It uses no sockets.
+// The wire protocol of PyTorch's TCPStore, which allows its clients to use the store's server. Uses no sockets.
 //
 // u8 query | u64 count, if the query has several keys | (u64 length | bytes) for each key or value | number Numbers are
 // little-endian and not aligned. The first query of a connection is `validate`. Clients are not authenticated: the
@@ -38,38 +38,37 @@ constexpr std::uint64_t kMostTorchKeys = 128 << 10;
 constexpr std::uint64_t kLongestTorchKey = 8 << 10;
 constexpr std::uint64_t kLongestTorchValue = 8 << 20;
 constexpr std::size_t kMostTorchBytes = std::size_t{1}
-                                        << 30;  // for all keys, values and messages; PyTorch has no limit
+                                        << 30;  // total for keys, values and messages; PyTorch's server has no limit
 
 enum class TorchWait : std::uint8_t { over = 0, canceled = 1 };
 
 // Reads the queries of one connection. A query may arrive in many parts, each of which is parsed once.
 class TorchReader {
   public:
-    // Reads from `bytes`, which begin with the current query; `used` is set to its length once it is complete.
+    // Parses the query at the front of `bytes`. Sets `used` to its length once it is complete.
     Parse read(std::span<const char> bytes, std::size_t& used);
 
-    // Return the complete query, and its keys, values and number as a request to the table if the table has an
-    // equivalent one.
+    // Return the type of the complete query, and the equivalent request to the table, if there is one.
     TorchQuery query() const { return query_; }
     Message& request() { return request_; }
 
-    // Returns the bytes that have been read of an incomplete query; they are held here as well as by the caller.
+    // Returns how many bytes of an incomplete query are stored here, in addition to the caller's copy.
     std::size_t nbytes() const { return at_; }
 
   private:
     TorchQuery query_ = TorchQuery::validate;
     Message request_;
-    std::size_t at_ = 0;      // the bytes of the current query that have been read
-    bool counted_ = false;    // whether its count has been read
-    std::uint64_t left_ = 0;  // the number of keys and values that follow
+    std::size_t at_ = 0;      // number of bytes of the current query that have been parsed
+    bool counted_ = false;    // whether the query's count has been parsed
+    std::uint64_t left_ = 0;  // number of keys and values still to be parsed
 };
 
 void encode(TorchWait answer, std::string& out);
 
 enum class TorchOutcome { answered, waits, refused };
 
-// Applies a query other than validate, cancel_wait and barrier to the table, and appends its answer to `out`. A refused
-// query ends its connection, since the protocol has no errors.
+// Applies any query except validate, cancel_wait and barrier to the table, and appends the answer to `out`. A refused
+// query ends the connection, because the protocol has no error responses.
 TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::vector<std::string>& changed,
                    std::string& out);
 

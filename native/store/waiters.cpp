@@ -11,8 +11,8 @@ void Waiters::park(Id id, Message request, Time deadline, const Table& table, bo
     register_next(id, parked, 0, table);
 }
 
-// Registers the request under the first missing key at or after `from`. The search wraps around once, because earlier
-// keys may have been deleted in the meantime.
+// Registers the request under the first missing key at or after index `from`. The search wraps around once, because
+// earlier keys may have been deleted.
 void Waiters::register_next(Id id, Parked& parked, std::size_t from, const Table& table) {
     const std::vector<std::string>& keys = parked.request.fields;
     const auto op = static_cast<Op>(parked.request.code);
@@ -43,7 +43,7 @@ void Waiters::forget(Id id) {
 
 Waiters::Answers Waiters::wake(Table& table, std::vector<std::string>& changed) {
     Answers answers;
-    for (std::size_t next = 0; next < changed.size(); ++next) {  // an answered request may change keys itself
+    for (std::size_t next = 0; next < changed.size(); ++next) {  // answered requests may append further keys
         const auto found = by_key_.find(changed[next]);
         if (found == by_key_.end()) continue;
         const std::vector<Id> ids = std::move(found->second);

@@ -1,8 +1,8 @@
-// Requests that wait for keys, each registered under its first missing key. The class uses no sockets, and the clock of
-// the caller.
+// Requests that wait for keys. Each is registered under its first missing key. Uses no sockets; the caller passes the
+// current time.
 //
-// Setting a key takes work only for the requests that are registered under it. A thousand ranks that each wait for a
-// thousand keys therefore do not cause a million checks of every key.
+// Setting a key costs time only for requests registered under that key. If a thousand ranks wait for a thousand keys
+// each, setting a key therefore does not check a million registrations.
 #pragma once
 
 #include <chrono>
@@ -19,19 +19,19 @@ namespace paceline::store {
 
 class Waiters {
   public:
-    using Id = int;  // the id of the connection, which has at most one waiting request
+    using Id = int;  // identifies the connection, which has at most one waiting request
     using Time = std::chrono::steady_clock::time_point;
     using Answers = std::vector<std::pair<Id, Message>>;
 
-    // `request` must be a request that `table` did not answer. Of the requests with `takes_turns`, each value pushed to
-    // a queue wakes only the first, whose client pops the value with another request.
+    // Adds a request that `table` could not answer. A value pushed to a queue wakes only the first request with
+    // `takes_turns`; its client then pops the value with another request.
     void park(Id id, Message request, Time deadline, const Table& table, bool takes_turns = false);
     bool holds(Id id) const { return parked_.contains(id); }
     void forget(Id id);
 
-    // Answers the requests whose keys now exist, earlier requests before later ones, and leaves `changed` empty.
+    // Answers the requests whose keys now exist, in order of arrival, and clears `changed`.
     Answers wake(Table& table, std::vector<std::string>& changed);
-    // Answers the requests that have timed out with the keys that are missing.
+    // Answers the requests that have timed out; each answer lists the missing keys.
     Answers expire(Time now, const Table& table);
     std::optional<Time> next_deadline() const;
 
@@ -40,7 +40,7 @@ class Waiters {
         Message request;
         Time deadline;
         bool takes_turns;
-        std::size_t misses = 0;  // the index of the key under which it is registered
+        std::size_t misses = 0;  // index of the key under which the request is registered
     };
 
     void register_next(Id id, Parked& parked, std::size_t from, const Table& table);

@@ -6,7 +6,7 @@
 namespace paceline::tls {
 namespace {
 
-// The values of OpenSSL's settings that are macros in its headers.
+// OpenSSL settings that are defined as macros in its headers.
 constexpr int kEd25519 = 1087;
 constexpr int kSetMode = 33, kSetSessionCacheMode = 44, kSetMinVersion = 123, kSetMaxVersion = 124;
 constexpr long kTls13 = 0x0304;
@@ -15,13 +15,13 @@ constexpr long kNoSessionCache = 0;
 constexpr std::uint64_t kEndsWithoutNotice = 1 << 7;  // the transported frames show whether a stream is complete
 constexpr int kVerifyPeer = 1, kFailWithoutCertificate = 2;
 constexpr std::size_t kReadAheadBytes = 64 << 10;  // per system call: four records
-// AES-128 is the fastest if the processor has AES instructions, otherwise ChaCha20 is.
+// AES-128 is fastest on processors with AES instructions, ChaCha20 on all others.
 constexpr const char* kCiphers = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256:TLS_AES_256_GCM_SHA384";
 
 constexpr std::size_t kPublicBytes = 32, kSignatureBytes = 64;
 
-// The part of an X.509 certificate that is signed, up to the public key (RFC 5280, RFC 8410): version 3, serial number
-// 1, Ed25519, issuer and subject CN=paceline, from 1970-01-01 to 9999-12-31.
+// The signed part of the X.509 certificate, up to the public key (RFC 5280, RFC 8410): version 3, serial number 1,
+// Ed25519, issuer and subject CN=paceline, valid from 1970-01-01 to 9999-12-31.
 constexpr std::uint8_t kToBeSigned[] = {
     0x30, 0x81, 0x87, 0xA0, 0x03, 0x02, 0x01, 0x02, 0x02, 0x01, 0x01, 0x30, 0x05, 0x06, 0x03, 0x2B, 0x65, 0x70,
     0x30, 0x13, 0x31, 0x11, 0x30, 0x0F, 0x06, 0x03, 0x55, 0x04, 0x03, 0x0C, 0x08, 'p',  'a',  'c',  'e',  'l',
@@ -133,8 +133,8 @@ Identity::~Identity() {
     library_.SSL_CTX_free(context_);
 }
 
-// Accepts only the job's own certificate. The signature of the handshake, which OpenSSL checks, proves that the peer
-// holds its key.
+// Accepts only the job's own certificate. OpenSSL checks the handshake's signature, which proves that the peer has the
+// certificate's key.
 int Identity::verify(x509_store_ctx_st* presented, void* self) {
     const auto& identity = *static_cast<const Identity*>(self);
     const x509_st* const theirs = identity.library_.X509_STORE_CTX_get0_cert(presented);

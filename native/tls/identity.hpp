@@ -1,10 +1,9 @@
-// The identity with which the members of a job authenticate: one key and one certificate, both derived from 32 secret
-// bytes.
+// The TLS identity of a job's members: a key and a certificate, both derived from 32 secret bytes.
 //
-// Every process that holds the seed derives the same Ed25519 key (RFC 8410) and, since such signatures are
-// deterministic, a bitwise equal self-signed certificate. Only the seed therefore has to be distributed to the members,
-// and each side of a connection accepts exactly the certificate that it presents itself. The certificate identifies no
-// single process and never expires: clocks may differ, and the job's secret ends with the job.
+// Every process with the seed derives the same Ed25519 key (RFC 8410) and, because Ed25519 signatures are
+// deterministic, a bitwise equal self-signed certificate. Therefore only the seed must be distributed, and each side of
+// a connection accepts only the certificate that it also presents. The certificate does not identify individual
+// processes. It never expires, because clocks may differ and the secret is discarded at the end of the job.
 #pragma once
 
 #include <array>
@@ -19,16 +18,16 @@ namespace paceline::tls {
 
 constexpr std::size_t kSeedBytes = 32;
 constexpr std::size_t kCertificateBytes = 215;
-// RFC 8446 allows 2^24.5 full records per AES-GCM key; the writer changes its key well before that (after 128 GiB).
+// RFC 8446 allows 2^24.5 full records per AES-GCM key. The writer updates its key earlier, after 128 GiB.
 constexpr std::uint64_t kRecordsOfAKey = std::uint64_t{1} << 23;
 
 using Certificate = std::array<std::uint8_t, kCertificateBytes>;  // DER
 using Seed = std::span<const std::uint8_t, kSeedBytes>;
 
-// The settings of all connections of a job, on both sides: TLS 1.3 only, no tickets, and the certificate.
+// Settings for both sides of all connections in a job: TLS 1.3 only, no tickets, and the certificate.
 class Identity {
   public:
-    // Throws std::runtime_error with a message for the user if there is no OpenSSL, or if it reports an error.
+    // Throws std::runtime_error with a user-readable message if OpenSSL is missing or reports an error.
     explicit Identity(Seed seed, std::uint64_t records_of_a_key = kRecordsOfAKey);
     Identity(const Identity&) = delete;
     Identity& operator=(const Identity&) = delete;

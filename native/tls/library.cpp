@@ -12,9 +12,9 @@ namespace paceline::tls {
 namespace {
 
 constexpr std::array<std::string_view, 3> kVersions = {".so.3", ".so.4", ".so.1.1"};
-constexpr std::uint64_t kNoCleanupAtExit = 0x00080000;  // OPENSSL_INIT_NO_ATEXIT: threads may still use it at exit
+constexpr std::uint64_t kNoCleanupAtExit = 0x00080000;  // OPENSSL_INIT_NO_ATEXIT: threads may still use OpenSSL at exit
 
-// Returns the version's suffix if `path` is a file of `library`, such as ".so.3" for /usr/lib/libssl.so.3.
+// Returns the version suffix if `path` is a file of `library`: ".so.3" for /usr/lib/libssl.so.3.
 std::string_view version_of(std::string_view path, std::string_view library) {
     for (const std::string_view version : kVersions) {
         const std::string_view name = path.substr(std::min(path.rfind('/') + 1, path.size()));
@@ -42,8 +42,8 @@ bool resolve(void* handle, Library& library) {
     return complete;
 }
 
-// A libssl that the loader finds by name must use its own libcrypto, even if the interpreter exports the functions of a
-// different one that is linked into it. The sanitizers do not permit the flag.
+// RTLD_DEEPBIND makes a libssl found by the loader use its own libcrypto, even if the interpreter exports the symbols
+// of a different, statically linked libcrypto. The sanitizers do not permit this flag.
 int flags_for(const std::string& place) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(RTLD_DEEPBIND)
     static_cast<void>(place);
@@ -90,7 +90,7 @@ std::variant<const Library*, std::string> load(const std::vector<std::string>& p
         void* const handle = dlopen(place.c_str(), flags_for(place));
         if (handle == nullptr) continue;
         auto library = std::make_unique<Library>();
-        // The functions of libcrypto are found through libssl, which depends on it.
+        // Looking up libcrypto's functions through libssl works because libssl depends on libcrypto.
         if (resolve(handle, *library)) {
             library->OPENSSL_init_crypto(kNoCleanupAtExit, nullptr);
             return library.release();

@@ -1,8 +1,7 @@
-// OpenSSL, which is loaded when the first connection is encrypted: the build needs neither its headers nor its
-// libraries.
+// Loads OpenSSL when the first connection is encrypted. The build requires neither its headers nor its libraries.
 //
-// The declarations are the part of OpenSSL's API that Paceline uses; these functions are the same in 1.1.1, 3 and 4.
-// All types are opaque. The library is never unloaded.
+// Only the functions that Paceline uses are declared; they are identical in OpenSSL 1.1.1, 3 and 4. All types are
+// opaque. The library is never unloaded.
 #pragma once
 
 #include <cstddef>
@@ -81,18 +80,18 @@ struct Library {
     PACELINE_OPENSSL(PACELINE_DECLARE)
 #undef PACELINE_DECLARE
 
-    // Returns and clears OpenSSL's message about the latest failure of the calling thread, if there is one.
+    // Returns and clears OpenSSL's latest error message for the calling thread, if any.
     std::string complaint() const;
 };
 
-// Returns the places of libssl to try, in order of preference, given the text of /proc/self/maps: the libssl that the
-// process has mapped, the one in the directory of a mapped libcrypto, and then those that the loader finds by name.
+// Returns the paths of libssl to try, in order of preference: the libssl mapped by this process, libssl next to a
+// mapped libcrypto, and names that the loader resolves. `maps` is the text of /proc/self/maps.
 std::vector<std::string> places_of_libssl(std::string_view maps);
 
-// Loads libssl from the first of `places` that has it, or returns a sentence with the places that were tried.
+// Loads libssl from the first usable path in `places`, or returns an error message that lists the paths tried.
 std::variant<const Library*, std::string> load(const std::vector<std::string>& places);
 
-// Returns the process's library, or a sentence with the reason why there is none.
+// Returns the process's library, or an error message if it could not be loaded.
 const std::variant<const Library*, std::string>& library();
 
 }  // namespace paceline::tls

@@ -18,7 +18,7 @@ constexpr int kSourceSink = 0x0400 | 127;  // BIO_TYPE_SOURCE_SINK with an index
 constexpr int kNoUpdateRequested = 0;
 constexpr std::size_t kRecordBytes = 16 << 10;
 
-// OpenSSL calls these functions for the socket; its own functions would raise SIGPIPE if the peer has ended.
+// BIO functions for the socket. OpenSSL's own would raise SIGPIPE after the peer has closed the connection.
 
 const Library& loaded() {
     return *std::get<const Library*>(library());
@@ -45,7 +45,7 @@ ssize_t write_now(const Wire& wire, const char* data, std::size_t nbytes) {
     return ::send(wire.descriptor, data, nbytes, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-// Returns whether the socket has accepted all kept bytes; otherwise errno is the reason.
+// Writes the kept bytes; returns true once the socket has accepted all of them, or false with errno set.
 bool flush(Wire& wire) {
     while (!wire.kept.empty()) {
         const ssize_t sent = write_now(wire, wire.kept.data(), wire.kept.size());
@@ -59,8 +59,8 @@ int write_socket(bio_st* bio, const char* data, int nbytes) {
     loaded().BIO_clear_flags(bio, kRetries);
     Wire& wire = wire_of(bio);
     const ssize_t sent = flush(wire) ? write_now(wire, data, static_cast<std::size_t>(nbytes)) : -1;
-    // A key update that cannot be written must not end the session, from which received data has yet to be read. The
-    // next record detects the broken socket.
+    // A key update that cannot be written must not end the session, because received data may still be unread. Writing
+    // the next record detects a broken socket.
     if (wire.takes_all) {
         wire.kept.insert(wire.kept.end(), data + std::max<ssize_t>(sent, 0), data + nbytes);
         return nbytes;
@@ -100,7 +100,7 @@ Session::Session(std::shared_ptr<const Identity> identity, int socket, Side side
     }
     library_.BIO_set_data(bio, &wire_);
     library_.BIO_set_init(bio, 1);
-    library_.SSL_set_bio(ssl_, bio, bio);  // the session owns it now
+    library_.SSL_set_bio(ssl_, bio, bio);  // the session owns `bio` now
     if (side == Side::connecting)
         library_.SSL_set_connect_state(ssl_);
     else
@@ -158,8 +158,8 @@ ssize_t Session::failed(int result) {
     }
 }
 
-// Until the key update is written, OpenSSL reads nothing. If both sides' sockets were full, each would wait for the
-// other to read, so the wire accepts the update at once and writes it to the socket before the next record.
+// OpenSSL does not read until the key update is written, which could deadlock if both sides' sockets are full. The wire
+// therefore buffers the update and writes it to the socket before the next record.
 void Session::count_record() {
     if (++records_ < identity_->records_of_a_key()) return;
     library_.SSL_key_update(ssl_, kNoUpdateRequested);

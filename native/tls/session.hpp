@@ -1,7 +1,7 @@
-// An encrypted connection over a socket that it does not own. None of its functions waits.
+// An encrypted connection over a socket that it does not own. All functions are non-blocking.
 //
-// A session has one user at a time. It writes no alert when it ends: the transported frames show whether a stream is
-// complete, and a forked process must not write into its parent's connections.
+// Not thread-safe. A session does not write an alert when it is destroyed: the transported frames show whether a stream
+// is complete, and a forked process must not write to its parent's connections.
 #pragma once
 
 #include <sys/types.h>
@@ -18,11 +18,11 @@ namespace paceline::tls {
 
 enum class Side { connecting, accepting };
 
-// The socket from which OpenSSL reads and to which it writes.
+// The socket and its state, as used by OpenSSL.
 struct Wire {
     int descriptor;
-    bool ended = false;        // the peer has closed its end
-    bool takes_all = false;    // bytes that the socket does not accept are kept and written before all others
+    bool ended = false;        // the peer has closed the connection
+    bool takes_all = false;    // buffer bytes that the socket does not accept in `kept`
     std::vector<char> kept{};  // at most a key update
 };
 
@@ -35,8 +35,8 @@ class Session {
     ~Session();
 
     enum class Progress { done, wants_to_read, wants_to_write, failed };
-    // Continues the handshake as far as possible. After a failure, `reason` is the cause, or empty if the connection
-    // broke.
+    // Continues the handshake as far as possible. After a failure, `reason` returns the cause, or an empty string if
+    // the connection was lost.
     Progress shake_hands();
     const std::string& reason() const { return reason_; }
 
@@ -46,8 +46,8 @@ class Session {
     ssize_t send(const void* data, std::size_t nbytes);
     ssize_t recv(void* data, std::size_t nbytes);
 
-    // Makes the session read more than one record from the socket at a time. The socket's readability then no longer
-    // shows whether there is data to read: the user must read until EAGAIN.
+    // Allows the session to read several records from the socket at a time. The session may then contain data while the
+    // socket is not readable, so the caller must read until EAGAIN.
     void read_ahead();
 
   private:
@@ -58,7 +58,7 @@ class Session {
     const Library& library_;
     Wire wire_;
     ssl_st* ssl_;
-    std::uint64_t records_ = 0;  // the records written with the current key
+    std::uint64_t records_ = 0;  // number of records written with the current key
     std::string reason_;
 };
 

@@ -1,4 +1,4 @@
-// A connected stream socket with the session that encrypts it, if any. Its owner closes the descriptor.
+// A connected stream socket and the session that encrypts it, if any. The owner must close the descriptor.
 #pragma once
 
 #include <sys/socket.h>
@@ -11,7 +11,7 @@
 namespace paceline::tls {
 
 struct Socket {
-    Socket(int fd = -1) : descriptor(fd) {}  // NOLINT: a plain socket is its descriptor
+    Socket(int fd = -1) : descriptor(fd) {}  // NOLINT: implicit, for unencrypted sockets
     Socket(int fd, std::unique_ptr<Session> over) : descriptor(fd), session(std::move(over)) {}
 
     // Behave like send(2) without SIGPIPE and like recv(2); the descriptor is non-blocking.

@@ -58,7 +58,8 @@ void Update::begin(const std::vector<Options>& groups) {
         Run& run = runs_[i];
         if (run.steps != nullptr) *run.steps += 1;
         const float step = run.steps != nullptr ? *run.steps : 0;
-        // Powers are expensive, and most runs have had the same number of updates.
+        // Reuses the previous run's factors if possible: computing powers is expensive, and most runs have the same
+        // step count.
         const bool is_alike =
             before != nullptr && before->group == run.group && (before->steps != nullptr ? *before->steps : 0) == step;
         if (is_alike) {

@@ -10,7 +10,7 @@
 
 namespace paceline::update {
 
-// A part of a parameter with its state. `steps` points to the number of its updates, or is null if the rule does not
+// A range of a parameter with its state. `steps` points to the parameter's step count, or is null if the rule does not
 // need it.
 struct Run {
     std::uint8_t* param;
@@ -24,14 +24,14 @@ struct Run {
 // Updates runs from front to back as their averages arrive.
 class Update {
   public:
-    // `dtype` must have kernels.
+    // `dtype` must be supported by `find_update`.
     Update(DType dtype, std::vector<Run> runs) : dtype_(dtype), runs_(std::move(runs)), applied_(runs_.size()) {}
 
-    // Begins a step; `groups` has the options of each group to which runs belong. The runs of every group with SGD's
-    // momentum or with Adam must have the states.
+    // Begins a step. `groups` contains the options for each group of runs. Runs must have the states that their group's
+    // rule requires (SGD with momentum, Adam).
     void begin(const std::vector<Options>& groups);
 
-    // Updates the next elements; the bytes after the last run are padding.
+    // Updates the next elements with their averaged gradients. Bytes after the last run are padding.
     void apply(const std::uint8_t* averages, std::size_t nbytes);
 
   private:
@@ -43,8 +43,8 @@ class Update {
     DType dtype_;
     std::vector<Run> runs_;
     std::vector<Applied> applied_;  // the kernel and factors of each run
-    std::size_t at_ = 0;            // the run that is updated next
-    std::size_t within_ = 0;        // the bytes of this run that have been updated
+    std::size_t at_ = 0;            // index of the run that is updated next
+    std::size_t within_ = 0;        // number of bytes of this run that have been updated
 };
 
 }  // namespace paceline::update

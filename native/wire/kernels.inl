@@ -1,5 +1,5 @@
-// The kernels of wire.hpp, compiled once for each SIMD level like the reduction kernels; the rule about plain loops in
-// reduce/kernels.inl applies here too.
+// The kernels for wire.hpp, compiled once for each SIMD level. Like the reduction kernels, they use only plain loops
+// (see reduce/kernels.inl).
 
 #include "reduce/elements.inl"
 
@@ -8,13 +8,13 @@ namespace {
 
 constexpr std::size_t kGroup = kWireGroup;
 
-// Adding 1.5 * 2^23 to a float below 2^22 rounds it to the nearest integer, with ties to even, which the low bits then
-// contain.
+// Adding 1.5 * 2^23 to a float with a magnitude below 2^22 rounds it to the nearest integer (ties to even), which is
+// then in the low bits.
 constexpr float kRounder = 12582912.0F;
 constexpr std::uint32_t kRounderBits = 0x4b400000U;
 
-constexpr std::int32_t kTooLarge = 0x7f000000;  // the bits of 2^127; those of infinity and NaN are larger
-constexpr std::int32_t kTooSmall = 0x08800000;  // the bits of 2^-110, from which the scale is still a normal number
+constexpr std::int32_t kTooLarge = 0x7f000000;  // the bits of 2^127; infinity and NaN have larger bits
+constexpr std::int32_t kTooSmall = 0x08800000;  // the bits of 2^-110, the least magnitude with a normal scale
 
 struct Brain {
     static constexpr std::size_t kPacked = packed_group(Wire::bf16);
@@ -46,7 +46,8 @@ struct Eight {
     }
 };
 
-// A byte holds an element of the first half of the group in its low bits and one of the second half in its high bits.
+// int4: the low bits of a byte contain an element from the first half of the group, the high bits one from the second
+// half.
 struct Four {
     static constexpr std::size_t kPacked = packed_group(Wire::int4);
     static constexpr float kLevels = 7.0F;
@@ -64,7 +65,7 @@ struct Four {
     }
 };
 
-// Integers preceded by a common scale.
+// A group of integers preceded by their common scale.
 template <class Integers>
 struct Scaled {
     static constexpr std::size_t kPacked = Integers::kPacked;
@@ -111,7 +112,7 @@ struct Scaled {
     }
 };
 
-// `length` is a constant in all groups except the last, so that the compiler can unroll the loops.
+// `length` is a compile-time constant in all groups except the last, which allows the compiler to unroll the loops.
 template <class T, class Format>
 inline void pack_group(const T* source, float* residual, std::uint8_t* packed, std::size_t length) {
     float values[kGroup];

@@ -1,12 +1,11 @@
-// The formats of float tensors on the wire between hosts: bfloat16, or 8 or 4 bits with a scale for each group.
+// Wire formats for float tensors sent between hosts: bfloat16, or 8-bit or 4-bit integers with a scale for each group.
 //
-// A tensor is packed in groups of kWireGroup elements, the last of which may be shorter but takes as many bytes. A
-// group of int8 or int4 starts with its scale, in bfloat16, rounded up so that the largest magnitude of the group is at
-// most 127 or 7 scales. Scale times integer is exact in float32, so unpacking rounds only to a narrower tensor's dtype,
-// and all SIMD levels give the same bits.
-// A group of int8 or int4 that has NaN, infinity or a magnitude of 2^127 or more is unpacked as NaN; a group whose
-// magnitudes are all below 2^-110 is unpacked as zeros. The conversion to bfloat16 follows IEEE 754 and rounds to
-// nearest even.
+// A tensor is packed in groups of kWireGroup elements. The last group may have fewer elements but takes the same number
+// of bytes. An int8 or int4 group starts with its bfloat16 scale, rounded up to make the largest magnitude at most 127
+// (int8) or 7 (int4) times the scale. The product of scale and integer is exact in float32. Unpacking therefore rounds
+// only to dtypes narrower than float32, and all SIMD levels produce identical bits. A group of int8 or int4 that has
+// NaN, infinity or a magnitude of 2^127 or more is unpacked as NaN; a group whose magnitudes are all below 2^-110 is
+// unpacked as zeros. The conversion to bfloat16 follows IEEE 754 and rounds to nearest even.
 #pragma once
 
 #include <cstddef>
@@ -49,8 +48,8 @@ struct WireKernels {
     void (*add)(const std::uint8_t* packed, void* tensor, std::size_t count, int divisor);
 };
 
-// Returns nullptr for a type that is not float32, float16 or bfloat16, for Wire::none, and for a level that this
-// machine does not have.
+// Returns nullptr for Wire::none, for dtypes other than float32, float16 and bfloat16, and for SIMD levels that this
+// machine does not support.
 const WireKernels* find_wire_kernels(Wire wire, DType dtype, SimdLevel level = best_simd());
 
 }  // namespace paceline
