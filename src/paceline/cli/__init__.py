@@ -1,4 +1,4 @@
-"""The `paceline` command: its subcommands, with `doctor/` and `top/` in folders of their own.
+"""The `paceline` command line. Subcommands that need several files (`doctor`, `top`) have their own folders.
 
 May use: every package below. A subcommand imports its dependencies, in particular torch, only when it runs. Start
 reading at `main.py`.

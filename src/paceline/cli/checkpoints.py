@@ -1,6 +1,6 @@
-"""The commands `paceline checkpoint export`, `verify`, `diff` and `inspect`.
+"""Implements `paceline checkpoint export`, `verify`, `diff` and `inspect`.
 
-`CheckpointContents` presents any checkpoint, Paceline's or another library's, as tensors by name and plain values.
+`CheckpointContents` provides access to the tensors and plain values in a checkpoint, regardless of its format.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_NAMED = 8
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Prints the checkpoints of a directory, or the contents of one checkpoint; returns the exit code."""
+    """Lists the checkpoints in a directory, or prints the contents of a single checkpoint; returns the exit code."""
     if foreign_at(options.path) is not None:
         _show_foreign(contents_of(options.path), options.json)
         return 0
@@ -130,7 +130,7 @@ def _show_values(values: dict[str, Json]) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Compares all bytes of checkpoints with their digests; prints the faults; returns the exit code."""
+    """Verifies the digests of all data in one or more checkpoints and prints any damage; returns the exit code."""
     storage = open_storage(options.path)
     names = [""] if storage.size(FILE) is not None else [listing.name for listing in listing_of(storage)]
     if not names:
@@ -195,7 +195,7 @@ def _tensors(first: CheckpointContents, second: CheckpointContents, only: str | 
 
 
 def _have_same_digests(first: Checkpoint | None, second: Checkpoint | None, name: str) -> bool:
-    """Returns whether two tensors have equal digests, which requires that they were cut alike."""
+    """Returns whether the tensor's pieces and their digests are the same in both checkpoints."""
 
     def known_of(checkpoint: Checkpoint) -> object:
         entry = checkpoint.entry(name)
@@ -210,7 +210,7 @@ def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> list[str]:
 
     if one.dtype != other.dtype or one.shape != other.shape:
         return [f"{name}: {_kind(one)} and {_kind(other)}"]
-    # Bits are compared, so that NaN equals NaN, and 0.0 differs from -0.0.
+    # The comparison is bitwise: NaN equals NaN, and 0.0 differs from -0.0.
     bits, other_bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     if torch.equal(bits, other_bits):
         return []
@@ -238,7 +238,7 @@ def _values(first: CheckpointContents, second: CheckpointContents, only: str | N
 
 
 def export_model(options: argparse.Namespace) -> int:
-    """Writes tensors of a checkpoint as one safetensors file; returns the exit code."""
+    """Exports tensors from a checkpoint to a single safetensors file; returns the exit code."""
     with open_checkpoint(options.path) as checkpoint:
         names = exported_names(list(checkpoint.manifest.tensors), options.only)
         if not names:
@@ -255,7 +255,7 @@ def export_model(options: argparse.Namespace) -> int:
 
 
 def exported_names(tensors: list[str], entry: str) -> dict[str, str]:
-    """Returns the names of the tensors of an entry of the state, and their names within it.
+    """Maps the names of the tensors in a top-level entry of the state to their names relative to that entry.
 
     >>> exported_names(["model/layer.0.weight", "optimizer/state/0/exp_avg"], "model")
     {'model/layer.0.weight': 'layer.0.weight'}
@@ -269,11 +269,11 @@ class CheckpointContents:
     """The contents of a checkpoint.
 
     Attributes:
-        title: the path, with the kind of checkpoint if it is another library's.
-        tensors: the types and shapes of the tensors, by name.
+        title: the path, followed by the format if another library wrote the checkpoint.
+        tensors: the dtype and the shape of each tensor, by name.
         values: the plain values, by path.
-        read: a function that returns the tensor of a name.
-        checkpoint: the checkpoint, if it is Paceline's.
+        read: a function that loads a tensor, given its name.
+        checkpoint: the open checkpoint, or None if another library wrote it.
         closing: a context manager that closes the checkpoint.
     """
 
@@ -289,7 +289,7 @@ def contents_of(path: str) -> CheckpointContents:
     """Opens the checkpoint at a path.
 
     Raises:
-        CheckpointError: there is no checkpoint that can be read.
+        CheckpointError: the path has no readable checkpoint.
     """
     foreign = foreign_at(path)
     if foreign is None:
@@ -316,7 +316,7 @@ def contents_of(path: str) -> CheckpointContents:
 
 
 def foreign_at(path: str) -> ForeignCheckpoint | None:
-    """Opens a checkpoint of another library; returns None if there is none at the path."""
+    """Opens a checkpoint that another library wrote; returns None if the path has none."""
     if not Path(path).is_file() and not Path(path, ".metadata").is_file():
         return None
     from paceline.train.checkpoint.foreign.foreign_file import open_foreign
@@ -340,7 +340,7 @@ def _tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 
 def _shown(value: object) -> Json:
-    """Returns a value as JSON; values that a checkpoint cannot hold become strings."""
+    """Converts a value to JSON. Values that a Paceline checkpoint cannot represent become strings."""
     if isinstance(value, dict):
         return {str(key): _shown(member) for key, member in value.items()}
     if isinstance(value, list):
@@ -352,7 +352,7 @@ def _shown(value: object) -> Json:
 
 
 def leaves(value: Json, name: str = "") -> list[tuple[str, Json]]:
-    """Returns the plain values of a tree with their paths, without references to tensors.
+    """Lists the plain values in a tree with their paths; omits references to tensors.
 
     >>> leaves({"step": 7, "rates": [0.1, {"$tensor": "a"}], "losses": []})
     [('step', 7), ('rates/0', 0.1), ('losses', [])]

@@ -1,7 +1,7 @@
-"""The `paceline` command line: the parser, the dispatch of subcommands, and the short subcommands themselves.
+"""The `paceline` command line: its parser, the dispatch of subcommands, and the short subcommands.
 
-`run` and `join` are in `operate/launch/command.py`. Longer subcommands have modules of their own, which are imported
-only when they run, since the time until a job starts includes all imports of this module.
+`run` and `join` are in `operate/launch/command.py`. Longer subcommands are in separate modules and are imported only
+when they run, because the imports of this module delay the start of every job.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _migrate(options: argparse.Namespace) -> int:
-    """Prints the changes as a diff or writes them, and reports on stderr; returns 2 for unreadable files, else 0."""
+    """Prints a diff or writes the files, and reports on stderr; returns 2 if a file cannot be read, otherwise 0."""
     from paceline.interop.migrate.names import MigrationMode
     from paceline.interop.migrate.project import MissingLibCST, migrate
 
@@ -171,7 +171,7 @@ def _migrate(options: argparse.Namespace) -> int:
 
 
 def _file_diff(file: ProgramFile) -> Iterator[str]:
-    from difflib import unified_diff  # slow to import, and every command imports this module
+    from difflib import unified_diff  # slow to import; this module is imported by every command
     from io import StringIO
 
     before, after = (list(StringIO(text, newline="\n")) for text in (file.before, file.after.text))
@@ -180,7 +180,7 @@ def _file_diff(file: ProgramFile) -> Iterator[str]:
 
 
 def _migration_report(program: MigratedProgram) -> Iterator[str]:
-    """Yields lines on the migrated places, the remaining work, and the score."""
+    """Yields the report's lines: the migrated places, the remaining work and the score."""
     from paceline.interop.migrate.names import score
 
     for path, why in program.unread:
@@ -217,7 +217,7 @@ def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_top(options: argparse.Namespace) -> int:
-    """Shows the job until it ends or the user quits; returns 2 if there is none to show."""
+    """Displays a job until it ends or the user quits; returns 2 if there is no running job."""
     from importlib.util import find_spec
 
     from paceline.cli.top.client import NoRunningJobError, PageUnreachableError, find, poller_of
@@ -225,7 +225,7 @@ def _show_top(options: argparse.Namespace) -> int:
 
     try:
         look = poller_of(find(options.job))
-        look()  # reports a wrong address before the screen changes
+        look()  # raises an error for a wrong address before switching screens
         is_plain = options.plain or options.once or not sys.stdout.isatty() or not sys.stdin.isatty()
         if not is_plain and find_spec("textual") is not None:
             from paceline.cli.top.app import Top
@@ -252,19 +252,19 @@ def _refresh_interval(text: str) -> float:
 
 
 class VersionAction(argparse.Action):
-    """Prints the version and exits; the lines are computed only when the flag is used."""
+    """An argparse action that prints version information and exits. The text is computed only on use."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Prints the lines and exits with code 0."""
+        """Prints the version information and exits with code 0."""
         print("\n".join(version_lines()))
         parser.exit()
 
 
 def version_lines() -> list[str]:
-    """Returns the lines of `paceline --version`: versions, engine and kernels; does not import torch."""
+    """Returns the output of `paceline --version` (versions, engine, kernels) without importing torch."""
     from paceline import _core
 
     levels = _core.wire_levels()
@@ -279,7 +279,7 @@ def version_lines() -> list[str]:
 
 
 def kernels(levels: Sequence[str], machine: str) -> str:
-    """Returns the SIMD levels of the kernels that this machine supports, the one in use first.
+    """Describes the SIMD levels for which this machine has kernels, with the level in use first.
 
     >>> kernels(["baseline", "avx2"], "x86_64"), kernels(["baseline"], "aarch64")
     ('AVX2 (also SSE2)', 'NEON')
@@ -308,7 +308,7 @@ class _Subcommand:
 
 
 def _from(module: str, name: str) -> Callable[..., Any]:
-    """Returns a function that imports `name` from `module` when it is called, and calls it."""
+    """Returns a wrapper that imports `name` from `module` on each call and calls it."""
 
     def call(*arguments: object) -> Any:
         return getattr(importlib.import_module(module), name)(*arguments)
@@ -317,7 +317,7 @@ def _from(module: str, name: str) -> Callable[..., Any]:
 
 
 def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcommand, ...]:
-    """Returns the subcommands; those that start workers have defaults from PET_* variables of `environment`."""
+    """Returns the subcommands. Those that start workers read defaults from the PET_* variables in `environment`."""
     return (
         _Subcommand(
             "run",
@@ -423,7 +423,7 @@ COMMANDS = tuple(command.name for command in _subcommands())
 
 
 def parser(environment: Mapping[str, str] = os.environ, used: str | None = None) -> argparse.ArgumentParser:
-    """Returns the parser of the whole command line, in which only the subcommand `used`, if given, has arguments."""
+    """Returns the complete parser. If `used` is given, only that subcommand's arguments are added."""
     whole = Parser(prog="paceline", description="Distributed data-parallel training for PyTorch.")
     whole.add_argument("--version", action=VersionAction, help="print the installed versions and the kernels in use")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -436,7 +436,7 @@ def parser(environment: Mapping[str, str] = os.environ, used: str | None = None)
 
 
 def _mistaken_command(words: Sequence[str]) -> str | None:
-    """Returns a message with a suggestion if the first word is not a command."""
+    """Returns an error message with a suggestion if the first word is not a known command, or None."""
     import shlex
     from difflib import get_close_matches
 
@@ -463,20 +463,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options = parser(used=words[0]).parse_args(words)
     if options.command == "run":
-        options.words = words[1:]  # the command line for the machines of --hosts
+        options.words = words[1:]  # the command line to run on each machine in --hosts
     [command] = [command for command in _subcommands() if command.name == options.command]
     return run(options) if command.run is run else _run_printing(command.run, options)
 
 
 def _run_printing(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Runs a command that prints; returns its exit code, or that of SIGPIPE if the reader has ended (`... | head`)."""
+    """Runs a command that prints; returns its exit code, or that of SIGPIPE if the output was closed (`... | head`)."""
     try:
         code = command(options)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _is_without_reader(sys.stdout.fileno()):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
         return 128 + signal.SIGPIPE
     return code
 

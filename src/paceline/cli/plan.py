@@ -1,4 +1,4 @@
-"""`paceline plan`: measures a script on this machine, and predicts its training, with failures, on other machines.
+"""`paceline plan`: measures a script on this machine and predicts its training time and goodput on other machines.
 
 `paceline plan --draw` draws the messages of an algorithm.
 """
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 _DEFAULT_NODE_LINK = "node=25gbit,0.05ms"  # for drawings
 _WITHIN = "within=80gbit,0.002ms"
 _GAMMA_S_PER_BYTE = 1e-10
-_STAND_IN_BYTES_PER_S = 1e9  # the rate at which state is copied if no link between hosts is known
+_STAND_IN_BYTES_PER_S = 1e9  # assumed rate of state transfers if no link between hosts is known
 _PASSED_ON = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
 _WORKER = "paceline.operate.plan.measure.worker"
 
 
 def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a drawing, which also uses `--links`, `--per-node` and `--output`."""
+    """Adds the flags for drawings, which also use `--links`, `--per-node` and `--output`."""
     drawing = parser.add_argument_group("drawing")
     drawing.add_argument("--draw", metavar="ALGORITHM", help="draw an algorithm's messages over time, as an SVG")
     drawing.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks in the drawing (default: 8)")
@@ -77,7 +77,7 @@ def draw(options: argparse.Namespace) -> int:
 
 
 def add_failure_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of failures."""
+    """Adds the flags that describe failures."""
     failing = parser.add_argument_group("failures")
     failing.add_argument(
         "--failures", metavar="TIMES", help="mean times between failures, such as machine=30d,worker=90d,job=60d"
@@ -88,10 +88,10 @@ def add_failure_arguments(parser: argparse.ArgumentParser) -> None:
 def goodput_of_predictions(
     options: argparse.Namespace, calibration: Calibration, predictions: Sequence[JobPrediction]
 ) -> tuple[list[Goodput], EventTimes]:
-    """Returns the goodput of each predicted job, and the event times of the last one.
+    """Returns the goodput of each predicted job, and the event times of the last job.
 
     Raises:
-        ValueError: a flag is malformed, or a time is out of range.
+        ValueError: a flag is malformed or a time is out of range.
     """
     from paceline.operate.plan.goodput import goodput, parse_failures, parse_times
     from paceline.operate.plan.simulated_job import EventTimes
@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, predicts or draws; returns the exit code."""
+    """Measures, predicts or draws, depending on the options; returns the exit code."""
     from paceline.operate.plan.calibration import CalibrationError
 
     if options.draw is not None:
@@ -199,7 +199,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _differences(links: Links) -> str:
-    """Returns the environment variable that describes differences between links to jobs on these hosts; "" if none."""
+    """Returns the environment variable that describes unequal links to a job, with its value, or ""."""
     from paceline.comm.schedule.network import describe_differences
 
     if len(links.pairs) < 2:
@@ -289,7 +289,7 @@ def _strategy(options: argparse.Namespace, calibration: Calibration) -> Strategy
 
 
 def _with_links(links: Links, text: str) -> Links:
-    """Returns the measured links, replaced by those that `text` describes.
+    """Returns the measured links after replacing those that `text` specifies.
 
     Raises:
         ValueError: the text is malformed or names an unknown link.

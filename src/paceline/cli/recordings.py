@@ -1,4 +1,4 @@
-"""Commands on recorded jobs: `paceline runs`, `analyze`, `report` and `trace`."""
+"""Commands that read recordings: `paceline runs`, `analyze`, `report` and `trace`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(options: argparse.Namespace) -> int:
-    """Prints the diagnosis of a job; returns 0 if no fault was found, 1 if one was, and 2 without recordings."""
+    """Prints the diagnosis of a job; returns 1 if there is a fault, 2 if there are no recordings, otherwise 0."""
     from paceline.operate.diagnosis.finding import summary
 
     if not Path(options.directory).is_dir():
@@ -59,7 +59,7 @@ def analyze(options: argparse.Namespace) -> int:
 
 
 def _diagnose(directories: Sequence[str | Path]) -> tuple[JobRemnants, Diagnosis | None, list[Diagnosis]]:
-    """Returns a job's recordings, the diagnosis of its end, and the ranks and links that were usually slow."""
+    """Returns a job's recordings, the diagnosis of its end, and the ranks and links that were slow most of the time."""
     from paceline.operate.diagnosis.diagnosis import diagnose
     from paceline.operate.diagnosis.postmortem import read_job
     from paceline.operate.diagnosis.slow_links import slow_network
@@ -78,7 +78,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _verdict_on(directories: Sequence[Path]) -> StallNotice | None:
-    """Returns the fault that `paceline analyze` reports, if any."""
+    """Returns the fault reported by `paceline analyze`, if any."""
     from paceline.operate.dashboard.job_sample import StallNotice
 
     _, verdict, late = _diagnose(directories)
@@ -88,7 +88,7 @@ def _verdict_on(directories: Sequence[Path]) -> StallNotice | None:
 
 
 def write_report(options: argparse.Namespace) -> int:
-    """Writes the report; returns 0, or 2 if there are no recordings or the file cannot be written."""
+    """Writes an HTML report; returns 0, or 2 if there are no recordings or the file cannot be written."""
     from paceline import __version__
     from paceline.operate.dashboard.directory_collector import NothingRecordedError, dashboard_of
     from paceline.operate.dashboard.report import report
@@ -171,7 +171,7 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def show_runs(options: argparse.Namespace) -> int:
-    """Prints the list; returns the exit code."""
+    """Prints the list of recorded jobs; returns the exit code."""
     directory = options.directory or runs_directory()
     found = list_runs(directory)
     for run in found:
@@ -183,7 +183,7 @@ def show_runs(options: argparse.Namespace) -> int:
 
 
 def line_of(run: JobRun) -> str:
-    """Returns one line about a job: its start, its state, its command, and its directory's name."""
+    """Formats a job as one line: start time, state, command and directory name."""
     state = run.state.value if run.exit_code in (None, 0) else f"{run.state.value} ({run.exit_code})"
     command = shlex.join(run.command)
     if len(command) > _LONGEST_COMMAND:

@@ -1,4 +1,4 @@
-"""Command line of `paceline doctor`, and the `Diagnostic` that each check returns."""
+"""The command line of `paceline doctor`, and `Diagnostic`, the type of its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Severity(Enum):
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """An observation, and for a problem its reason and the fix."""
+    """An observation and, if it is a problem, its consequences and the fix."""
 
     level: Severity
     about: str  # the subject
@@ -32,7 +32,7 @@ class Diagnostic:
 
 
 def show(findings: Sequence[Diagnostic], as_json: bool, path: str | None = None) -> int:
-    """Prints the findings; returns 1 if any is bad, otherwise 0."""
+    """Prints the findings; returns 1 if any finding is bad, otherwise 0."""
     if as_json:
         print(json.dumps([{**asdict(finding), "level": finding.level.value} for finding in findings], indent=2))
     else:
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the checks that the options name and prints the findings; returns 1 if any is bad, otherwise 0."""
+    """Runs the selected checks and prints their findings; returns 1 if any finding is bad, otherwise 0."""
     if options.script is not None:
         return _script(options.script, options.json)
     if options.security:

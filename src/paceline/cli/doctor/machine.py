@@ -1,4 +1,4 @@
-"""Checks of this machine, which read files or call the kernel; none needs torch or another machine."""
+"""Checks of the local machine. They only read files or query the kernel, and do not need torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.operate.launch.workers.placement import count_gpus, domains_of, fo
 _GIB = 1 << 30
 _SMALL_SHM = _GIB
 _FEW_FILES = 4096
-_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 
 
 def _good(about: str, seen: str) -> Diagnostic:
@@ -46,7 +46,7 @@ def versions() -> list[Diagnostic]:
 
 
 def cores() -> list[Diagnostic]:
-    """Reports the cores by affinity and quota, and their NUMA nodes."""
+    """Reports the number of cores that affinity and quota allow, and their NUMA nodes."""
     mine = sorted(os.sched_getaffinity(0))
     quota = cpu_quota()
     nodes = " | ".join(map(format_cpulist, domains_of("node", mine)))
@@ -65,7 +65,7 @@ def cores() -> list[Diagnostic]:
 
 
 def memory(root: Path = Path("/")) -> list[Diagnostic]:
-    """Reports the machine's memory, the cgroup's limit, and the shared memory for DataLoader workers and ranks."""
+    """Reports the machine's memory, the cgroup's memory limit, and the size of /dev/shm."""
     info = {line.split(":")[0]: int(line.split()[1]) << 10 for line in (root / "proc/meminfo").read_text().splitlines()}
     limit = MemoryCgroup.mine(root).limit()
     seen = f"{info['MemAvailable'] / _GIB:.1f} of {info['MemTotal'] / _GIB:.1f} GiB free"
@@ -109,7 +109,7 @@ def limits() -> list[Diagnostic]:
 
 
 def network(root: Path = Path("/")) -> list[Diagnostic]:
-    """Reports the interfaces that are up with their MTU, the default route, and the address of the host's own name."""
+    """Reports the active network interfaces with their MTUs, the default route, and the address of this host's name."""
     findings = []
     routes = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
     default = [fields[0] for fields in routes if fields[1] == "00000000"]
@@ -142,7 +142,7 @@ def network(root: Path = Path("/")) -> list[Diagnostic]:
 
 
 def ports() -> list[Diagnostic]:
-    """Reports whether the usual port is free, and which ports the kernel assigns."""
+    """Reports whether the default port is free, and the range of ephemeral ports."""
     from paceline.comm.store.tcp_store import port_owner
 
     given = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
@@ -155,8 +155,8 @@ def ports() -> list[Diagnostic]:
 
 
 def clock() -> list[Diagnostic]:
-    """Reports whether the kernel considers the clock synchronised."""
-    buffer = ctypes.create_string_buffer(256)  # struct timex with modes=0 only reads
+    """Reports whether the clock is synchronized according to the kernel."""
+    buffer = ctypes.create_string_buffer(256)  # struct timex; modes=0 requests a read-only call
     state = ctypes.CDLL(None).adjtimex(buffer)
     if state == _TIME_ERROR:
         fix = "start chronyd or systemd-timesyncd; in a virtual machine, check the host's clock"
@@ -180,7 +180,7 @@ def accelerators(root: Path = Path("/")) -> list[Diagnostic]:
 
 
 def leftovers() -> list[Diagnostic]:
-    """Reports this user's processes that belong to Paceline jobs; inside a job, reports none."""
+    """Reports the current user's processes from other Paceline jobs. Reports nothing if called within a job."""
     pids = marked("") if os.environ.get(MARK) is None else []
     if not pids:
         return [_good("other jobs", "this user runs none on this machine")]
@@ -209,7 +209,7 @@ CHECKS: tuple[Callable[[], list[Diagnostic]], ...] = (
 
 
 def check_machine() -> list[Diagnostic]:
-    """Returns the findings of all checks, and a note for each check that failed."""
+    """Runs all checks and returns their findings; a check that raises an error results in a note."""
     findings: list[Diagnostic] = []
     for check in CHECKS:
         try:

@@ -1,4 +1,4 @@
-"""Checks between two machines, one of which listens: connections both ways, large packets, clocks and versions."""
+"""Checks between two machines: connections in both directions, large packets, clock offset and versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_LINE = 4096
 
 
 def serve(listener: socket.socket, secret: bytes) -> list[Diagnostic]:
-    """Serves one probe on the listening side; returns its findings."""
+    """Handles one probe on the listening machine; returns the findings."""
     connection, (host, *_) = listener.accept()
     with closing(connection):
         verify(connection, derive_key(secret, CHANNEL), CHANNEL)

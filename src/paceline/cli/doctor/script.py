@@ -1,4 +1,4 @@
-"""Known mistakes in training scripts, found in the syntax tree without running the script."""
+"""Static checks for common mistakes in training scripts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SAVES = {"torch.save", "save_pretrained", "save_model", "save_file"}
 
 @dataclass
 class _Script:
-    """The script's syntax tree, prepared for the rules."""
+    """The script's syntax tree, with data that several rules use."""
 
     tree: ast.Module
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
-    main_names: set[str] = field(default_factory=set)  # variables that hold "I am rank 0"
+    main_names: set[str] = field(default_factory=set)  # variables that are true on rank 0 only
 
     def __post_init__(self) -> None:
         for node in ast.walk(self.tree):
@@ -43,7 +43,7 @@ class _Script:
                 yield _name(node.func), node
 
     def rank_guard(self, node: ast.AST) -> tuple[ast.If, bool] | None:
-        """Returns the innermost `if` on the rank around `node`, and whether only rank 0 reaches `node`."""
+        """Returns the innermost enclosing `if` that tests the rank, and whether only rank 0 reaches `node`."""
         child, parent = node, self.parents.get(node)
         while parent is not None and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if isinstance(parent, ast.If) and child is not parent.test:
@@ -54,7 +54,7 @@ class _Script:
         return None
 
     def follows_an_early_return(self, node: ast.AST) -> bool:
-        """Returns whether all ranks but 0 have returned before `node`."""
+        """Returns whether all ranks except rank 0 return before they reach `node`."""
         child, parent = node, self.parents.get(node)
         while parent is not None:
             for body in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
@@ -83,7 +83,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _sides(test: ast.expr, main_names: set[str]) -> tuple[bool, bool]:
-    """Returns whether only rank 0 runs the body of `if test`, and whether only rank 0 runs the else branch."""
+    """Returns a pair: whether only rank 0 runs the body of `if test`, and whether only rank 0 runs its else branch."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return any(_sides(value, main_names)[0] for value in test.values), False
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -137,7 +137,7 @@ def _bad(node: ast.AST, about: str, seen: str, reason: str, fix: str, level: Sev
 
 
 def first_gpu(script: _Script) -> Iterator[Diagnostic]:
-    """Finds scripts that put every rank on the same GPU."""
+    """Reports scripts that use the same GPU on every rank."""
     sets_device = any(name.endswith("set_device") for name, _ in script.calls())
     why = "every rank of the machine computes on the first GPU"
     fix = 'call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) at the start, and use the device "cuda"'
@@ -157,7 +157,7 @@ def first_gpu(script: _Script) -> Iterator[Diagnostic]:
 
 
 def samplers(script: _Script) -> Iterator[Diagnostic]:
-    """Finds data that every rank reads completely, and data whose order is the same in each epoch."""
+    """Reports loaders that read the entire data set on every rank, or in the same order in every epoch."""
     makes_sampler = None
     for name, call in script.calls():
         last = name.rpartition(".")[2]
@@ -182,20 +182,20 @@ def samplers(script: _Script) -> Iterator[Diagnostic]:
 
 
 def collectives(script: _Script) -> Iterator[Diagnostic]:
-    """Finds calls that all ranks must make in branches that only some ranks execute."""
+    """Reports collectives in branches that only some ranks execute."""
     for name, call in script.calls():
         module, _, last = name.rpartition(".")
         if last not in _COLLECTIVES or (module and module not in _COMMUNICATORS):
             continue
         if not module and last in ("reduce", "gather", "scatter", "broadcast"):
-            continue  # functools.reduce and the like
+            continue  # an unrelated function such as functools.reduce
         guard = script.rank_guard(call)
         if guard is not None:
             inside, is_main = guard
             other = inside.orelse if any(call in ast.walk(statement) for statement in inside.body) else inside.body
             nodes = (node for statement in other for node in ast.walk(statement))
             if any(isinstance(node, ast.Call) and _name(node.func).endswith(last) for node in nodes):
-                continue  # both branches make it
+                continue  # both branches call the collective
             who = "only rank 0" if is_main else "every rank but 0"
             why = (
                 f"{who} would reach this call (the if is on line {inside.lineno}), and would wait there for the others"
@@ -209,7 +209,7 @@ def collectives(script: _Script) -> Iterator[Diagnostic]:
 
 
 def saves(script: _Script) -> Iterator[Diagnostic]:
-    """Finds files that every rank writes."""
+    """Reports files that every rank writes under the same name."""
     for name, call in script.calls():
         last = name.rpartition(".")[2]
         if name not in _SAVES and last not in _SAVES - {"torch.save"}:
@@ -218,14 +218,14 @@ def saves(script: _Script) -> Iterator[Diagnostic]:
         if (guard is None or not guard[1]) and not script.follows_an_early_return(call):
             path = call.args[1] if len(call.args) > 1 else call.args[0] if call.args else None
             if path is not None and any(_is_rank(node) for node in ast.walk(path) if isinstance(node, ast.expr)):
-                continue  # each rank has a file of its own
+                continue  # the file name depends on the rank
             why = "all ranks write the same file at the same time, and the result may be damaged"
             fix = "write if dist.get_rank() == 0: before it, and call dist.barrier() before a rank reads the file"
             yield _bad(call, "all-ranks-save", f"{last}() on every rank", why, fix)
 
 
 def loads(script: _Script) -> Iterator[Diagnostic]:
-    """Finds checkpoints that are loaded onto the GPU that they were saved from."""
+    """Reports checkpoints that are loaded onto the GPU from which they were saved."""
     for name, call in script.calls():
         if name == "torch.load" and _keyword(call, "map_location") is None and len(call.args) < 2:
             why = "every rank loads the tensors to the GPU that they were saved from, whose memory may not suffice"
@@ -236,7 +236,7 @@ RULES: tuple[Callable[[_Script], Iterator[Diagnostic]], ...] = (first_gpu, sampl
 
 
 def check_script(text: str) -> list[Diagnostic]:
-    """Returns the findings in a script, in the order of its lines.
+    """Checks a script; returns the findings in line order.
 
     Raises:
         SyntaxError: the text is not valid Python.

@@ -1,6 +1,6 @@
-"""Checks of security: the level, the secret and OpenSSL, and the reachability of sockets on which jobs listen.
+"""Security checks: the security level, the secret, OpenSSL, and the reachability of listening sockets.
 
-The sockets of processes are found in /proc.
+/proc provides the sockets of each process.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MEANINGS = {
 
 @dataclass(frozen=True, order=True)
 class ListeningSocket:
-    """A socket that accepts data from other processes."""
+    """A socket that accepts connections or datagrams from other processes."""
 
     kind: str  # tcp, tcp6, udp, udp6 or unix
-    address: str  # for a Unix socket, its path, or @ and its abstract name
+    address: str  # a Unix socket's path, or "@" followed by its abstract name
     port: int = 0
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class ListeningSocket:
 
 
 def check_security() -> list[Diagnostic]:
-    """Reports the level, the secret, OpenSSL, and the listening sockets of this user's running jobs."""
+    """Reports the security level, the secret, OpenSSL, and the listening sockets of the current user's running jobs."""
     return [_level(), _secret(), _openssl(), *_listeners()]
 
 
@@ -90,7 +90,7 @@ def _listeners() -> list[Diagnostic]:
 
 
 def _processes_of_jobs() -> list[int]:
-    """Returns the process ids of this user's workers and of their launchers."""
+    """Returns the process ids of the current user's workers and launchers."""
     workers = marked("")
     return sorted({*workers, *(parent for pid in workers if (parent := _parent(pid)) > 1)})
 
@@ -121,10 +121,10 @@ def _reach(listener: ListeningSocket) -> Diagnostic:
 
 
 def listening_sockets_of(pids: Iterable[int]) -> set[ListeningSocket]:
-    """Returns the sockets on which these processes listen, including all bound UDP sockets."""
+    """Returns the listening sockets and the bound UDP sockets of these processes."""
     found: set[ListeningSocket] = set()
     for pid in pids:
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has exited or belongs to another user
             inodes = {inode for fd in Path(f"/proc/{pid}/fd").iterdir() if (inode := _socket_inode(fd))}
             found |= _network_sockets(pid, inodes) | _unix_sockets(pid, inodes)
     return found
@@ -151,7 +151,7 @@ def _unix_sockets(pid: int, inodes: set[str]) -> set[ListeningSocket]:
 def _socket_inode(fd: Path) -> str:
     try:
         link = os.readlink(fd)
-    except OSError:  # closed meanwhile
+    except OSError:  # the descriptor has been closed
         return ""
     return link.removeprefix("socket:[").removesuffix("]") if link.startswith("socket:[") else ""
 
@@ -161,7 +161,7 @@ def _rows(pid: int, kind: str) -> list[list[str]]:
 
 
 def _numeric(packed: str) -> str:
-    """Returns an address that the kernel prints as hexadecimal words in native byte order."""
+    """Converts an address from the kernel's format: hexadecimal words in native byte order."""
     words = [int(packed[start : start + 8], 16) for start in range(0, len(packed), 8)]
     raw = b"".join(struct.pack("=I", word) for word in words)
     return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)

@@ -1,4 +1,4 @@
-"""`paceline top` with Textual: the table can be scrolled and sorted, and the output filtered by rank."""
+"""The Textual interface of `paceline top`: a table that can be scrolled and sorted, and output that can be filtered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LINKS_WIDTH = 80
 
 
 class Top(App[None]):
-    """Shows the picture that `look` returns, as decoded JSON, every `every_s` seconds."""
+    """Displays the job state that `look` returns (decoded JSON), refreshed every `every_s` seconds."""
 
     CSS = """
     #head { height: auto; padding: 0 1; }
@@ -65,7 +65,7 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Starts the refreshes."""
+        """Starts the periodic refresh."""
         self.query_one("#ranks", DataTable).add_columns(*_COLUMNS)
         self.set_interval(self._every_s, self._refresh)
         self._refresh()
@@ -76,7 +76,7 @@ class Top(App[None]):
         self._show_ranks()
 
     def action_filter(self) -> None:
-        """Shows the output of only the rank under the cursor, or of all ranks again."""
+        """Toggles between the output of the rank under the cursor and that of all ranks."""
         row = self.query_one("#ranks", DataTable).cursor_row
         rows = self._sorted()
         self._only = None if self._only is not None or row >= len(rows) else int(rows[row]["rank"])
@@ -160,7 +160,7 @@ class Top(App[None]):
 
 
 def _bar(parts: list[float]) -> Text:
-    """Returns the parts of a step as a bar with a legend."""
+    """Formats the parts of a step as a bar with a legend."""
     total = sum(parts) or 1.0
     bar, words = Text(), Text()
     for part, time in zip(PARTS, parts, strict=True):

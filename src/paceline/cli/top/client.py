@@ -1,7 +1,7 @@
-"""Client of a running job, which fetches its state from the dashboard or, without one, from the recordings.
+"""A client that fetches the state of a running job from its dashboard or, if there is none, from its recordings.
 
-A job is found by its dashboard's address, by its directory, or as the latest one. A dashboard is reached over loopback
-or a Unix socket.
+Jobs are identified by their dashboard's address or their directory; the default is the latest job. Dashboards listen on
+loopback or on a Unix socket.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PageUnreachableError(Exception):
 
 @dataclass(frozen=True)
 class PageAddress:
-    """The address of a dashboard: a port of `host`, or the Unix socket `path`."""
+    """The address of a dashboard: a port on `host`, or the Unix socket `path`."""
 
     token: str
     host: str = "localhost"
@@ -41,10 +41,10 @@ class PageAddress:
 
     @classmethod
     def parse(cls, text: str) -> PageAddress:
-        """Parses the address that `paceline run --dash` printed.
+        """Parses an address printed by `paceline run --dash`.
 
         Raises:
-            ValueError: the text is not such an address.
+            ValueError: the text is not a dashboard's address.
         """
         parts = urlsplit(text)
         token = parse_qs(parts.query).get("token", [""])[0]
@@ -56,10 +56,10 @@ class PageAddress:
 
 
 def picture(address: PageAddress) -> dict[str, Any]:
-    """Returns the state of the job as decoded JSON.
+    """Fetches the job's state as decoded JSON.
 
     Raises:
-        PageUnreachableError: no dashboard answers, or the token is wrong.
+        PageUnreachableError: no dashboard answers at the address, or the token is wrong.
     """
     connection = _connection(address)
     headers = {"Authorization": f"Bearer {address.token}", "Host": f"localhost:{address.port or 80}"}
@@ -105,18 +105,18 @@ class _OverUnixSocket(http.client.HTTPConnection):
 
 
 class NoRunningJobError(ValueError):
-    """Raised if the job does not exist or does not run."""
+    """Raised if the job does not exist or is not running."""
 
 
 def find(target: str | None) -> PageAddress | JobRun:
-    """Returns the address of a job's dashboard, or the job itself if it has none.
+    """Returns the address of a job's dashboard, or the job itself if it does not have a dashboard.
 
     Args:
-        target: An address that `paceline run --dash` printed, a job's directory, or a name from `paceline runs`; None
-            for the latest running job.
+        target: An address printed by `paceline run --dash`, a job's directory, or a name listed by `paceline runs`.
+            Default: the latest running job.
 
     Raises:
-        NoRunningJobError: no such job runs.
+        NoRunningJobError: the job is not running or does not exist.
     """
     if target is None:
         return _latest()
@@ -157,7 +157,7 @@ def _of(run: JobRun) -> PageAddress | JobRun:
 
 
 def poller_of(job: PageAddress | JobRun) -> Callable[[], dict[str, Any]]:
-    """Returns a function that returns the state of the job as decoded JSON, or raises `PageUnreachableError`."""
+    """Returns a function that fetches the job's state as decoded JSON. It raises `PageUnreachableError` on failure."""
     if isinstance(job, PageAddress):
         return lambda: picture(job)
     view = ExternalCollector(job)

@@ -1,7 +1,7 @@
-"""`paceline top` as lines of text, with ANSI colours or without, redrawn in place on a terminal.
+"""The plain-text interface of `paceline top`, with optional ANSI colors. On a terminal, it redraws the text in place.
 
-It is used for `--once`, for `--plain`, for output that is not a terminal, where Textual cannot draw, and without the
-extra `paceline[top]`. docs/pictures/page.py also uses it to draw the figure in the documentation.
+It is used with `--once` and `--plain`, if the output is not a terminal, and if the extra `paceline[top]` is not
+installed. docs/pictures/page.py uses it to draw a figure for the documentation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GIB, _MIB = 1 << 30, 1 << 20
 
 
 def show(draw: Draw, every_s: float, is_once: bool) -> None:
-    """Shows the lines of `draw` every `every_s` seconds until the user types q or Ctrl-C; with `is_once`, only once."""
+    """Prints the lines from `draw` every `every_s` seconds until the user types q or Ctrl-C; once if `is_once`."""
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     width, height = shutil.get_terminal_size(_SIZE) if is_terminal else _SIZE
     if is_once or not is_terminal:
@@ -61,7 +61,7 @@ def show(draw: Draw, every_s: float, is_once: bool) -> None:
 
 @contextlib.contextmanager
 def _full_screen() -> Iterator[None]:
-    """Switches to the terminal's alternate screen, without a cursor, and restores the terminal on exit."""
+    """Switches to the terminal's alternate screen and hides the cursor; restores both on exit."""
     before = termios.tcgetattr(0) if sys.stdin.isatty() else None
     sys.stdout.write(_ENTER)
     try:
@@ -87,13 +87,13 @@ Picture = Mapping[str, Any]
 
 
 def coloured(text: str, colour: str | int, is_coloured: bool) -> str:
-    """Returns the text in a colour, or unchanged without colours."""
+    """Wraps the text in ANSI color codes if `is_coloured` is set."""
     code = _COLOURS[colour] if isinstance(colour, str) else colour
     return f"\x1b[{code}m{text}\x1b[0m" if is_coloured and text else text
 
 
 def lines_of(picture: Picture, width: int, height: int, is_coloured: bool) -> list[str]:
-    """Returns at most `height` lines; if not all ranks fit, those that need attention are shown."""
+    """Formats the job's state in at most `height` lines. If not all ranks fit, selects those that need attention."""
     header = picture["header"]
     lines = [coloured(header["sentence"].capitalize(), _MOODS[header["mood"]], is_coloured)]
     if header["share"] is not None:
@@ -115,7 +115,7 @@ def lines_of(picture: Picture, width: int, height: int, is_coloured: bool) -> li
 
 
 def sentence_of(words: str) -> str:
-    """Returns the words as a sentence."""
+    """Capitalizes the words and ends them with a period."""
     return f"{words[:1].upper()}{words[1:]}."
 
 
@@ -181,7 +181,7 @@ def _curves(picture: Picture, width: int) -> list[str]:
 
 
 def links_of(rows: Sequence[Picture], width: int, is_coloured: bool) -> list[str]:
-    """Returns a line for each of the TCP links that need attention most: slow ones, then the busiest."""
+    """Returns one line each for the most important TCP links: slow links first, then the busiest ones."""
     links = [row for row in rows if row["peer"] >= 0]
     if not links:
         return []
@@ -204,7 +204,7 @@ def _rate(nbytes_per_s: int | None) -> str:
 
 
 def _spark(values: Sequence[float], width: int) -> str:
-    """Returns a sparkline of the values."""
+    """Formats the values as a sparkline."""
     size = max(1, -(-len(values) // max(1, width)))
     parts = [values[start : start + size] for start in range(0, len(values), size)]
     means = [sum(part) / len(part) for part in parts]
