@@ -1,8 +1,9 @@
-"""Horovod's interface for PyTorch over Paceline: `import paceline.horovod as hvd`.
+"""Horovod's PyTorch interface, implemented with Paceline: `import paceline.horovod as hvd`.
 
-Files are named after Horovod's own modules where there is one. `call_queue.py` executes the calls of `collectives.py`
-and `uneven_collectives.py`, and checks that the ranks agree. `stand_in/` is the package that `paceline run --compat
-horovod` puts on the path. docs/migrating.md lists the differences from Horovod.
+Files have the names of the corresponding Horovod modules where possible. `call_queue.py` executes the calls from
+`collectives.py` and `uneven_collectives.py` and checks that they match between ranks. `stand_in/` contains the package
+`horovod` that `paceline run --compat horovod` adds to the import path. docs/migrating.md lists the differences from
+Horovod.
 
 May use: `group`, `functional`, `ddp`, and `launch` for `run`. Start reading at `basics.py` and `collectives.py`.
 """

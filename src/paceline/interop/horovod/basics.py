@@ -1,4 +1,4 @@
-"""`init`, ranks, process sets (Horovod's name for groups of some of the ranks) and `run`."""
+"""Initialization, rank queries, process sets (Horovod's term for subgroups) and `run`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _OTHER_LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
-    """Joins the job that `paceline run` has started; without a launcher this process is a job of its own.
+    """Joins the job started by `paceline run`. Without a launcher, creates a job with a single rank.
 
-    A second call has no effect, and an existing default process group is used.
+    Uses the default process group if it already exists. Calling `init` again has no effect.
 
     Args:
-        comm: None; process sets replace Horovod's lists of ranks and MPI communicators.
-        process_sets: The sets of ranks to create groups for; they must be the same on all ranks.
+        comm: Must be None; use `process_sets` instead of Horovod's rank lists and MPI communicators.
+        process_sets: The process sets to add, the same on all ranks.
 
     Raises:
-        ValueError: `comm` was given, or another launcher, which provides no rendezvous, started the ranks.
+        ValueError: `comm` was given, or the ranks were started by a launcher that Paceline does not support.
         RendezvousError: the rendezvous failed.
     """
     if comm is not None:
@@ -58,14 +58,14 @@ def _join() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job; has no effect without one."""
+    """Leaves the job. Has no effect if `init` has not been called."""
     if group_exists():
         close_process_sets()
         destroy_process_group()
 
 
 def is_initialized() -> bool:
-    """Returns whether `init` has been called, and `shutdown` has not been called since."""
+    """Returns whether Paceline is initialized: `init` was called, and `shutdown` was not called afterwards."""
     return group_exists()
 
 
@@ -80,7 +80,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Returns this process's number among those of its machine."""
+    """Returns this process's rank among the processes on its machine."""
     return _of_launcher("LOCAL_RANK", _on_my_host().index(rank()))
 
 
@@ -90,7 +90,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Returns this machine's number."""
+    """Returns the index of this machine in the job."""
     hosts = list(dict.fromkeys(member.host for member in default_group().members))
     return _of_launcher("GROUP_RANK", hosts.index(default_group().members[rank()].host))
 
@@ -107,7 +107,7 @@ def is_homogeneous() -> bool:
 
 
 def _of_launcher(variable: str, otherwise: int) -> int:
-    """Returns the launcher's variable if it describes this job, not an outer one; else `otherwise`."""
+    """Returns the launcher's variable if it belongs to this job rather than an outer job, or else `otherwise`."""
     is_of_this_job = os.environ.get("WORLD_SIZE") == str(size()) and os.environ.get("RANK") == str(rank())
     return int(os.environ[variable]) if is_of_this_job and variable in os.environ else otherwise
 
@@ -118,7 +118,7 @@ def _on_my_host() -> list[int]:
 
 
 def mpi_threads_supported() -> bool:
-    """Returns False, since no MPI is involved."""
+    """Returns False, because Paceline does not use MPI."""
     return False
 
 
@@ -126,7 +126,7 @@ mpi_enabled = mpi_built = mpi_threads_supported
 
 
 def gloo_built() -> bool:
-    """Returns True: CPU tensors can be reduced without MPI, which is what scripts check with this function."""
+    """Returns True. Scripts use this function to check for CPU support without MPI."""
     return True
 
 
@@ -150,10 +150,10 @@ rocm_built = cuda_built
 
 
 class ProcessSet:
-    """A subset of the ranks, which is a group for collectives after `init` or `add_process_set`.
+    """A subset of the ranks. Collectives can use it after it has been passed to `init` or `add_process_set`.
 
     Args:
-        ranks: The ranks; None for all.
+        ranks: The ranks in the set. Default: all ranks.
     """
 
     def __init__(self, ranks: Sequence[int] | None = None) -> None:
@@ -167,7 +167,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the set, in order."""
+        """The ranks in the set, in ascending order."""
         return list(range(default_group().size())) if self._given is None else list(self._given)
 
     def included(self) -> bool:
@@ -179,7 +179,7 @@ class ProcessSet:
         return len(self.ranks)
 
     def rank(self) -> int:
-        """Returns this rank's number within the set.
+        """Returns this process's rank within the set.
 
         Raises:
             ValueError: this rank is not in the set.
@@ -187,7 +187,7 @@ class ProcessSet:
         return self.ranks.index(default_group().rank())
 
     def calls(self) -> CallQueue:
-        """Returns the queue of the set's calls.
+        """Returns the queue that executes calls on this set.
 
         Raises:
             ValueError: the set has not been added, or this rank is not in it.
@@ -201,11 +201,11 @@ class ProcessSet:
         return self._queue
 
     def is_of(self, world: ProcessGroup) -> bool:
-        """Returns whether the set is open and consists of ranks of this default group."""
+        """Returns whether the set is open and belongs to the default group `world`."""
         return self._world is world
 
     def open(self, number: int) -> None:
-        """Creates the group; every rank of the job calls this, in the same order."""
+        """Creates the set's group. All ranks must open their sets in the same order."""
         self._world = default_group()
         group = new_group(self._given, group_desc=f"paceline.horovod's calls of ranks {self.ranks}")
         self._queue = CallQueue(group) if isinstance(group, ProcessGroup) else None
@@ -213,7 +213,7 @@ class ProcessSet:
         _opened.append(self)
 
     def close(self) -> None:
-        """Destroys the group; idempotent."""
+        """Destroys the set's group. Idempotent."""
         if self._queue is not None:
             self._queue.close()
             self._queue.group.close()
@@ -229,7 +229,7 @@ _added = 0
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Creates the group of a process set, or of some ranks; returns the set. Every rank of the job calls this."""
+    """Adds a process set, or creates one from a list of ranks; returns the set. All ranks must call this."""
     global _added
     _added += 1
     chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -238,7 +238,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a process set; returns whether it had been added. Every rank of the job calls this."""
+    """Removes a process set; returns False if it had not been added. All ranks must call this."""
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
     process_set.close()
@@ -246,12 +246,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def open_global_process_set() -> None:
-    """Creates the group of all ranks unless it exists; every rank of the job calls this."""
+    """Opens the global process set unless it is open. All ranks must call this."""
     if global_process_set.is_of(default_group()):
         return
     close_process_sets()
     global_process_set.open(0)
-    # The calls on threads must end before the groups are destroyed with the process.
+    # Asynchronous calls must end before the groups are destroyed at exit.
     util.Finalize(None, close_process_sets, exitpriority=1)
 
 
@@ -269,19 +269,19 @@ def run(
     hosts: str | None = None,
     **options: object,
 ) -> list[Any]:
-    """Calls `func(*args, **kwargs)` on `np` processes of this machine, and returns their results by rank.
+    """Runs `func(*args, **kwargs)` in `np` processes on this machine and returns their results in rank order.
 
     Args:
-        func: A function of an importable module, which calls `init`.
+        func: A function defined in an importable module. It must call `init`.
         args: The positional arguments.
         kwargs: The keyword arguments.
         np: The number of processes.
-        hosts: This machine only, as in "localhost:4"; `paceline run` starts a job on several machines.
-        options: Horovod's other options (`use_gloo`, `verbose` and so on), which are ignored.
+        hosts: This machine, such as "localhost:4". Use `paceline run` for jobs on several machines.
+        options: Ignored; accepted for compatibility with Horovod (`use_gloo`, `verbose` etc.).
 
     Raises:
         ValueError: `hosts` names another machine.
-        WorkerError: a process failed; its message ends with the traceback.
+        WorkerError: a process failed. The error message ends with the traceback.
     """
     names = {part.partition(":")[0] for part in (hosts or "localhost").split(",")}
     if names - {"localhost", "127.0.0.1"}:
@@ -291,7 +291,7 @@ def run(
         )
     with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
         spawn(_call, (directory, func, tuple(args), dict(kwargs or {})), nprocs=np)
-        # Unpickling is safe: only the processes started above have written there.
+        # Unpickling is safe: only the processes started above write to this directory.
         return [pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(np)]
 
 

@@ -1,9 +1,9 @@
-"""The queue of a process set's calls, which the ranks execute in the same order, and the handles of asynchronous calls.
+"""The call queue of a process set, which executes calls in the same order on all ranks, and asynchronous handles.
 
-Before each call the ranks exchange a header of a few numbers. Calls that do not match therefore raise an error on every
-rank without affecting later ones, shapes are compared and not only numbers of elements, and a rank that waits in `join`
-can contribute zeros. Asynchronous calls run on a thread of the process set. A synchronous call runs on the program's
-thread if no other call is in progress.
+Before each call the ranks exchange a small header. Mismatched calls, including calls whose tensors have different
+shapes, therefore raise an error on every rank without affecting later calls, and ranks that wait in `join` can
+contribute zeros. Asynchronous calls run on the process set's own thread. A synchronous call runs on the calling thread
+if no other call is in progress.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from paceline.durations import to_seconds
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 
 Result = TypeVar("Result")
-_END_S = 5.0  # the time that `close` waits for the thread, whose call has been aborted
+_END_S = 5.0  # how long `close` waits for the thread after aborting its call
 
 
 class CallKind(IntEnum):
-    """The kinds of calls that must match between ranks."""
+    """The kind of a call, which must match between ranks."""
 
     ALLREDUCE = 0
     SPARSE_ALLREDUCE = 1
@@ -48,7 +48,7 @@ class CallKind(IntEnum):
 
 
 def require_tensors(tensors: Iterable[object], call: str) -> None:
-    """Raises TypeError unless all `tensors`, the arguments of a call, are tensors."""
+    """Raises TypeError unless all arguments in `tensors` are tensors. `call` is the function's name for the message."""
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
@@ -61,16 +61,16 @@ _ROWS_MAY_DIFFER = (CallKind.SPARSE_ALLREDUCE, CallKind.ALLGATHER, CallKind.ALLT
 
 @dataclass
 class CallRequest(Generic[Result]):
-    """One rank's request for a call of all ranks of a process set.
+    """One rank's request for a collective call on a process set.
 
     Args:
         kind: The kind of call.
-        tensors: The tensors to send, whose types and shapes must match between ranks; some calls permit different
-            numbers of rows.
-        run: A function that executes the call once all ranks are ready, and returns its result.
+        tensors: The tensors to send. Their dtypes and shapes must match between ranks; some kinds of calls permit
+            different numbers of rows.
+        run: A function that executes the call on a group, once all ranks are ready, and returns the result.
         details: The other arguments that must match.
-        name: The name that the program gave the call, or None.
-        op: The reduction of an all-reduce.
+        name: The call's name, or None if the program did not name it.
+        op: The reduction, for an all-reduce.
     """
 
     kind: CallKind
@@ -80,11 +80,11 @@ class CallRequest(Generic[Result]):
     name: str | None = None
     op: ReduceOp = ReduceOp.SUM
     future: Future[Result] = field(default_factory=Future)
-    number: int = 0  # the request's number in the process set; 0 for a barrier, which may overtake others
-    is_awaited: bool = False  # whether the program waits for the call
+    number: int = 0  # sequence number in the process set; 0 for barriers, which may overtake other calls
+    is_awaited: bool = False  # whether a thread of the program waits for the call
 
     def __post_init__(self) -> None:
-        # Each thread has its own current stream; the call must run on the program's.
+        # The current CUDA stream is per thread; the call must use the stream of the program's thread.
         tensor = next((tensor for tensor in self.tensors if tensor.is_cuda), None)
         self.stream: AbstractContextManager[object] = nullcontext()
         if tensor is not None:
@@ -92,7 +92,7 @@ class CallRequest(Generic[Result]):
 
     @property
     def text(self) -> str:
-        """A readable form of everything that must match between ranks."""
+        """Human-readable text that contains all properties of the call that must match between ranks."""
         rows = ["any"] if self.kind in _ROWS_MAY_DIFFER else []
         parts = [
             f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join([*rows, *map(str, tensor.shape[len(rows) :])])}]"
@@ -104,15 +104,15 @@ class CallRequest(Generic[Result]):
 
 @dataclass(frozen=True)
 class _Header:
-    """The numbers that a rank sends before a call.
+    """The header that a rank sends before a call.
 
     Attributes:
         kind: The kind of call.
-        digest: The digest of everything that must match between ranks.
+        digest: The digest of the request's `text`.
         count: The number of tensors.
-        is_awaited: Whether the rank's program waits for this call or a later one, so that it cannot make another first.
-        since: The number of exchanges that preceded `join`.
-        time_ns: The time of `join`, which together with `since` orders the ranks that wait in it.
+        is_awaited: Whether the rank's program waits for this call or a later one and therefore cannot start others.
+        since: The number of header exchanges before the rank called `join`.
+        time_ns: The time of the call to `join` in ns. Together with `since`, it determines which rank joined last.
     """
 
     kind: int
@@ -131,7 +131,7 @@ class _Header:
 
 
 class _Verdict(Enum):
-    """The relation between the calls of the ranks that do not wait in `join`."""
+    """The result of comparing the calls of all ranks except those that wait in `join`."""
 
     AGREED = "all ranks make the same call"
     BARRIER_FIRST = "some ranks wait in a barrier, and a barrier of the others may still overtake their calls"
@@ -151,15 +151,15 @@ def _verdict(headers: Sequence[_Header]) -> _Verdict:
 
 
 class CallQueue:
-    """The calls of one process set on this rank.
+    """Executes this rank's calls on one process set.
 
     Args:
-        group: A group of the set's ranks that only this queue uses; `close` does not destroy it.
+        group: A group that contains the set's ranks, for exclusive use by this queue. `close` does not destroy it.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self._condition = threading.Condition()  # reentrant
+        self._condition = threading.Condition()  # uses a reentrant lock
         self._waiting: deque[CallRequest[Any]] = deque()
         self._barriers: deque[CallRequest[Any]] = deque()
         self._is_busy = False
@@ -170,10 +170,11 @@ class CallQueue:
         self._named: dict[tuple[CallKind, str], int] = {}
 
     def submit(self, request: CallRequest[Result]) -> CallRequest[Result]:
-        """Queues a call for the thread, and returns `request` immediately.
+        """Queues a call for execution on the queue's thread; returns `request` immediately.
 
         Raises:
-            ValueError: a call of the same kind and name is pending: the program has not waited for it or a later one.
+            ValueError: a call of the same kind and name is pending. A call is pending until the program has waited for
+                it or for a later call.
         """
         with self._condition:
             self._enter(request)
@@ -181,11 +182,11 @@ class CallQueue:
         return request
 
     def perform(self, request: CallRequest[Result]) -> Result:
-        """Executes a call after all queued ones, and returns its result.
+        """Executes a call after all queued calls and returns its result.
 
         Raises:
             ValueError: as for `submit`.
-            CollectiveMismatchError: the ranks' calls do not match; later ones are unaffected.
+            CollectiveMismatchError: the ranks' calls do not match. Later calls are not affected.
             PeerLostError, CollectiveTimeoutError: the call failed.
         """
         request.is_awaited = True
@@ -199,10 +200,10 @@ class CallQueue:
         return self.result(request)
 
     def barrier(self) -> None:
-        """Waits until all ranks but those in `join` have called it, regardless of calls in progress.
+        """Waits until all ranks have called `barrier` or `join`, but not for asynchronous calls in progress.
 
         Raises:
-            CollectiveMismatchError: the program of another rank waits for another call.
+            CollectiveMismatchError: another rank's program waits for a different call.
             PeerLostError, CollectiveTimeoutError: the barrier failed.
         """
         request: CallRequest[None] = CallRequest(CallKind.BARRIER, [], lambda group: None)
@@ -216,7 +217,7 @@ class CallQueue:
         self.result(request)
 
     def result(self, request: CallRequest[Result]) -> Result:
-        """Waits for a call and returns its result, or raises its error."""
+        """Waits for a call; returns its result or raises its error."""
         if not request.future.done():
             with self._condition:
                 request.is_awaited = True
@@ -227,21 +228,21 @@ class CallQueue:
             self.observe(request)
 
     def observe(self, request: CallRequest[Result]) -> None:
-        """Frees the names of a call and of all calls before it, once the program has observed its completion."""
+        """Permits reuse of the names of a completed call and of all earlier calls."""
         if request.future.done():
             with self._condition:
                 self._named = {key: number for key, number in self._named.items() if number > request.number}
 
     def join(self, device: int) -> int:
-        """Contributes zeros to the others' all-reduces until all ranks have joined; returns the last rank to join.
+        """Contributes zeros to other ranks' all-reduces until all ranks have joined; returns the rank that joined last.
 
         Args:
-            device: The CUDA device of the zeros for CUDA tensors.
+            device: The index of the CUDA device on which to allocate zeros for reductions of CUDA tensors.
         """
         return self.perform(CallRequest(CallKind.JOIN, [], lambda group: self._join(group, device)))
 
     def close(self) -> None:
-        """Ends the thread, and fails the calls that are still queued; idempotent."""
+        """Stops the thread and fails all queued calls. Idempotent."""
         with self._condition:
             self._is_closed = True
             left = [*self._barriers, *self._waiting]
@@ -274,7 +275,7 @@ class CallQueue:
         request.number = self._submitted
 
     def _take_turn(self) -> bool:
-        """Reserves the turn for a call on the program's thread; returns False if another call precedes it."""
+        """Reserves the queue for a call on the program's thread; returns False if another call is running or queued."""
         if self._is_busy or self._waiting or self._barriers:
             return False
         self._is_busy = True
@@ -319,11 +320,10 @@ class CallQueue:
             request.future.set_exception(error)
 
     def _agree(self, request: CallRequest[Result]) -> None:
-        """Waits until each rank is ready for the same call, or waits in `join` and has received the layout of its
-        contribution.
+        """Waits until every rank either is ready for the same call or waits in `join` and has the layout of the zeros.
 
         Raises:
-            CollectiveMismatchError: the calls differ, or a rank waits in `join` and cannot contribute to this one.
+            CollectiveMismatchError: the calls differ, or a rank waits in `join` and cannot contribute to this call.
         """
         digest = int.from_bytes(blake2b(request.text.encode(), digest_size=7).digest(), "big")
         while True:
@@ -353,7 +353,7 @@ class CallQueue:
             return request.is_awaited or any(waiting.is_awaited for waiting in self._waiting)
 
     def _make_barrier_before(self, request: CallRequest[Result]) -> None:
-        """Executes the barrier in which other ranks wait, unless the program waits for `request` first."""
+        """Executes the barrier that other ranks wait for, unless this rank's program waits for `request` first."""
         limit_s = to_seconds(self.group.timeout)
         with self._condition:
             is_decided = self._condition.wait_for(
@@ -405,7 +405,7 @@ class CallQueue:
         return gathered
 
     def _mismatch(self, mine: str) -> CollectiveMismatchError:
-        """Returns the error for calls that differ. Every rank of the set calls this."""
+        """Gathers the ranks' calls and returns the error that lists them. All ranks in the set must call this."""
         texts: list[Any] = [None] * self.group.size()
         all_gather_object(texts, mine, self.group)
         callers: dict[str, list[int]] = {}
@@ -419,11 +419,11 @@ class CallQueue:
 
 
 class CallHandle(Generic[Result]):
-    """The handle of an asynchronous call, for `poll` and `synchronize`.
+    """The handle of an asynchronous call. Pass it to `poll` or `synchronize`.
 
     Args:
-        queue: The queue of the process set.
-        request: The request, which is submitted.
+        queue: The queue to which the request was submitted.
+        request: The submitted request.
     """
 
     def __init__(self, queue: CallQueue, request: CallRequest[Result]) -> None:
@@ -431,17 +431,17 @@ class CallHandle(Generic[Result]):
         self._request = queue.submit(request)
 
     def is_completed(self) -> bool:
-        """Returns whether the call has completed, successfully or not."""
+        """Returns whether the call has succeeded or failed."""
         self._queue.observe(self._request)
         return self._request.future.done()
 
     def result(self) -> Result:
-        """Waits for the call and returns its result, the same one each time."""
+        """Waits for the call and returns its result. May be called repeatedly."""
         return self._queue.result(self._request)
 
 
 def poll(handle: CallHandle[Result]) -> bool:
-    """Returns whether the call has completed, so that `synchronize` would not wait."""
+    """Returns whether the call has completed, in which case `synchronize` returns without waiting."""
     return handle.is_completed()
 
 

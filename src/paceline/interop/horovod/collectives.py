@@ -1,8 +1,8 @@
-"""Collectives whose result has the shape of the argument: all-reduce, broadcast and barrier.
+"""Collectives that preserve the shapes of tensors (all-reduce, broadcast), and `barrier` and `join`.
 
-Calls are matched by their order, as everywhere in Paceline, and not by `name`; a mismatch of names or shapes raises an
-error that lists the calls of all ranks. Gradients are those of Horovod: a sum or average reduces the gradients in the
-same way, and a broadcast averages them on the root.
+Calls are matched between ranks by their order, not by `name`. A mismatch of names or shapes raises an error that lists
+the calls of all ranks. Gradients are defined as in Horovod: the backward of a sum or average applies the same reduction
+to the gradients, and the backward of a broadcast averages them on the root.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Op = ReduceOp | str
 
 
 def reduction(op: Op | None, average: bool | None = None) -> ReduceOp:
-    """Returns the reduction that `op` or Horovod's older argument `average` selects.
+    """Returns the reduction selected by `op` or by Horovod's older argument `average`.
 
     Raises:
         ValueError: both are given.
@@ -61,7 +61,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ScaledReduction:
-    """A reduction with factors before and after it.
+    """A reduction with a factor for its inputs and a factor for its results.
 
     Integers are multiplied in float64 and rounded towards zero, as in Horovod.
     """
@@ -71,19 +71,19 @@ class ScaledReduction:
     after: float
 
     def of(self, size: int) -> ScaledReduction:
-        """Returns an equivalent reduction; an average over `size` ranks with a factor becomes a sum with one factor."""
+        """Returns an equivalent reduction without averages that have a postscale factor: these become scaled sums."""
         if self.by is Average and self.after != 1.0:
             return ScaledReduction(Sum, self.before, self.after / size)
         return self
 
     def __str__(self) -> str:
-        """Returns the arguments that must match between ranks."""
+        """Formats the arguments that must match between ranks."""
         factors = (("prescale_factor", self.before), ("postscale_factor", self.after))
         return ", ".join([f"op={self.by.name}", *(f"{name}={value!r}" for name, value in factors if value != 1.0)])
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiplies a tensor in place; integers in float64, and rounded towards zero."""
+    """Multiplies a tensor in place. Integers are multiplied in float64 and rounded towards zero."""
     if factor == 1.0:
         return
     if tensor.is_floating_point() or tensor.is_complex():
@@ -99,9 +99,9 @@ def reduction_request(
     process_set: ProcessSet,
     finish: Callable[[], Result],
 ) -> CallRequest[Result]:
-    """Returns the request for an in-place reduction whose result is that of `finish`."""
+    """Returns a request for an in-place reduction. The call's result is the return value of `finish`."""
     require_tensors(tensors, "allreduce")
-    listed = [tensor.detach() for tensor in tensors]  # sharing memory with `tensors`
+    listed = [tensor.detach() for tensor in tensors]  # these share memory with `tensors`
     merged = how.of(process_set.size())
 
     def run(group: ProcessGroup) -> Result:
@@ -116,7 +116,7 @@ def reduction_request(
 
 
 class _Allreduce(Function):
-    """Reduces copies of tensors over the ranks."""
+    """Autograd function that reduces copies of tensors over the ranks."""
 
     @staticmethod
     def forward(
@@ -132,7 +132,7 @@ class _Allreduce(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradients: reduced in the same way for a sum or average, and exact for other reductions."""
+        """Returns the gradients: reduced like the tensors for sums and averages, and exact for other reductions."""
         if ctx.how.by in (Sum, Average):
             return None, None, None, *_reduced(ctx.how, None, ctx.process_set, grads)
         summed = _reduced(replace(ctx.how, by=Sum), None, ctx.process_set, grads)
@@ -143,7 +143,7 @@ class _Allreduce(Function):
 
 
 def reduction_derivative(mine: torch.Tensor, by: ReduceOp, process_set: ProcessSet) -> torch.Tensor:
-    """Returns the derivative of a product, minimum or maximum of the ranks' tensors with respect to this rank's."""
+    """Returns the derivative of a product, minimum or maximum over the ranks with respect to this rank's tensor."""
     if by is Product:
         factors = torch.stack([torch.ones_like(mine)] * process_set.size())
         factors[process_set.rank()] = mine
@@ -162,7 +162,7 @@ def _reduced(
 
 
 def outputs_of(function: type[Function], *arguments: object) -> tuple[torch.Tensor, ...]:
-    """Returns the result of `function.apply`, which torch leaves untyped, as a tuple of tensors."""
+    """Returns a typed version of `function.apply` with a tuple of tensors as its result."""
     return cast(tuple[torch.Tensor, ...], function.apply(*arguments))
 
 
@@ -180,7 +180,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> CallHandle[torch.Tensor]:
-    """Starts to reduce `tensor` over the ranks in place, and returns a handle. The default is the average.
+    """Starts an in-place reduction of `tensor` over the ranks, by default the average; returns a handle.
 
     Raises:
         ValueError: a call with this name is pending.
@@ -198,7 +198,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> CallHandle[list[torch.Tensor]]:
-    """Starts to reduce several tensors in place as one call, and returns a handle."""
+    """Starts an in-place reduction of several tensors in one call; returns a handle."""
     how = ScaledReduction(reduction(op, average), prescale_factor, postscale_factor)
     return CallHandle(process_set.calls(), reduction_request(tensors, how, name, process_set, lambda: list(tensors)))
 
@@ -212,7 +212,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> CallHandle[torch.Tensor]:
-    """Starts to reduce a copy of `tensor` over the ranks, and returns a handle."""
+    """Starts a reduction of `tensor` over the ranks into a new tensor; returns a handle."""
     (copy,) = _copies([tensor])
     return allreduce_async_(copy, average, name, op, prescale_factor, postscale_factor, process_set)
 
@@ -227,7 +227,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Returns the reduction of `tensor` over the ranks, by default the average. Gradients flow through it.
+    """Reduces `tensor` over the ranks into a new tensor, by default to the average. Differentiable.
 
     Raises:
         ValueError: `op` is Adasum, or `average` is given as well.
@@ -249,7 +249,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduces `tensor` over the ranks in place, and returns it."""
+    """Reduces `tensor` over the ranks in place; returns `tensor`."""
     how = ScaledReduction(reduction(op, average), prescale_factor, postscale_factor)
     return process_set.calls().perform(reduction_request([tensor], how, name, process_set, lambda: tensor))
 
@@ -263,7 +263,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> CallHandle[list[torch.Tensor]]:
-    """Starts to reduce copies of several tensors as one call, and returns a handle."""
+    """Starts a reduction of several tensors in one call, into new tensors; returns a handle."""
     return grouped_allreduce_async_(_copies(tensors), average, name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -277,7 +277,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Returns the reductions of several tensors over the ranks, made as one call. Gradients flow through it."""
+    """Reduces several tensors over the ranks in one call, into new tensors. Differentiable."""
     require_tensors(tensors, "grouped_allreduce")
     pairs = [compression.compress(tensor) for tensor in tensors]
     how = ScaledReduction(reduction(op, average), prescale_factor, postscale_factor)
@@ -294,7 +294,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduces several tensors over the ranks in place as one call, and returns them."""
+    """Reduces several tensors over the ranks in place in one call; returns the tensors."""
     how = ScaledReduction(reduction(op, average), prescale_factor, postscale_factor)
     return process_set.calls().perform(reduction_request(tensors, how, name, process_set, lambda: list(tensors)))
 
@@ -313,7 +313,7 @@ def _broadcasting(
 
 
 class _Broadcast(Function):
-    """Copies the root's tensor to every rank."""
+    """Autograd function that broadcasts the root's tensor."""
 
     @staticmethod
     def forward(
@@ -326,7 +326,7 @@ class _Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns the mean of the ranks' gradients on the root, and zeros elsewhere."""
+        """Returns the mean of the ranks' gradients on the root, and zeros on the other ranks."""
         (mean,) = _reduced(ScaledReduction(Average, 1.0, 1.0), None, ctx.process_set, [grad])
         return mean if default_group().rank() == ctx.root_rank else torch.zeros_like(mean), None, None, None
 
@@ -334,7 +334,7 @@ class _Broadcast(Function):
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> CallHandle[torch.Tensor]:
-    """Starts to copy the root's `tensor` into that of every rank, and returns a handle.
+    """Starts an in-place broadcast of the root's `tensor`; returns a handle.
 
     Raises:
         ValueError: a broadcast with this name is pending.
@@ -345,7 +345,7 @@ def broadcast_async_(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> CallHandle[torch.Tensor]:
-    """Starts to copy the root's `tensor` to every rank, and returns a handle."""
+    """Starts a broadcast of the root's `tensor` into a new tensor; returns a handle."""
     (copy,) = _copies([tensor], "broadcast")
     return broadcast_async_(copy, root_rank, name, process_set)
 
@@ -353,30 +353,31 @@ def broadcast_async(
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Returns the root's `tensor` on every rank. In backward, the root gets the mean of the gradients."""
+    """Returns a copy of the root's `tensor`. Differentiable: the root receives the mean of the ranks' gradients."""
     return applied(_Broadcast, tensor, root_rank, name, process_set)
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Copies the root's `tensor` into that of every rank, and returns it."""
+    """Overwrites `tensor` with the root's `tensor`; returns `tensor`."""
     return process_set.calls().perform(_broadcasting(tensor, root_rank, name, process_set))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks have called it, but not for asynchronous calls in progress."""
+    """Waits until all ranks have called `barrier` or `join`, but not for asynchronous calls in progress."""
     process_set.calls().barrier()
 
 
 def join(device: int = -1) -> int:
-    """Waits until all ranks have called it, and returns the rank that called it last, the same on every rank.
+    """Waits until all ranks have called `join`; returns the rank that called it last, on every rank.
 
-    This allows ranks to have different numbers of batches. A waiting rank contributes zeros to the others' all-reduces,
-    including those of `DistributedOptimizer`, and is counted in averages. Barriers of the others do not wait for it.
-    While it waits, their other calls, such as `allgather` and `broadcast`, raise a `CollectiveMismatchError`.
+    `join` supports training with different numbers of batches per rank. A rank that waits in `join` contributes zeros
+    to the all-reduces of other ranks, including those from `DistributedOptimizer`; averages still divide by the number
+    of all ranks. Barriers do not wait for such a rank. All other calls, such as `allgather` and `broadcast`, raise a
+    `CollectiveMismatchError` while a rank waits in `join`.
 
     Args:
-        device: The index of the CUDA device for the zeros, if tensors are on GPUs.
+        device: The index of the CUDA device on which to allocate the zeros if tensors are on GPUs.
     """
     return global_process_set.calls().join(device)

@@ -1,4 +1,4 @@
-"""Compression of tensors for reductions: none, or half precision."""
+"""Compression of tensors before reductions: none, or half precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Compressor(Protocol):
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """Returns the reduced tensor in its original type."""
+        """Returns the reduced tensor, converted to its original dtype."""
 
 
 class NoneCompressor:
@@ -38,17 +38,17 @@ class FP16Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Returns a floating-point tensor in float16, and other tensors unchanged."""
+        """Converts floating-point tensors to float16; returns other tensors unchanged."""
         return (tensor.half() if tensor.dtype.is_floating_point else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """Returns the tensor in its original type."""
+        """Returns the tensor, converted to its original dtype."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
 class Compression:
-    """The kinds of compression: `Compression.none` and `Compression.fp16`."""
+    """The available compressors: `Compression.none` and `Compression.fp16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

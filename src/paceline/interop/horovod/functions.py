@@ -1,4 +1,4 @@
-"""Broadcasts of parameters, optimizer states and objects, and the all-gather of objects."""
+"""Functions that broadcast parameters, optimizer states and objects, or gather objects from all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | I
 
 
 def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
-    """Copies the root's parameters into those of every rank.
+    """Overwrites the parameters on every rank with those of the root.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`.
@@ -45,10 +45,10 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
 ) -> None:
-    """Copies the state and the options of the root's optimizer to every rank's.
+    """Overwrites the optimizer's state and options on every rank with those of the root.
 
     Args:
-        optimizer: An optimizer, possibly one from `DistributedOptimizer`.
+        optimizer: The optimizer, which may be a `DistributedOptimizer`.
         root_rank: The source rank.
         model: Ignored.
     """
@@ -68,12 +68,12 @@ def broadcast_object(
     """Returns the root's object on every rank.
 
     Args:
-        obj: The object; only the root's is sent.
+        obj: The object to send; ignored on ranks other than the root.
         root_rank: The source rank.
         name: The name of the call, which must be the same on all ranks.
         process_set: The participating ranks.
-        allow_pickle: Whether to allow objects of any type. Horovod always pickles, which enables each rank to run code
-            on the others; here numbers, strings, containers, tensors and arrays need no pickling.
+        allow_pickle: Whether to permit objects of any type, which are pickled. Unpickling allows the sender to run code
+            on the other ranks. Numbers, strings, containers, tensors and arrays do not need pickling.
     """
     objects = [obj]
 
@@ -88,7 +88,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set, allow_pickle: bool = False
 ) -> list[Any]:
-    """Returns the objects of all ranks in rank order; `allow_pickle` is as in `broadcast_object`."""
+    """Returns the objects from all ranks in rank order. See `broadcast_object` for `allow_pickle`."""
     objects: list[Any] = [None] * process_set.size()
 
     def run(group: ProcessGroup) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`, which reduces gradients during backward, in buckets with the same order on every rank."""
+"""`DistributedOptimizer`, which reduces gradients during backward in buckets. All ranks use the same bucket order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BUCKET_BYTES = 25 << 20  # the default of DistributedDataParallel
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """Options of the reduction of gradients; the attributes are the arguments of `DistributedOptimizer`."""
+    """Options for the reduction of gradients. The attributes correspond to arguments of `DistributedOptimizer`."""
 
     op: ReduceOp
     compression: type[Compressor]
@@ -34,7 +34,7 @@ class ReductionOptions:
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are reduced together, and the calls in progress."""
+    """A set of parameters whose gradients are reduced together, with the calls in progress."""
 
     params: list[torch.Tensor]
     missing: int = 0  # number of parameters whose gradients are incomplete
@@ -44,16 +44,16 @@ class _Bucket:
 
 
 class HorovodGradientReducer:
-    """Reduces the gradients of `params` while backward runs.
+    """Reduces the gradients of `params` during backward.
 
     A gradient is complete after `passes` backward passes. The reduction of a bucket starts when its gradients are
-    complete and all earlier buckets have started, so that all ranks make the same calls in the same order, regardless
-    of the order of their gradients.
+    complete and the reductions of all earlier buckets have started. The order of calls therefore does not depend on the
+    order in which gradients are computed.
 
     Args:
         params: The parameters, in the same order on every rank.
-        passes: The number of backward passes that add to a gradient before its reduction.
-        how: The options.
+        passes: The number of backward passes to accumulate before a reduction.
+        how: The reduction options.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], passes: int, how: ReductionOptions) -> None:
@@ -79,7 +79,7 @@ class HorovodGradientReducer:
         self._reset()
 
     def finish(self) -> None:
-        """Reduces the remaining buckets, with zeros for missing gradients, and waits for all buckets.
+        """Reduces the remaining buckets (missing gradients count as zeros) and waits for all buckets.
 
         Raises:
             PeerLostError, CollectiveMismatchError, CollectiveTimeoutError: a reduction failed.
@@ -133,7 +133,7 @@ class HorovodGradientReducer:
             bucket.dense_sums = CallHandle(self._calls, sums)
 
     def _write_back(self, bucket: _Bucket) -> None:
-        """Waits for a bucket, and writes the reduced values into the gradients."""
+        """Waits for a bucket's reduction and copies the results into the gradients."""
         for param, handle in bucket.sparse:
             param.grad = handle.result()
         sums = [] if bucket.dense_sums is None else bucket.dense_sums.result()
@@ -147,12 +147,12 @@ class HorovodGradientReducer:
 
 
 def _as_tensor(loss: object) -> torch.Tensor:
-    """Returns a loss without its graph; a number becomes a tensor on the CPU."""
+    """Returns the loss detached from its graph; converts numbers to CPU tensors."""
     return loss.detach() if isinstance(loss, torch.Tensor) else torch.as_tensor(loss, device="cpu")
 
 
 def _buckets(params: Sequence[torch.Tensor]) -> list[_Bucket]:
-    """Returns the parameters in buckets of one type each, in reverse order, which approximates that of backward."""
+    """Divides the parameters into buckets by dtype, in reverse order, which approximates the order of backward."""
     buckets: list[_Bucket] = []
     nbytes = 0
     for param in reversed(params):
@@ -170,7 +170,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class _Distributed(torch.optim.Optimizer):
-    """The methods by which `DistributedOptimizer` overrides those of an optimizer's own class."""
+    """The methods with which `DistributedOptimizer` extends the optimizer's class."""
 
     _reducer: HorovodGradientReducer | None
     _synchronizes: bool
@@ -179,14 +179,14 @@ class _Distributed(torch.optim.Optimizer):
     _process_set: ProcessSet
 
     def synchronize(self) -> None:
-        """Waits until the gradients are reduced; `step` calls this outside of `skip_synchronize`."""
+        """Waits until the gradients are reduced. `step` calls this unless `skip_synchronize` is active."""
         if self._reducer is not None:
             self._reducer.finish()
         self._is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Makes `step` skip the reduction, after a call of `synchronize`, for example to clip gradients."""
+        """Makes `step` skip the reduction after an explicit call to `synchronize`, for example to clip gradients."""
         self._synchronizes = False
         try:
             yield
@@ -194,19 +194,19 @@ class _Distributed(torch.optim.Optimizer):
             self._synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets the number of backward passes that add to a gradient before its reduction."""
+        """Sets the number of backward passes to accumulate before a reduction."""
         if self._reducer is not None:
             self._reducer.set_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Waits until the gradients are reduced, and performs the optimizer's own step.
+        """Waits until the gradients are reduced and performs the optimizer's step.
 
         Args:
-            closure: A function that computes the loss and its gradients. The gradients are reduced after each call. The
-                optimizer receives the mean of the ranks' losses, so that all ranks make the same decisions.
+            closure: A function that computes the loss and the gradients. After each call, the gradients are reduced and
+                the loss is averaged over the ranks, so the optimizer takes the same decisions on every rank.
 
         Raises:
-            ValueError: a closure was given within `skip_synchronize`, where its gradients would not be reduced.
+            ValueError: a closure was given within `skip_synchronize`, which prevents the reduction of its gradients.
         """
         if closure is not None:
             return self._step_by(closure)
@@ -244,7 +244,7 @@ class _Distributed(torch.optim.Optimizer):
         """Clears the gradients.
 
         Raises:
-            AssertionError: gradients are being reduced.
+            AssertionError: a reduction is in progress.
         """
         if self._reducer is not None and self._reducer.is_pending:
             raise AssertionError(
@@ -254,7 +254,7 @@ class _Distributed(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the optimizer's own state."""
+        """Loads the optimizer's state."""
         super().load_state_dict(state_dict)
         if self._reducer is not None and not self._reducer.is_pending:
             self._is_synchronized = False
@@ -272,22 +272,23 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> AnyOptimizer:
-    """Returns an optimizer with the parameters and state of `optimizer`, whose gradients are averaged over the ranks.
+    """Returns an optimizer that takes over the parameters and state of `optimizer` and averages gradients over the
+    ranks.
 
     Args:
-        optimizer: The optimizer, which the returned one replaces.
-        named_parameters: The result of `model.named_parameters()`, with every parameter of the optimizer.
+        optimizer: The optimizer to replace; do not use it afterwards.
+        named_parameters: `model.named_parameters()`; must include every parameter in the optimizer.
         compression: `Compression.none`, or `Compression.fp16` to reduce in half precision.
-        backward_passes_per_step: The number of backward passes that add to a gradient before its reduction.
+        backward_passes_per_step: The number of backward passes to accumulate before a reduction.
         op: `Average` (the default) or another reduction.
-        gradient_predivide_factor: The divisor of the gradients before the sum; the sum is multiplied by it.
-        num_groups: Ignored, since gradients are always reduced in buckets.
-        groups: The groups of parameters or their number, which is checked and otherwise ignored.
-        sparse_as_dense: Whether to reduce sparse gradients as dense ones.
-        process_set: The ranks whose gradients are reduced; other ranks perform local steps.
+        gradient_predivide_factor: A factor by which gradients are divided before the sum and multiplied after it.
+        num_groups: Ignored, because gradients are always reduced in buckets.
+        groups: A list of parameter groups or a number of groups. It is validated but has no other effect.
+        sparse_as_dense: Whether to convert sparse gradients to dense gradients before the reduction.
+        process_set: The ranks whose gradients are reduced. Other ranks perform steps with their own gradients.
 
     Raises:
-        ValueError: a parameter has no name or shares one, a number is out of range, or `groups` is malformed.
+        ValueError: a parameter has no name, a name is not unique, a number is out of range, or `groups` is malformed.
         NotImplementedError: `op` is Adasum.
     """
     by = reduction(op)
@@ -300,7 +301,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     params = [param for param in names if param.requires_grad]
     kind = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {"__doc__": type(optimizer).__doc__})
     taken_over: Any = object.__new__(kind)
-    # A scheduler that exists has replaced `step` in the optimizer's attributes, which would bypass this class.
+    # An existing scheduler has stored its own `step` in the optimizer's attributes, which would bypass this class.
     taken_over.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     how = ReductionOptions(by, compression, gradient_predivide_factor, sparse_as_dense, process_set)
     reduces = process_set.included() and process_set.size() > 1
@@ -326,7 +327,7 @@ def _require_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> No
 def _names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
-    """Returns the names of the optimizer's parameters, in the order of `named_parameters`."""
+    """Returns the optimizer's parameters with their names, in the order of `named_parameters`."""
     mine: list[list[torch.Tensor]] = [group["params"] for group in optimizer.param_groups]
     if named_parameters is None:
         return {

@@ -1,7 +1,8 @@
-"""Collectives that gather, exchange or scatter rows, whose numbers may differ between ranks.
+"""Collectives that gather, exchange or scatter rows. The number of rows may differ between ranks.
 
-Gradients are those of Horovod: `allgather` averages them over the ranks, `alltoall` sends them back to the source of
-the rows, and `reducescatter` gathers them, and multiplies them by the number of ranks for a sum.
+Gradients are defined as in Horovod. The backward of `allgather` averages them over the ranks, that of `alltoall`
+returns them to the senders of the rows, and that of `reducescatter` gathers them and, for a sum, multiplies them by the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Gathered(NamedTuple):
 
 
 def gather_rows(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> Gathered:
-    """Concatenates each tensor over all ranks in rank order; runs on the thread of the call."""
+    """Concatenates each tensor over all ranks in rank order. Runs on the thread that executes the call."""
     mine = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
     gathered = mine.new_empty((group.size(), len(mine)))
     all_gather_into_tensor(gathered, mine, group)
@@ -81,7 +82,7 @@ def _require_rows(tensors: Sequence[torch.Tensor], call: str) -> None:
 
 
 class _Allgather(Function):
-    """Concatenates all ranks' tensors."""
+    """Autograd function that concatenates the tensors from all ranks."""
 
     @staticmethod
     def forward(
@@ -107,7 +108,7 @@ class _Allgather(Function):
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> CallHandle[torch.Tensor]:
-    """Starts to concatenate all ranks' tensors by their first dimension, and returns a handle.
+    """Starts a concatenation of the tensors from all ranks along their first dimension; returns a handle.
 
     Raises:
         ValueError: the tensor has no dimensions, or an all-gather with this name is pending.
@@ -119,9 +120,9 @@ def allgather_async(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Returns all ranks' tensors concatenated in rank order; all dimensions but the first must agree.
+    """Concatenates the tensors from all ranks in rank order. All dimensions except the first must match.
 
-    It is differentiable: each rank gets the mean of the ranks' gradients of its rows.
+    Differentiable: each rank receives the mean of all ranks' gradients with respect to its rows.
 
     Raises:
         ValueError: the tensor has no dimensions.
@@ -132,7 +133,7 @@ def allgather(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> CallHandle[list[torch.Tensor]]:
-    """Starts `allgather` for each of several tensors as one call, and returns a handle."""
+    """Starts `allgather` for several tensors in one call; returns a handle."""
     request = _gather_request(tensors, name, lambda gathered: gathered.tensors, "grouped_allgather_async")
     return CallHandle(process_set.calls(), request)
 
@@ -140,17 +141,17 @@ def grouped_allgather_async(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Returns the result of `allgather` for each of the tensors, by one call."""
+    """Performs `allgather` for several tensors in one call; returns a list of results."""
     return list(outputs_of(_Allgather, name, process_set, "grouped_allgather", *tensors))
 
 
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Starts to sum sparse tensors over the ranks, and returns a function that waits for the sum and returns it.
+    """Starts a sum or average of sparse tensors; returns a function that waits for the result and returns it.
 
     Args:
-        tensor: A sparse COO tensor, whose number of entries may differ between ranks.
+        tensor: A sparse COO tensor. The number of entries may differ between ranks.
         name: The call's name, as for `allreduce`.
         op: Sum or Average.
         process_set: The participating ranks.
@@ -164,7 +165,7 @@ def sparse_allreduce_async(
 def sparse_allreduce_request(
     tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSet
 ) -> CallRequest[torch.Tensor]:
-    """Returns the request of `sparse_allreduce_async`."""
+    """Returns the request for `sparse_allreduce_async`."""
     require_tensors([tensor], "sparse_allreduce_async")
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"sparse_allreduce_async got a tensor of layout {tensor.layout}; it takes sparse COO tensors")
@@ -205,7 +206,7 @@ def _exchange_request(
 
 
 class _Alltoall(Function):
-    """Sends rows to each rank."""
+    """Autograd function that sends rows to each rank."""
 
     @staticmethod
     def forward(
@@ -215,7 +216,7 @@ class _Alltoall(Function):
         name: str | None,
         process_set: ProcessSet,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows received, and their numbers by rank."""
+        """Returns the received rows and the number of rows from each rank."""
         output, received = process_set.calls().perform(_exchange_request(tensor, splits, name, process_set))
         ctx.process_set, ctx.received = process_set, received
         ctx.mark_non_differentiable(received)
@@ -223,7 +224,7 @@ class _Alltoall(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
-        """Sends the gradients back."""
+        """Sends the gradients back to the ranks from which the rows came."""
         return alltoall(grad, ctx.received, process_set=ctx.process_set)[0], None, None, None
 
 
@@ -233,18 +234,18 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> CallHandle[tuple[torch.Tensor, torch.Tensor]]:
-    """Starts to send rows of `tensor` to each rank, and returns a handle.
+    """Starts sending rows of `tensor` to each rank; returns a handle.
 
-    Its result is the rows received and their numbers by rank.
+    The result consists of the received rows and the number of rows from each rank.
 
     Args:
         tensor: The tensor whose rows are divided among the ranks.
         splits: The number of rows for each rank; by default, the rows are divided equally.
-        name: The call's name, which no other pending call may have.
+        name: The call's name. No other pending call may have the same name.
         process_set: The participating ranks.
 
     Raises:
-        ValueError: the rows cannot be divided evenly, or `splits` does not match their number.
+        ValueError: the rows cannot be divided equally, or the sum of `splits` is not the number of rows.
     """
     return CallHandle(process_set.calls(), _exchange_request(tensor, splits, name, process_set))
 
@@ -255,10 +256,10 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Received:
-    """Sends rows of `tensor` to each rank, and returns the rows that this rank received. Gradients flow through it.
+    """Sends rows of `tensor` to each rank and returns the rows that this rank received. Differentiable.
 
-    The arguments and errors are those of `alltoall_async`. If `splits` is given, the result is a pair of these rows and
-    their numbers by rank.
+    See `alltoall_async` for the arguments and errors. If `splits` is given, returns a pair: the received rows and the
+    number of rows from each rank.
     """
     output, received = outputs_of(_Alltoall, tensor, splits, name, process_set)
     return output if splits is None else (output, received)
@@ -290,7 +291,7 @@ def _scatter_request(
 
 
 def _share(whole: torch.Tensor, how: ScaledReduction, group: ProcessGroup) -> torch.Tensor:
-    """Returns this rank's rows of the reduction of `whole`, which is overwritten; the first ranks may get one more."""
+    """Reduces `whole` and returns this rank's rows. May overwrite `whole`. The first ranks may receive one more row."""
     rows, more = divmod(len(whole), group.size())
     if more == 0:
         share = whole.new_empty((rows, *whole.shape[1:]))
@@ -302,7 +303,7 @@ def _share(whole: torch.Tensor, how: ScaledReduction, group: ProcessGroup) -> to
 
 
 class _Reducescatter(Function):
-    """Reduces tensors over the ranks; each rank gets its rows of the result."""
+    """Autograd function that reduces tensors over the ranks and returns this rank's rows."""
 
     @staticmethod
     def forward(
@@ -318,7 +319,7 @@ class _Reducescatter(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns all ranks' gradients, multiplied by the factors of the reduction."""
+        """Gathers the gradients from all ranks and multiplies them by the factors of the reduction."""
         factor = ctx.how.before * ctx.how.after * (ctx.process_set.size() if ctx.how.by is Sum else 1)
         gathered = grouped_allgather([grad * factor for grad in grads], None, ctx.process_set)
         if ctx.how.by not in (Sum, Average):
@@ -338,9 +339,9 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> CallHandle[torch.Tensor]:
-    """Starts to reduce `tensor` over the ranks, and returns a handle whose result is this rank's share of the rows.
+    """Starts a reduction of `tensor` over the ranks; returns a handle whose result is this rank's share of the rows.
 
-    The rows are divided as evenly as possible; the first ranks get one more row if they do not divide evenly.
+    The rows are divided as equally as possible; the first ranks may receive one more row than the others.
 
     Raises:
         ValueError: the tensor has no dimensions, or a reduce-scatter with this name is pending.
@@ -359,10 +360,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Returns this rank's rows of the reduction of `tensor` over the ranks; see `reducescatter_async`.
+    """Reduces `tensor` over the ranks and returns this rank's share of the rows; see `reducescatter_async`.
 
-    It is differentiable: backward gathers the gradients of all rows, and multiplies them by the number of ranks if `op`
-    is Sum.
+    Differentiable: the backward gathers the gradients for all rows and, if `op` is Sum, multiplies them by the number
+    of ranks.
     """
     compressed, ctx = compression.compress(tensor)
     how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)
@@ -378,7 +379,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> CallHandle[list[torch.Tensor]]:
-    """Starts `reducescatter` for each of several tensors as one call, and returns a handle."""
+    """Starts `reducescatter` for several tensors in one call; returns a handle."""
     how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)
     request = _scatter_request(tensors, how, name, process_set, list, "grouped_reducescatter_async")
     return CallHandle(process_set.calls(), request)
@@ -393,7 +394,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Returns the result of `reducescatter` for each of the tensors, by one call."""
+    """Performs `reducescatter` for several tensors in one call; returns a list of results."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)
     compressed = [tensor for tensor, _ in pairs]

@@ -1,6 +1,6 @@
-"""Integrations with Lightning and Ray Train: one module for each framework, which only its users import.
+"""Integrations with Lightning and Ray Train, one module for each framework. Users import the module explicitly.
 
-If the framework is missing, the import raises an error that names the package to install.
+If the framework is not installed, the import raises an error with the name of the missing package.
 
 May use: `torch_backend`, and the framework. Start reading at `lightning.py` or `ray.py`.
 """

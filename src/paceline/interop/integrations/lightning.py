@@ -7,7 +7,7 @@ Example::
 
     trainer = Trainer(accelerator="cpu", devices=2, strategy="paceline")
 
-The strategies are Lightning's own for `DistributedDataParallel`, with Paceline as the backend of torch.distributed.
+The strategies are subclasses of Lightning's DDP strategies that use Paceline as the torch.distributed backend.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DESCRIPTION = "DistributedDataParallel over Paceline's collectives"
 
 
 def _first_of(*names: str) -> ModuleType:
-    """Imports the first of the modules that is installed."""
+    """Imports and returns the first of these modules that is installed."""
     for name in names:
         try:
             return import_module(name)
@@ -38,7 +38,7 @@ _fabric = _first_of("lightning.fabric.strategies", "lightning_fabric.strategies"
 
 
 class PacelineStrategy(_pytorch.DDPStrategy):  # type: ignore[name-defined, misc]
-    """A strategy of the `Trainer`, with the arguments of `DDPStrategy` except `process_group_backend`."""
+    """A strategy for `Trainer`. Accepts the arguments of Lightning's `DDPStrategy` except `process_group_backend`."""
 
     strategy_name = NAME
 
@@ -47,7 +47,7 @@ class PacelineStrategy(_pytorch.DDPStrategy):  # type: ignore[name-defined, misc
 
 
 class PacelineFabricStrategy(_fabric.DDPStrategy):  # type: ignore[name-defined, misc]
-    """A strategy of Fabric, with the arguments of its `DDPStrategy` except `process_group_backend`."""
+    """A strategy for Fabric. Accepts the arguments of Fabric's `DDPStrategy` except `process_group_backend`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, process_group_backend=NAME, **kwargs)

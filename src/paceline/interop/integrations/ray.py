@@ -1,4 +1,4 @@
-"""`TorchTrainer` for Ray Train, whose workers reduce with Paceline.
+"""A `TorchTrainer` for Ray Train whose workers use Paceline for collectives.
 
 Example::
 
@@ -8,8 +8,8 @@ Example::
     trainer = TorchTrainer(train_loop_per_worker, scaling_config=ScalingConfig(num_workers=4))
     result = trainer.fit()
 
-This is Ray's own trainer with another process group. The training loop can use `ray.train.torch.prepare_model`, torch's
-`DistributedDataParallel` and Paceline's own calls.
+This is Ray's own trainer with a different process group. The training loop can use `ray.train.torch.prepare_model`,
+PyTorch's `DistributedDataParallel` and Paceline's functions.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _TorchBackend: type[Any] = _torch.TorchConfig().backend_cls
 
 
 def _prepare_worker(secret: str) -> None:
-    """Runs on each worker before the process group is created."""
+    """Prepares a worker. Runs on each worker before the process group is created."""
     register()  # the entry point registers the backend only where the package is installed
     os.environ.setdefault(_SECRET, secret)
 
 
 class _Backend(_TorchBackend):  # type: ignore[misc]
-    """Creates the process group on the workers as Ray does, with Paceline's backend."""
+    """Ray's backend class, modified to create the process group with Paceline."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         worker_group.execute(_prepare_worker, backend_config.secret)
@@ -61,8 +61,8 @@ class PacelineConfig(_torch.TorchConfig):  # type: ignore[name-defined, misc]
 
     Attributes:
         backend: The backend for `torch.distributed.init_process_group`.
-        secret: The job's secret if PACELINE_SECRET is not set on the workers; by default random, and new for each
-            trainer.
+        secret: The job's secret, used if PACELINE_SECRET is not set on the workers. Default: a new random secret for
+            each trainer.
     """
 
     backend: str | None = NAME
@@ -70,20 +70,20 @@ class PacelineConfig(_torch.TorchConfig):  # type: ignore[name-defined, misc]
 
     @property
     def backend_cls(self) -> type[Any]:
-        """The class that Ray runs before the training loop."""
+        """The backend class that Ray instantiates before the training loop."""
         return _Backend
 
 
 class TorchTrainer(_torch.TorchTrainer):  # type: ignore[name-defined, misc]
-    """Ray's `TorchTrainer`, whose workers reduce with Paceline.
+    """Ray's `TorchTrainer` with Paceline for collectives.
 
     Args:
         train_loop_per_worker: The function that each worker runs.
-        torch_config: The configuration of the process group; by default a new `PacelineConfig`.
+        torch_config: The configuration of the process group. Default: `PacelineConfig()`.
         arguments: Further arguments of Ray's `TorchTrainer`: `train_loop_config`, `scaling_config`, `run_config` etc.
 
     Raises:
-        ValueError: the workers use GPUs, whose tensors Paceline's backend does not reduce.
+        ValueError: the workers use GPUs. Paceline's backend does not reduce GPU tensors.
     """
 
     def __init__(self, train_loop_per_worker: Any, *, torch_config: Any = None, **arguments: Any) -> None:

@@ -1,6 +1,6 @@
-"""Rules for calls whose arguments have another meaning in Paceline or need manual work, and for names of backends.
+"""Rules for backend names, and for calls whose arguments differ in meaning or require manual changes.
 
-Where "gloo" names torch's backend, "paceline" replaces it.
+The rules replace the backend name "gloo" with "paceline".
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _DEFAULT_BACKEND = "get_default_backend_for_device"
 
 
 class MixedBackendsError(ValueError):
-    """Raised for a mixture of backends, which some releases of PyTorch do not support with the plug-in."""
+    """Raised for a combination of backends, which the plug-in supports only with some releases of PyTorch."""
 
 
 def replace_gloo(node: cst.CSTNode, way: MigrationMode) -> dict[cst.CSTNode, cst.BaseExpression]:
-    """Returns the strings in an expression that name gloo, with their replacements.
+    """Returns the string nodes in an expression that specify the gloo backend, with their replacements.
 
     Raises:
-        MixedBackendsError: a string names several backends, and the program keeps torch.distributed.
+        MixedBackendsError: a string specifies several backends, and the program continues to use torch.distributed.
     """
     found: dict[cst.CSTNode, cst.BaseExpression] = {}
     for string in _strings(node):
@@ -43,7 +43,7 @@ def replace_gloo(node: cst.CSTNode, way: MigrationMode) -> dict[cst.CSTNode, cst
 
 
 def variables_in(node: cst.CSTNode) -> set[str]:
-    """Returns the last words of the variables and attributes in an expression whose value is a backend."""
+    """Returns the variables and attributes in a backend expression, each without its qualifier."""
     if isinstance(node, cst.IfExp):
         return variables_in(node.body) | variables_in(node.orelse)
     name = dotted(node)
@@ -52,18 +52,18 @@ def variables_in(node: cst.CSTNode) -> set[str]:
 
 @dataclass(frozen=True)
 class BackendReplacements:
-    """The replacements outside of calls that create groups."""
+    """Replacements of backend names outside calls that create groups."""
 
     found: dict[cst.CSTNode, cst.BaseExpression]
-    shows_values: bool  # whether the file assigns values to the variables
+    shows_values: bool  # whether the file contains assignments to the variables
 
 
 def replacements_outside_calls(
     reading: PythonSource, names: set[str], way: MigrationMode, is_named: bool
 ) -> BackendReplacements:
-    """Returns the replacements in assignments to these variables and in comparisons with a backend.
+    """Returns the replacements in assignments to the variables `names` and in comparisons with a backend.
 
-    Comparisons are replaced only if gloo is among the values or, with `is_named`, in a call.
+    Comparisons are changed only if gloo occurs in an assignment or, if `is_named` is set, in a call.
 
     Raises:
         MixedBackendsError: as for `replace_gloo`.
@@ -146,7 +146,7 @@ _OWN_GROUP = (
     'it makes a group of gloo; on CPU call torch.distributed.init_process_group("paceline") first, and it uses that'
 )
 
-# Calls by which other libraries create a group; their own arguments select the backend.
+# Advice for functions in other libraries that create a group and select its backend with their own arguments.
 _REPORTED = {
     "accelerate.Accelerator": _OWN_GROUP,
     "accelerate.state.PartialState": _OWN_GROUP,
@@ -165,20 +165,20 @@ _REPORTED = {
 
 @dataclass
 class CallRemarks:
-    """The results of the rules, by the node of a use."""
+    """The results of the rules, by the node at which a name is used."""
 
     reasons: dict[cst.CSTNode, str] = field(default_factory=dict)
     notes: dict[cst.CSTNode, str] = field(default_factory=dict)
-    stay: set[str] = field(default_factory=set)  # names whose imports are kept
+    stay: set[str] = field(default_factory=set)  # names whose imports must not be rewritten
 
 
 def advice_for_call(name: str) -> str | None:
-    """Returns the advice on another library's call that creates a group; None for other calls."""
+    """Returns advice for a function from another library that creates a group; None for other functions."""
     return _REPORTED.get(name)
 
 
 def apply_call_rules(reading: PythonSource, way: MigrationMode, edits: Edits) -> CallRemarks:
-    """Applies the rules to every call of a file: extends the edits, and returns the remarks."""
+    """Applies the rules to every call in a file: adds to `edits` and returns remarks."""
     verdicts = CallRemarks()
     makes_the_group = [use for use in reading.uses if use.name in _MAKES_THE_GROUP]
     _backends(reading, way, edits, verdicts)
@@ -206,7 +206,7 @@ def apply_call_rules(reading: PythonSource, way: MigrationMode, edits: Edits) ->
 
 
 def _backends(reading: PythonSource, way: MigrationMode, edits: Edits, verdicts: CallRemarks) -> None:
-    """Replaces gloo by Paceline in all calls that create groups, and in the sources of their arguments."""
+    """Replaces gloo with Paceline in calls that create groups and in assignments to their arguments."""
     is_named = False
     sources: dict[cst.CSTNode, set[str]] = {}
     for use in reading.uses:
@@ -270,7 +270,7 @@ def _name_the_backend(reading: PythonSource, use: NameUse, call: cst.Call, edits
 
 
 def _keep_torchs_order(call: cst.Call, edits: Edits) -> None:
-    """Makes a new group sort its ranks, as torch always does, unless they are already in order."""
+    """Adds `sort_ranks=True` to a call of `new_group` unless its ranks are already sorted; torch always sorts them."""
     ranks = _argument(call, "ranks", 0)
     if ranks is None or _is_given(call, "sort_ranks", 7) or any(arg.star for arg in call.args) or _is_sorted(ranks):
         return
@@ -290,7 +290,7 @@ def _is_sorted(ranks: cst.CSTNode) -> bool:
 
 
 def _argument(call: cst.Call, keyword: str, at: int) -> cst.BaseExpression | None:
-    """Returns an argument by its keyword or its position, or None if it is absent or None."""
+    """Returns the argument with this keyword or position; None if it is absent or is the constant None."""
     positional: Sequence[cst.Arg] = [arg for arg in call.args if arg.keyword is None]
     named = next((arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == keyword), None)
     if named is None and len(positional) > at and not any(arg.star for arg in positional[: at + 1]):
@@ -299,6 +299,6 @@ def _argument(call: cst.Call, keyword: str, at: int) -> cst.BaseExpression | Non
 
 
 def _is_given(call: cst.Call, keyword: str, at: int) -> bool:
-    """Returns whether a call has an argument other than None or True."""
+    """Returns whether the argument is present and is neither None nor True."""
     value = _argument(call, keyword, at)
     return value is not None and not (isinstance(value, cst.Name) and value.value == "True")

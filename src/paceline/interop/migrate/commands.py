@@ -1,7 +1,7 @@
-"""Migration of the commands that start a job, in shell scripts, batch files, YAML and Dockerfiles.
+"""Migration of launch commands in shell scripts, batch files, YAML and Dockerfiles.
 
-These files mix languages (such as a shell command in a YAML string), so only the words of a command and their position
-in the line are considered.
+Such files mix languages (for example, a shell command in a YAML string). The rules therefore consider only the words of
+a command and their position in the line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ASKS = re.compile(r"(?:\bwhich|\bcommand -v|\btype|\bhash|\bpkill|\bkillall|\bp
 
 @dataclass(frozen=True)
 class _Rule:
-    """A kind of command, with its pattern and its replacement."""
+    """A kind of command: a pattern and its replacement."""
 
     what: str
     pattern: re.Pattern[str]
@@ -106,9 +106,9 @@ _SHARES_A_SECRET = re.compile(r"PACELINE_SECRET|SBATCH|\bsrun\b|SLURM_")
 
 
 def migrate_commands(text: str) -> MigratedFile:
-    """Returns the new text of a file of commands, and its findings."""
+    """Returns the migrated text of a file that contains commands, and the findings."""
     places: list[MigrationFinding] = []
-    comments: dict[int, str] = {}  # reasons by line number (from 1) in the original text
+    comments: dict[int, str] = {}  # reasons, by line number in the original text (from 1)
     edits: list[tuple[int, int, str]] = []
     for rule in _RULES:
         for match in rule.pattern.finditer(text):
@@ -131,7 +131,7 @@ def migrate_commands(text: str) -> MigratedFile:
 
 
 def _is_command(text: str, at: int) -> bool:
-    """Returns whether the text at `at` is executed, judging by its line alone."""
+    """Returns whether the text at `at` appears to be a command, based on its line."""
     before = text[text.rfind("\n", 0, at) + 1 : at]
     line = before + text[at : (text.find("\n", at) + 1 or len(text) + 1) - 1]
     is_comment = re.search(r"(?:^|\s)#", before) is not None
@@ -139,7 +139,7 @@ def _is_command(text: str, at: int) -> bool:
 
 
 def _reason(text: str, at: int) -> str | None:
-    """Returns the reason why the command at `at` needs further edits, or None."""
+    """Returns the reason why the command at `at` requires manual changes, or None."""
     command = text[at : _end_of_command(text, at)]
     if _ETCD.search(command):
         return (
@@ -151,7 +151,7 @@ def _reason(text: str, at: int) -> str | None:
 
 
 def _end_of_command(text: str, at: int) -> int:
-    """Returns the end of the command: the end of its last continued line, or the end of its list."""
+    """Returns the end of the command: the end of its last continuation line or of the list that contains it."""
     lines = text[at:].split("\n")
     length = 0
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
@@ -187,10 +187,10 @@ def _comment(line: str, reason: str) -> str:
 
 
 def _place_of_comment(lines: list[str], number: int) -> int:
-    """Returns the line above which a comment neither splits a command nor becomes part of a string."""
+    """Returns the line above which a comment can be inserted without splitting a command or changing a string."""
     while number > 0 and lines[number - 1].rstrip().endswith("\\"):
         number -= 1
-    for header in range(number - 1, -1, -1):  # the line that begins a list or folded text around this line
+    for header in range(number - 1, -1, -1):  # the first line of an enclosing list or folded text
         is_outer = lines[header].strip() and _indent(lines[header]) < _indent(lines[number])
         if is_outer and re.search(r"(?::|-)\s*(?:>[+-]?|\[)\s*$", lines[header]):
             return header

@@ -1,7 +1,7 @@
-"""The map from names of other libraries to those of Paceline, and the findings in a migrated file.
+"""The mapping from other libraries' names to Paceline's, and the types that describe a migrated file.
 
 Names are fully qualified, as in "torch.distributed.all_reduce", possibly with attributes, as in
-"torch.distributed.ReduceOp.SUM". A name without a counterpart is left unchanged, or is a reason to keep
+"torch.distributed.ReduceOp.SUM". A name without a counterpart stays unchanged or requires the program to keep
 torch.distributed.
 """
 
@@ -16,10 +16,10 @@ import paceline
 
 
 class MigrationMode(Enum):
-    """The mode of a program's migration."""
+    """The migration mode of a program."""
 
-    IMPORT = "import"  # `import paceline as dist` in place of torch.distributed
-    PLUGIN = "plugin"  # torch.distributed with the backend "paceline"
+    IMPORT = "import"  # replaces torch.distributed: `import paceline as dist`
+    PLUGIN = "plugin"  # keeps torch.distributed, with the backend "paceline"
 
 
 HOROVOD = "horovod.torch"
@@ -47,9 +47,9 @@ _HOOKS = frozenset(
 )  # fmt: skip
 _TORCH = "torch.distributed"
 _CORE = f"{_TORCH}.distributed_c10d"
-_BUILT_ON_TORCHS_GROUPS = {"DeviceMesh", "init_device_mesh"}  # Paceline has the same names, but with its own groups
+_BUILT_ON_TORCHS_GROUPS = {"DeviceMesh", "init_device_mesh"}  # Paceline has these names too, but uses its own groups
 
-# Names outside of torch.distributed, or whose path in it differs from that in Paceline.
+# Names outside torch.distributed, and names whose path in torch.distributed differs from Paceline's.
 _RENAMED = {
     "torch.nn.parallel.DistributedDataParallel": "paceline.DistributedDataParallel",
     "torch.nn.parallel.distributed.DistributedDataParallel": "paceline.DistributedDataParallel",
@@ -71,7 +71,7 @@ _HOOK_MODULES = (
     f"{_TORCH}.algorithms.ddp_comm_hooks.powerSGD_hook",
 )
 
-# Modules that work with either library, since they create no group.
+# Modules that work with either library because they do not create groups.
 _STAYS = (
     f"{_TORCH}.argparse_util",
     f"{_TORCH}.constants",
@@ -80,7 +80,7 @@ _STAYS = (
     f"{_TORCH}.utils",
 )
 
-# Libraries, some only in part, that use torch's default group themselves, so that it must exist.
+# Libraries (or parts of them) that use torch's default group, which must therefore exist.
 _GROUP_USERS = {
     "accelerate": "Accelerate",
     "apex": "Apex",
@@ -112,17 +112,17 @@ TELLING_WORDS = (
 
 
 def is_migrated(name: str) -> bool:
-    """Returns whether `name` is subject to migration."""
+    """Returns whether the migration concerns `name`."""
     return is_in(name, _TORCH) or is_in(name, "horovod") or longest_renamed_prefix(name) is not None
 
 
 def is_in(name: str, module: str) -> bool:
-    """Returns whether `name` is `module` or inside of it."""
+    """Returns whether `name` is `module` or a name inside it."""
     return name == module or name.startswith(f"{module}.")
 
 
 def longest_renamed_prefix(name: str) -> str | None:
-    """Returns the renamed name that `name` is or starts with, or None."""
+    """Returns the longest prefix of `name` that has an entry in the table of renamed names, or None."""
     while name not in _RENAMED:
         name, dot, _ = name.rpartition(".")
         if not dot:
@@ -131,11 +131,11 @@ def longest_renamed_prefix(name: str) -> str | None:
 
 
 def new_name(name: str, way: MigrationMode) -> str | None:
-    """Returns the replacement of `name` in a program that is migrated by `way`, or None if the name stays."""
+    """Returns the replacement for `name` in migration mode `way`, or None if the name stays unchanged."""
     if is_in(name, "horovod"):
         return _of_horovod(name)
     if way is MigrationMode.PLUGIN:
-        # torch's function returns "gloo" for the CPU; Paceline's returns a backend that torch accepts, too.
+        # torch's function returns "gloo" for the CPU; the backend returned by Paceline's also works with torch.
         is_default = name in (f"{_TORCH}.get_default_backend_for_device", f"{_CORE}.get_default_backend_for_device")
         return "paceline.get_default_backend_for_device" if is_default else None
     if (known := longest_renamed_prefix(name)) is not None:
@@ -172,14 +172,14 @@ def _of_horovod(name: str) -> str | None:
 
 
 def group_user(name: str) -> str | None:
-    """Returns the library of `name`, if that part of it uses torch's default group itself."""
+    """Returns the library that contains `name` if `name` uses torch's default group, otherwise None."""
     library = name.partition(".")[0]
     parts = _PARTS_WITH_GROUPS.get(library, ("",))
     return _GROUP_USERS.get(library) if any(part in name for part in parts) else None
 
 
 def needs_torchs_groups(name: str) -> bool:
-    """Returns whether a program that uses `name` needs torch's own process groups, and so the plug-in."""
+    """Returns whether `name` requires torch's process groups and therefore the plug-in."""
     return (
         is_in(name, _TORCH)
         and new_name(name, MigrationMode.IMPORT) is None
@@ -187,19 +187,19 @@ def needs_torchs_groups(name: str) -> bool:
     )
 
 
-MARK = "TODO(paceline): "  # begins the comments on remaining work in the user's files
+MARK = "TODO(paceline): "  # prefix of comments about remaining work in the user's files
 _WIDTH = 100
 
 
 @dataclass(frozen=True)
 class MigrationFinding:
-    """One place in a program that concerns distributed training.
+    """A place in a program that the migration concerns.
 
     Attributes:
-        line: The line in the original file, from 1.
+        line: The line number in the original file, from 1.
         what: The subject, such as "torch.distributed.all_reduce".
-        reason: The reason why a manual edit is needed, or None if the place is migrated.
-        note: A remark on a migrated place, or None.
+        reason: The reason why a manual change is required, or None if the place is migrated.
+        note: A remark about a migrated place, or None.
     """
 
     line: int
@@ -209,32 +209,32 @@ class MigrationFinding:
 
     @property
     def is_migrated_fully(self) -> bool:
-        """Whether no work remains at this place."""
+        """Whether the place requires no manual changes."""
         return self.reason is None
 
 
 @dataclass(frozen=True)
 class ModeChoice:
-    """The mode of a program's migration."""
+    """The chosen migration mode and the reason for the choice."""
 
     way: MigrationMode
-    reason: str = ""  # the reason to keep torch.distributed
+    reason: str = ""  # why the program must keep torch.distributed, if it must
 
 
 @dataclass(frozen=True)
 class MigratedFile:
-    """A file's new text, and its places in the order of their lines."""
+    """The migrated text of a file and its findings in line order."""
 
     text: str
     places: tuple[MigrationFinding, ...] = ()
 
 
 def comment_lines(reason: str, indent: int = 0) -> list[str]:
-    """Returns the lines, without indentation, of a comment on the remaining work."""
+    """Returns the unindented lines of a comment about remaining work."""
     width = max(40, _WIDTH - indent)
     return textwrap.wrap(MARK + reason, width, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
 
 
 def score(places: Sequence[MigrationFinding]) -> tuple[int, int]:
-    """Returns the numbers of migrated places and of all places."""
+    """Returns the number of migrated places and the number of all places."""
     return sum(place.is_migrated_fully for place in places), len(places)

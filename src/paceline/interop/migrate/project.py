@@ -1,4 +1,4 @@
-"""Migration of a program's files, which are read, migrated together, and optionally written."""
+"""Reads, migrates and writes the files of a program."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _WORDS = ("torch", "horovod", "accelerate", "lightning", "deepspeed", "transform
 
 
 class MissingLibCST(ImportError):
-    """Raised if LibCST, which parses Python files, is not installed."""
+    """Raised if LibCST, the parser for Python files, is not installed."""
 
 
 @dataclass(frozen=True)
 class ProgramFile:
-    """A file of the program, before and after its migration."""
+    """A file in the program, before and after the migration."""
 
     path: Path
     before: str
@@ -34,24 +34,24 @@ class ProgramFile:
 
     @property
     def changes(self) -> bool:
-        """Whether the migration changes the text."""
+        """Whether the migration changed the text."""
         return self.before != self.after.text
 
 
 @dataclass
 class MigratedProgram:
-    """A migrated program."""
+    """The results of migrating a program."""
 
     choice: ModeChoice
     files: list[ProgramFile] = field(default_factory=list)
-    unread: list[tuple[Path, str]] = field(default_factory=list)  # files that are not valid Python, and their errors
+    unread: list[tuple[Path, str]] = field(default_factory=list)  # files with syntax errors, and the error messages
 
     def places(self) -> list[MigrationFinding]:
-        """Returns the places of all files."""
+        """Returns the findings in all files."""
         return [place for file in self.files for place in file.after.places]
 
     def write(self) -> int:
-        """Writes the changed files; returns their number.
+        """Writes the changed files; returns the number of files written.
 
         Raises:
             OSError: a file cannot be written.
@@ -64,15 +64,15 @@ class MigratedProgram:
 
 
 def migrate(paths: Sequence[Path], way: MigrationMode | None = None) -> MigratedProgram:
-    """Returns the migrated files of one program, without writing them.
+    """Migrates a program without writing any files.
 
     Args:
-        paths: The program's files, or their folders.
-        way: The mode of migration; by default, it follows from the program's imports.
+        paths: The program's files, or the directories that contain them.
+        way: The migration mode. By default, it is determined by the program's imports.
 
     Raises:
         FileNotFoundError: a path does not exist.
-        MissingLibCST: there are Python files to parse, and LibCST is not installed.
+        MissingLibCST: LibCST is required to parse the program's Python files and is not installed.
     """
     texts = {path: text for path in files_at(paths) if (text := _text(path)) is not None}
     scripts = {path: text for path, text in texts.items() if path.suffix == ".py"}
@@ -96,7 +96,7 @@ def migrate(paths: Sequence[Path], way: MigrationMode | None = None) -> Migrated
 
 
 def files_at(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yields the files of supported kinds: Python, shell scripts, batch files, YAML and Dockerfiles.
+    """Yields the Python files, shell scripts, batch files, YAML files and Dockerfiles at these paths.
 
     Raises:
         FileNotFoundError: a path does not exist.
@@ -123,7 +123,7 @@ def _is_kind(path: Path) -> bool:
 
 
 def _text(path: Path) -> str | None:
-    """Returns the file's text with its original line endings, or None for a binary file."""
+    """Reads a file with its original line endings; returns None for a binary file."""
     with path.open(encoding="utf-8", newline="") as file:
         try:
             return file.read()
@@ -136,7 +136,7 @@ def _is_worth_reading(text: str) -> bool:
 
 
 def _readings(texts: dict[Path, str]) -> tuple[dict[Path, PythonSource], list[tuple[Path, str]]]:
-    """Parses the Python files that may need migration; returns them, and those with errors."""
+    """Parses the Python files that may need migration; returns the parsed files and the files with syntax errors."""
     if not texts:
         return {}, []
     try:
@@ -151,7 +151,7 @@ def _readings(texts: dict[Path, str]) -> tuple[dict[Path, PythonSource], list[tu
     readings: dict[Path, PythonSource] = {}
     unread: list[tuple[Path, str]] = []
     collects = gc.isenabled()
-    gc.disable()  # all objects created here are kept, and collections would take a tenth of the time
+    gc.disable()  # no objects are freed during parsing, and collections would take a tenth of the time
     try:
         for path, text in texts.items():
             if not may_need_migration(text):
@@ -167,7 +167,7 @@ def _readings(texts: dict[Path, str]) -> tuple[dict[Path, PythonSource], list[tu
 
 
 def _choice(readings: dict[Path, PythonSource], texts: dict[Path, str]) -> ModeChoice:
-    """Returns the mode for these files, considering modules beside them that they import."""
+    """Returns the mode for these files, taking into account imported modules in the same directories."""
     if not texts:
         return ModeChoice(MigrationMode.IMPORT)
     from paceline.interop.migrate.python_files import choose_mode
@@ -185,7 +185,7 @@ def _choice(readings: dict[Path, PythonSource], texts: dict[Path, str]) -> ModeC
 
 
 def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) -> Iterator[Path]:
-    """Yields modules that the files import from their own folders and that are not among the files."""
+    """Yields modules that the files import from their own directories, except the files themselves."""
     from paceline.interop.migrate.python_files import imports_of
 
     known = {path.resolve() for path in texts}
@@ -193,7 +193,7 @@ def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) 
     neighbours = {folder: _names_in(folder, known) for folder in folders}
     for path, text in texts.items():
         if not any(name in text for name in neighbours[path.parent]):
-            continue  # true for most files; parsing them would dominate the time
+            continue  # true for most files; parsing all of them would dominate the run time
         names = [found.name for found in readings[path].imports] if path in readings else imports_of(text)
         for imported in names:
             parts = imported.split(".")
@@ -204,7 +204,7 @@ def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) 
 
 
 def _names_in(folder: Path, known: set[Path]) -> set[str]:
-    """Returns the first words of imports that could refer to modules in a folder, without the known ones."""
+    """Returns the top-level names of modules in a directory that can be imported, except `known`."""
     return {
         entry.stem if entry.suffix == ".py" else entry.name
         for entry in folder.iterdir()

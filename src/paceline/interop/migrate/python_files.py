@@ -1,8 +1,8 @@
-"""Migration of Python files: the check whether a file needs it, the choice of the mode, and the rewriting.
+"""Migration of Python files: detection, choice of the mode, and rewriting.
 
-LibCST takes a third of a second for a file of a thousand lines, and Python's own parser a few milliseconds. Most files
-of a program import torch but need no migration, so they are checked with Python's parser. All files of a program have
-the same mode, because they share a process group. Imported names keep their local names where possible.
+LibCST takes a third of a second to parse a thousand lines; Python's own parser takes a few milliseconds and is used to
+skip the many files that import torch but need no migration. All files in a program use the same mode, because they
+share a process group. Imports keep their local names where possible.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.interop.migrate.names import (
 from paceline.interop.migrate.python_source import Edits, Imported, NameUse, PythonSource, expression, import_statement
 
 _IMPORTS_US = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:torch\.distributed|horovod)\b", re.MULTILINE)
-_MODULES = ("paceline.parallel.hooks", "paceline.horovod", "paceline")  # the modules of rewritten names
+_MODULES = ("paceline.parallel.hooks", "paceline.horovod", "paceline")  # modules that rewritten names refer to
 _OTHERS_OF_HOROVOD = "Paceline trains PyTorch programs, and this is for another library"
 _ELASTIC = (
     "Horovod's elastic state has no counterpart of the same form; see paceline.ElasticState, which survives workers' "
@@ -40,10 +40,10 @@ _ON_ONE_LINE = {"lpar": None, "rpar": None}
 
 
 def may_need_migration(text: str) -> bool:
-    """Returns whether a file may need migration, or affect the choice of the mode.
+    """Returns whether a file may need migration or affect the choice of the mode.
 
-    Scopes are ignored when names are resolved, so the result may be true for a file that needs no migration. It is also
-    true for files that the running version of Python cannot parse.
+    The check ignores scopes, so it may return True for a file that needs no migration. It also returns True for files
+    that this version of Python cannot parse.
     """
     if not any(all(word in text for word in words) for words in TELLING_WORDS):
         return False
@@ -53,7 +53,7 @@ def may_need_migration(text: str) -> bool:
     if tree is None:
         return True
     names: set[str] = set()
-    meanings: dict[str, set[str]] = {}  # the qualified names that the first word of a dotted name may have
+    meanings: dict[str, set[str]] = {}  # possible qualified names, by the first word of a dotted name
     chains: set[tuple[str, str]] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -68,7 +68,7 @@ def may_need_migration(text: str) -> bool:
 
 
 def imports_of(text: str) -> Iterator[str]:
-    """Yields the qualified names of a file's imports; none if it cannot be parsed."""
+    """Yields the qualified names of a file's imports, or nothing if the file cannot be parsed."""
     tree = _parsed(text)
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -78,14 +78,14 @@ def imports_of(text: str) -> Iterator[str]:
 def _parsed(text: str) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about invalid escapes in the program
+            warnings.simplefilter("ignore")  # e.g. invalid escape sequences in the program
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
 def _bindings(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Yields the qualified and the local name of each import, as `python_source.bindings` does."""
+    """Yields the qualified name and the local name of each import (`python_source.bindings` for Python's own AST)."""
     if isinstance(statement, ast.Import):
         for alias in statement.names:
             yield alias.name, alias.asname or alias.name
@@ -95,7 +95,7 @@ def _bindings(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
 
 
 def _chain(node: ast.expr) -> tuple[str, str] | None:
-    """Returns the first word of a dotted name, and the rest with its dot; None for any other expression."""
+    """Splits a dotted name into its first word and the rest, including the dot; None for other expressions."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -106,10 +106,10 @@ def _chain(node: ast.expr) -> tuple[str, str] | None:
 
 
 def choose_mode(readings: Mapping[str, PythonSource]) -> ModeChoice:
-    """Returns the mode for a program that consists of these files, keyed by name.
+    """Returns the mode for a program. `readings` maps file names to parsed files.
 
-    Features that are built on torch's groups (FSDP, DTensor, torch's checkpoints, other libraries) need torch's default
-    group. The whole program then keeps torch.distributed and changes its backend.
+    FSDP, DTensor, torch's checkpoints and some libraries require torch's default group. A program that uses any of
+    these keeps torch.distributed and only changes its backend.
     """
     for file, reading in sorted(readings.items()):
         for place in sorted(reading.concerning(), key=lambda place: place.line):
@@ -132,7 +132,7 @@ def choose_mode(readings: Mapping[str, PythonSource]) -> ModeChoice:
 
 
 def migrate_python(reading: PythonSource, way: MigrationMode) -> MigratedFile:
-    """Returns the migrated text of a file, and its places."""
+    """Returns the migrated text of a file and its findings."""
     names = [*(place.name for place in reading.concerning()), *(module for _, module in reading.stars)]
     if not any(map(is_migrated, names)) and not any(advice_for_call(use.name) for use in reading.uses):
         return MigratedFile(reading.module.code)
@@ -142,7 +142,7 @@ def migrate_python(reading: PythonSource, way: MigrationMode) -> MigratedFile:
     places = [_import_place(reading, found, table, edits) for found in reading.imports if is_migrated(found.name)]
     for use in reading.uses:
         if use.node not in verdicts.reasons and (not is_migrated(use.name) or table.is_foreign(use)):
-            continue  # parts of Horovod for other libraries are reported once, at their import
+            continue  # parts of Horovod for other frameworks are reported only once, at the import
         missing = _rewrite_use(use, table, edits)
         reason = verdicts.reasons.get(use.node, missing)
         if reason is not None:
@@ -156,7 +156,7 @@ def migrate_python(reading: PythonSource, way: MigrationMode) -> MigratedFile:
 
 
 class _NameTable:
-    """The replacements of names in one file."""
+    """The name replacements for one file."""
 
     def __init__(self, way: MigrationMode, stay: set[str]) -> None:
         self.way = way
@@ -166,12 +166,12 @@ class _NameTable:
         return None if name in self._stay else new_name(name, self.way)
 
     def is_foreign(self, use: NameUse) -> bool:
-        """Returns whether a use belongs to a part of Horovod for a library other than PyTorch."""
+        """Returns whether a use refers to a part of Horovod for a framework other than PyTorch."""
         module = use.root if use.root is not None else ".".join(use.name.split(".")[:2])
         return is_in(module, "horovod") and self.new(module) is None
 
     def reason(self, name: str) -> str | None:
-        """Returns the reason for manual work on a name without a counterpart, or None."""
+        """Returns the reason why a name without a counterpart requires manual changes, or None."""
         if self.new(name) is not None:
             return None
         if is_in(name, "horovod.torch.elastic"):
@@ -191,10 +191,10 @@ def _import_place(reading: PythonSource, imported: Imported, table: _NameTable, 
 
 
 def _rewrite_use(use: NameUse, table: _NameTable, edits: Edits) -> str | None:
-    """Rewrites a dotted name if its import does not suffice; returns the reason if it has no counterpart."""
+    """Rewrites a dotted name unless rewriting its import suffices. Returns a reason if it requires manual changes."""
     new, root = table.new(use.name), None if use.root is None else table.new(use.root)
     if new is None and root is not None and not is_in(use.name, "horovod"):
-        edits.expressions[use.node] = expression(use.name)  # the first word refers to Paceline after the migration
+        edits.expressions[use.node] = expression(use.name)  # the old first word will refer to Paceline
         edits.modules.add("torch.distributed")
     if new is None:
         return table.reason(use.name)
@@ -226,7 +226,7 @@ def _rewrite_imports(reading: PythonSource, table: _NameTable, edits: Edits) -> 
 def _plain_imports(
     statement: cst.Import, group: list[Imported], table: _NameTable, reading: PythonSource
 ) -> list[cst.BaseSmallStatement]:
-    """Returns the replacements of `import a, b as c`."""
+    """Returns the replacement statements for `import a, b as c`."""
     kept = [found.alias for found in group if table.new(found.name) is None]
     result: list[cst.BaseSmallStatement] = []
     if kept:
@@ -247,7 +247,7 @@ def _plain_imports(
 
 
 def _from_imports(statement: cst.ImportFrom, group: list[Imported], table: _NameTable) -> list[cst.BaseSmallStatement]:
-    """Returns the replacements of `from a import b, c as d`."""
+    """Returns the replacement statements for `from a import b, c as d`."""
     kept = [found.alias for found in group if table.new(found.name) is None]
     result: list[cst.BaseSmallStatement] = []
     moved: dict[str, list[cst.ImportAlias]] = {}
@@ -286,14 +286,14 @@ def _module(name: str) -> cst.Attribute | cst.Name:
 
 
 def _closed(aliases: list[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """Returns the names with plain commas between them and no trailing comma."""
+    """Returns the names separated by plain commas, without a trailing comma."""
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     between = [alias.with_changes(comma=comma) for alias in aliases[:-1]]
     return [*between, aliases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
 
 
 def _star(reading: PythonSource, line: int, module: str, table: _NameTable, edits: Edits) -> MigrationFinding:
-    """Reports `from module import *`, which stays; it needs manual work unless the program keeps torch.distributed."""
+    """Reports `from module import *`, which needs manual changes unless the program keeps torch.distributed."""
     if table.way is MigrationMode.PLUGIN and is_in(module, "torch.distributed"):
         return MigrationFinding(line, f"import of {module}.*")
     reason = f"the names that come from {module} are not known here; import those that the file uses one by one"

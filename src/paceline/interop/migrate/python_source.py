@@ -1,6 +1,6 @@
-"""Imports of a Python file and their uses, by fully qualified names, and edits that preserve everything else.
+"""Resolves the imports in a Python file and their uses to fully qualified names, and applies edits to the file.
 
-Edits are collected first, and applied in one pass.
+Edits are collected first and then applied in a single pass that preserves all other text.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from paceline.interop.migrate.names import MARK, comment_lines, is_migrated
 
 @dataclass(frozen=True)
 class Imported:
-    """One name of an import statement."""
+    """A name in an import statement."""
 
     statement: cst.Import | cst.ImportFrom
     alias: cst.ImportAlias
     name: str  # fully qualified
-    local: str  # the name in the file
+    local: str  # the name bound in the file
     line: int
 
 
 @dataclass(frozen=True)
 class NameUse:
-    """A dotted expression that refers to an import."""
+    """A dotted expression that refers to an imported name."""
 
     node: cst.Name | cst.Attribute
     name: str  # fully qualified
     written: str  # the expression as written in the file
-    root: str | None  # the qualified name of the first word; None if `import a.b` binds it
+    root: str | None  # the first word's qualified name; None if it was bound by `import a.b`
     line: int
 
 
 @dataclass
 class PythonSource:
-    """The content of a file."""
+    """A parsed file with its imports and their uses."""
 
     module: cst.Module
     imports: list[Imported] = field(default_factory=list)
-    stars: list[tuple[int, str]] = field(default_factory=list)  # line and module of `from module import *`
+    stars: list[tuple[int, str]] = field(default_factory=list)  # line and module of each `from module import *`
     uses: list[NameUse] = field(default_factory=list)
     calls: dict[cst.CSTNode, cst.Call] = field(default_factory=dict)  # keyed by the called expression
     resolve_parents: Callable[[], Mapping[cst.CSTNode, cst.CSTNode]] = dict
 
     @cached_property
     def parents(self) -> Mapping[cst.CSTNode, cst.CSTNode]:
-        """The parent of each node, computed on first use, since this takes a third as long as everything else."""
+        """The parent of each node. Computed on first use because it adds a third to the parsing time."""
         return self.resolve_parents()
 
     def concerning(self) -> Iterator[Imported | NameUse]:
-        """Yields the imports and uses that are subject to migration."""
+        """Yields the imports and uses that the migration concerns."""
         yield from (found for found in self.imports if is_migrated(found.name))
         yield from (use for use in self.uses if is_migrated(use.name))
 
     def statement_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """Returns the innermost statement around `node` that can have a comment above it."""
+        """Returns the innermost statement that contains `node` and can be preceded by a comment."""
         statement: cst.CSTNode | None = node
         while statement is not None and not hasattr(statement, "leading_lines"):
             statement = self.parents.get(statement)
@@ -68,7 +68,7 @@ class PythonSource:
 
 
 def read_source(text: str) -> PythonSource:
-    """Parses a file.
+    """Parses the text of a Python file.
 
     Raises:
         libcst.ParserSyntaxError: the text is not valid Python.
@@ -84,7 +84,7 @@ def read_source(text: str) -> PythonSource:
 
 
 def dotted(node: cst.CSTNode | None) -> str | None:
-    """Returns an expression such as `a.b.c` as text, or None for any other expression."""
+    """Returns a dotted expression such as `a.b.c` as text, or None for other expressions."""
     parts: list[str] = []
     while isinstance(node, cst.Attribute):
         parts.append(node.attr.value)
@@ -95,7 +95,7 @@ def dotted(node: cst.CSTNode | None) -> str | None:
 
 
 def bindings(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[cst.ImportAlias, str, str]]:
-    """Yields the alias, the qualified name and the local name for each name of an import statement."""
+    """Yields the alias node, the qualified name and the local name for each name in an import statement."""
     if isinstance(statement.names, cst.ImportStar):
         return
     prefix = ""
@@ -115,7 +115,7 @@ class _Collector(cst.CSTVisitor):
     def __init__(self, found: PythonSource) -> None:
         super().__init__()
         self.found = found
-        self._no_uses: set[cst.CSTNode] = set()  # names of parameters, keywords, attributes and the like
+        self._no_uses: set[cst.CSTNode] = set()  # names that are parameters, keywords, attributes etc.
 
     def _line(self, node: cst.CSTNode) -> int:
         return int(self.get_metadata(PositionProvider, node).start.line)
@@ -158,7 +158,7 @@ class _Collector(cst.CSTVisitor):
         self._hide(node.attr)
         written = dotted(node)
         if written is None:
-            return True  # the attribute of a call, for example, which may contain uses
+            return True  # e.g. an attribute of a call's result; its parts may contain uses
         self._used(node, written)
         return False
 
@@ -183,7 +183,7 @@ class _Collector(cst.CSTVisitor):
 
 
 def _named(statement: cst.Import | cst.ImportFrom, first: str) -> Iterator[tuple[str, bool]]:
-    """Yields the names that a statement binds to `first`, and whether exactly: `import a.b` also binds `a`."""
+    """Yields the qualified names bound to `first`, and whether exactly `first` is bound (not `a` by `import a.b`)."""
     for _, name, local in bindings(statement):
         if local.partition(".")[0] == first:
             yield name, local == first
@@ -191,14 +191,14 @@ def _named(statement: cst.Import | cst.ImportFrom, first: str) -> Iterator[tuple
 
 @dataclass
 class Edits:
-    """The edits of a file, keyed by its nodes.
+    """The edits to a file, keyed by node.
 
     Attributes:
-        module: The file.
+        module: The parsed file.
         expressions: The replacements of expressions.
         arguments: The arguments to add to calls.
         imports: The replacements of import statements.
-        comments: The reasons to write into a comment above each statement.
+        comments: The reasons to write in a comment above each statement.
         modules: The additional modules to import.
     """
 
@@ -210,10 +210,10 @@ class Edits:
     modules: set[str] = field(default_factory=set)
 
     def comment(self, statement: cst.CSTNode | None, reason: str) -> None:
-        """Adds a comment above a statement, unless an earlier run has added one."""
+        """Adds a comment above a statement unless an earlier run has already added it."""
         if statement is None:
             return
-        is_first = bool(self.module.body) and statement is self.module.body[0]  # lines above it belong to the module
+        is_first = bool(self.module.body) and statement is self.module.body[0]  # the module owns the lines above
         header = self.module.header if is_first else ()
         lines = cast("Sequence[cst.EmptyLine]", (*header, *getattr(statement, "leading_lines", ())))
         if any(line.comment is not None and MARK in line.comment.value for line in lines):
@@ -258,7 +258,7 @@ class _Editor(cst.CSTTransformer):
     def _body(
         self, before: Sequence[cst.BaseSmallStatement], after: Sequence[cst.BaseSmallStatement]
     ) -> list[cst.BaseSmallStatement]:
-        """Returns the statements of a line, with imports replaced."""
+        """Returns the statements on a line with the imports replaced."""
         imports = self._edits.imports
         if not any(statement in imports for statement in before):
             return list(after)
@@ -279,7 +279,7 @@ class _Editor(cst.CSTTransformer):
 
 
 def expression(text: str) -> cst.BaseExpression:
-    """Parses an expression."""
+    """Parses text as an expression."""
     return cst.parse_expression(text)
 
 
@@ -302,7 +302,7 @@ def _with_arguments(call: cst.Call, arguments: Sequence[tuple[str, str]]) -> cst
     existing = list(call.args)
     if existing and isinstance(existing[-1].comma, cst.MaybeSentinel):
         existing[-1] = existing[-1].with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-    elif existing:  # keeps a trailing comma, with its layout, at the end
+    elif existing:  # moves a trailing comma, with its whitespace, to the end
         comma = existing[-1].comma
         between = existing[-2].comma if len(existing) > 1 else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
         existing[-1] = existing[-1].with_changes(comma=between)
@@ -326,7 +326,7 @@ def _top_level_imports(module: cst.Module) -> list[tuple[int, cst.Import | cst.I
 
 
 def _bound(module: cst.Module) -> set[str]:
-    """Returns the modules that the file imports at its top level under their own names."""
+    """Returns the modules that the file imports at top level without an alias."""
     return {
         cst.Module([]).code_for_node(alias.name)
         for _, statement in _top_level_imports(module)
@@ -337,7 +337,7 @@ def _bound(module: cst.Module) -> set[str]:
 
 
 def _with_import(module: cst.Module, name: str) -> cst.Module:
-    """Returns the file with `import name` after its first import of torch, else its first import or its docstring."""
+    """Adds `import name` after the file's first import of torch, its first import, or its docstring."""
     imports = [(index, cst.Module([]).code_for_node(node)) for index, node in _top_level_imports(module)]
     first = imports[0][0] if imports else -1
     after = next((index for index, text in imports if "torch" in text), first)

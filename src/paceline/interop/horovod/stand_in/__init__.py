@@ -1,6 +1,6 @@
-"""The directory of a package `horovod` over Paceline, for scripts that import Horovod.
+"""The directory of the replacement package `horovod`, for scripts that import Horovod.
 
-`paceline run --compat horovod` puts it on the path of its workers.
+`paceline run --compat horovod` adds the directory to the import path of its workers.
 
 May use: `paceline.horovod`. Start reading at `interop/horovod/__init__.py`.
 """

@@ -5,4 +5,4 @@ May use: `paceline.horovod`. Start reading at `torch/__init__.py`.
 
 from paceline.interop.horovod.basics import run as run
 
-__version__ = "0.28.1"  # the release of Horovod whose interface this is
+__version__ = "0.28.1"  # the Horovod release whose interface is implemented

@@ -1,4 +1,4 @@
-"""The function `run`, which calls a function on several processes, as in `horovod.runner`."""
+"""`run`, which runs a function in several processes, as in `horovod.runner`."""
 
 from paceline.interop.horovod.basics import run
 

@@ -1,4 +1,4 @@
-"""The parts that Horovod's interfaces for all libraries have in common.
+"""The parts of Horovod that are common to its interfaces for all frameworks.
 
 May use: `paceline.horovod`. Start reading at `exceptions.py`.
 """

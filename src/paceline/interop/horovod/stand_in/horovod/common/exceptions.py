@@ -1,4 +1,4 @@
-"""Errors of Horovod that programs catch."""
+"""Horovod's exception classes that programs may catch."""
 
 from paceline.errors import CollectiveError as HorovodInternalError
 
@@ -6,7 +6,7 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Horovod's report that machines joined or left; never raised, since the machines of a job do not change here."""
+    """Signals a change of the job's machines in Horovod. Never raised by Paceline."""
 
     def __init__(self, skip_sync: bool) -> None:
         super().__init__()
@@ -14,4 +14,4 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Horovod's report that it was built for another release of a library; never raised, since nothing is built."""
+    """Signals in Horovod that an extension was built for a different release. Never raised by Paceline."""

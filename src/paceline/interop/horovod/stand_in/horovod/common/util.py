@@ -1,4 +1,4 @@
-"""Functions that report which extensions have been built, and two that divide lists and check numbers of ranks."""
+"""Functions that report which extensions are available, and small helpers for lists and rank counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Entry = TypeVar("Entry")
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Checks that an extension has been built.
+    """Checks that an extension is available.
 
     Raises:
         ImportError: the extension is not `horovod.torch`.
@@ -22,12 +22,12 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Returns whether the extension is the one for PyTorch."""
+    """Returns whether the extension is Horovod's PyTorch interface."""
     return ext_base_name == "torch"
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Returns whether PyTorch has a GPU."""
+    """Returns whether PyTorch can use a GPU."""
     return extension_available(ext_base_name) and torch.cuda.is_available()
 
 
@@ -50,7 +50,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[Entry], n: int) -> list[Sequence[Entry]]:  # noqa: E741  # Horovod's name
-    """Divides a list into `n` pieces; the first ones have one more entry if it does not divide evenly."""
+    """Divides a list into `n` pieces of equal length, or with the first pieces longer by one entry."""
     share, more = divmod(len(l), n)
     starts = [at * share + min(at, more) for at in range(n + 1)]
     return [l[start:stop] for start, stop in pairwise(starts)]

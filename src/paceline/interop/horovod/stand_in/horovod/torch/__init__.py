@@ -1,6 +1,6 @@
-"""The names of `paceline.horovod`, with Horovod's own modules; the import is reported once, on rank 0.
+"""The public names of `paceline.horovod`, under Horovod's module names. Rank 0 reports the first import.
 
-May use: `paceline.horovod`. Start reading at `_MODULES`, the replacements of Horovod's modules.
+May use: `paceline.horovod`. Start reading at `_MODULES`, the table of replaced Horovod modules.
 """
 
 from __future__ import annotations

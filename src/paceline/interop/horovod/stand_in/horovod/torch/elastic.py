@@ -1,4 +1,4 @@
-"""Horovod's elastic training, whose import raises an error, since Paceline's has another interface."""
+"""A placeholder for Horovod's elastic training. Importing it raises an error: Paceline's interface differs."""
 
 import paceline.interop.horovod
 
