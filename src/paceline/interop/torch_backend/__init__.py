@@ -1,8 +1,8 @@
-"""Paceline as a backend of torch.distributed: `torch.distributed.init_process_group("paceline")`.
+"""Paceline as a torch.distributed backend: `torch.distributed.init_process_group("paceline")`.
 
-PyTorch finds `register` through an entry point and calls it at the end of `import torch`. Therefore `register` never
-raises, and this module imports the rest of the package only when needed. In a job with one port, `env://` of
-torch.distributed uses a store of Paceline, since torch's own would need a second port.
+PyTorch locates `register` through an entry point and calls it at the end of `import torch`. Therefore `register` never
+raises, and this module imports other modules only when needed. torch.distributed's `env://` rendezvous uses a Paceline
+store, because torch's own store would require a second port per job.
 
 May use: `group` and below. Start reading at `process_group.py`.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from paceline.comm.store.store import Store
 
 
-_stores: list[Store] = []  # at most one, for all rendezvous of this process; rank 0 serves it until the process ends
-_lent: list[TorchStore] = []  # one per rendezvous; torch's C++ code does not keep the Python side of a store alive
+_stores: list[Store] = []  # at most one, for all rendezvous of this process; on rank 0 it includes the server
+_lent: list[TorchStore] = []  # one per rendezvous; torch's C++ code does not keep Python stores alive
 
 
 def register() -> None:
-    """Registers the backend "paceline" with torch.distributed; if that fails, logs a warning."""
+    """Registers the backend "paceline" with torch.distributed; logs a warning on failure."""
     try:
         import torch.distributed as torch_dist
 
@@ -37,16 +37,16 @@ def register() -> None:
         torch_dist.Backend.register_backend("paceline", _create, extended_api=True, devices=["cpu", "cuda"])
         if find_spec("torch.distributed._dist2") is not None:  # releases 2.8 to 2.13
             import_module("torch.distributed._dist2").register_backend("paceline", _create_alone)
-        if "torch" in os.environ.get("PACELINE_COMPAT", "").split(","):  # from `paceline run --compat torch`
+        if "torch" in os.environ.get("PACELINE_COMPAT", "").split(","):  # set by `paceline run --compat torch`
             import_module("paceline.interop.torch_backend.patches").replace_gloo()
-        if os.environ.get("PACELINE_TORCH_STORE"):  # from `paceline run`, which serves torch's store at MASTER_PORT
+        if os.environ.get("PACELINE_TORCH_STORE"):  # set by `paceline run`, which serves torch's store on MASTER_PORT
             import_module("paceline.interop.torch_backend.patches").replace_store_factory()
         if os.environ.get("PACELINE_PORT"):
             replace_env_handler()
     except Exception as error:
         import logging
 
-        # Logged, since a filter can turn a warning into an error, which would break `import torch`.
+        # Uses logging: a filter could turn a Python warning into an error, which would break `import torch`.
         logging.getLogger(__name__).warning("torch.distributed does not get the backend 'paceline': %r", error)
 
 
@@ -63,14 +63,14 @@ def _create_alone(store: Any, rank: int, world_size: int, timeout: Any, device: 
 
 
 def lend_default_group() -> None:
-    """Creates torch.distributed's default group, with the backend "paceline", from Paceline's default group.
+    """Creates torch.distributed's default group from Paceline's default group, with the backend "paceline".
 
-    Every rank calls this after `paceline.init_process_group()`. The rendezvous uses Paceline's store, so the variables
-    and the port of torch's own `env://` are not needed. Destroy torch's group first, with
-    `torch.distributed.destroy_process_group()`.
+    All ranks must call this after `paceline.init_process_group()`. The rendezvous uses Paceline's store and needs
+    neither the environment variables nor the port of torch's `env://`. Destroy torch's group with
+    `torch.distributed.destroy_process_group()` before you destroy Paceline's.
 
     Raises:
-        ValueError: Paceline's default group does not exist, or torch's exists already.
+        ValueError: Paceline's default group does not exist, or torch's default group already exists.
     """
     from paceline.interop.torch_backend.store_adapters import make_torch_default_group
 
@@ -79,18 +79,18 @@ def lend_default_group() -> None:
 
 
 def replace_env_handler() -> None:
-    """Replaces torch.distributed's handler of `env://`, except under torchrun, which serves a store itself."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torch.distributed also has a function `rendezvous`
+    """Replaces torch.distributed's handler for `env://`, except under torchrun, which serves its own store."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # import_module, because `torch.distributed.rendezvous` is a function
         vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]["env"] = env_rendezvous_handler
 
 
 def env_rendezvous_handler(
     url: str, timeout: timedelta | None = None, **_: Any
 ) -> Iterator[tuple[TorchStore, int, int]]:
-    """Yields the store, the rank and the world size, as torch's own handler does.
+    """Yields the store, the rank and the world size, like torch's own handler.
 
     Raises:
-        ValueError: the environment has no rank, world size or address.
+        ValueError: the rank, the world size or the address is not set in the environment.
         StoreError: the store cannot be reached.
     """
     from paceline.comm.rendezvous.environment import open_store, rank_and_world_size

@@ -1,7 +1,8 @@
-"""Creation of groups for torch.distributed, and `DeviceBackend` for mixtures such as "cpu:paceline,cuda:nccl".
+"""Group creation for torch.distributed, and `DeviceBackend` for combinations such as "cpu:paceline,cuda:nccl".
 
-PyTorch uses a backend that is itself a process group as the whole group. In a mixture, a Paceline group is wrapped in a
-subclass of PyTorch's class `Backend`, which Python can subclass since release 2.14.
+If a backend is itself a process group, PyTorch uses it as the entire group. For a combination of backends, the Paceline
+group is therefore wrapped in a subclass of PyTorch's class `Backend`, which Python code can subclass from PyTorch 2.14
+on.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from paceline.interop.torch_backend.rendezvous import GroupRendezvous, form_grou
 from paceline.interop.torch_backend.work import keep_works_of_reducers
 
 _CPU = torch.device("cpu")
-_ALONE = "custom"  # the name of a process group whose only backend is not PyTorch's own
+_ALONE = "custom"  # PyTorch's name for a process group with a single third-party backend
 
 
 def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | DeviceBackend:
-    """Creates the process group that torch.distributed requests, or its backend for CPU tensors in a mixture.
+    """Creates a process group for torch.distributed or, in a combination, the backend for its CPU tensors.
 
-    With `enable_reconfigure` the group has no connections until `_reconfigure`.
+    A group with `enable_reconfigure` has no connections until `_reconfigure` is called.
 
     Raises:
-        ValueError: `pg_options`, which this backend lacks, were given, or `enable_reconfigure` for a mixture.
+        ValueError: `pg_options` were given, or `enable_reconfigure` is set for a combination of backends.
         RendezvousError, AuthenticationError: the rendezvous failed.
     """
     is_mixed, is_open = has_other_backends(options), getattr(options, "enable_reconfigure", False)
@@ -40,7 +41,7 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | DeviceBa
             "a mixture of backends cannot be reconfigured: PyTorch does not support it, and nccl has not been run on a "
             "GPU with Paceline yet. Give enable_reconfigure=True to a group whose only backend is 'paceline'"
         )
-    if pg_options is not None and not is_mixed:  # PyTorch passes the other backend's options to every backend
+    if pg_options is not None and not is_mixed:  # in a combination, every backend receives all options
         raise ValueError(f"the backend 'paceline' has no options; got {type(pg_options).__name__}")
     named = options.global_ranks_in_group or range(options.group_size)
     group = _form(options.store, options.group_rank, options.timeout, named, str(options.group_id), is_open)
@@ -51,11 +52,10 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | DeviceBa
 def create_alone(
     store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, options: dict[str, object]
 ) -> TorchProcessGroup:
-    """Creates the process group that `torch.distributed._dist2.new_group` requests, which torch does not register.
+    """Creates a process group for `torch.distributed._dist2.new_group`. torch does not register such groups.
 
     Raises:
-        ValueError: `device` is neither the CPU nor an accelerator of this PyTorch, or `options`, which this backend
-            lacks, were given.
+        ValueError: `device` is neither the CPU nor an accelerator that this PyTorch supports, or `options` were given.
         RendezvousError, AuthenticationError: the rendezvous failed.
     """
     if device.type != "cpu" and device.type not in staged_types(choose("paceline")):
@@ -76,14 +76,14 @@ def _form(
 
 
 def _default_world() -> World | None:
-    """Returns Paceline's view of torch's default group, or None if that is not a Paceline group."""
+    """Returns the Paceline group behind torch's default group, or None if there is none."""
     whole = torch_dist.group.WORLD
     group = None if whole is None else paceline_group_of(whole)
     return None if group is None else group.world
 
 
 def has_other_backends(options: Any) -> bool:
-    """Returns whether the group of a new backend also has backends of PyTorch, according to `options`."""
+    """Returns whether the group to be created also uses other backends, according to `options`."""
     whole = getattr(options, "process_group", None)
     return whole is not None and (bool(whole._device_types) or whole.name() != _ALONE)
 
@@ -101,13 +101,13 @@ class DeviceBackend(Backend):
         self.group = group
 
     def getBackendName(self) -> str:
-        """Returns the backend's name in torch's messages."""
+        """Returns the backend's name, which torch uses in messages."""
         return self.group.getBackendName()
 
     name = getBackendName
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of later calls."""
+        """Sets the timeout for all later calls."""
         self.group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
@@ -117,23 +117,23 @@ class DeviceBackend(Backend):
         self.group.monitored_barrier(opts.timeout, wait_all_ranks)
 
     def shutdown(self) -> None:
-        """Ends the group for this rank; idempotent."""
+        """Closes the group on this rank. Idempotent."""
         self.group.shutdown()
 
     def abort(self) -> None:
-        """Ends the calls of all ranks on CPU tensors; see `TorchProcessGroup.abort`."""
+        """Aborts all ranks' calls on CPU tensors; see `TorchProcessGroup.abort`."""
         self.group.abort()
 
     def get_error(self) -> Any:
-        """Returns the failure of the group of CPU tensors; see `TorchProcessGroup.get_error`."""
+        """Returns the failure of the group for CPU tensors; see `TorchProcessGroup.get_error`."""
         return self.group.get_error()
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Registers a hook of the group of CPU tensors; see `TorchProcessGroup.register_abort_hook`."""
+        """Registers a hook for the group for CPU tensors; see `TorchProcessGroup.register_abort_hook`."""
         self.group.register_abort_hook(hook_id, hook)
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        """Removes the hook with that id."""
+        """Removes the hook with this id."""
         self.group.unregister_abort_hook(hook_id)
 
 
@@ -156,7 +156,7 @@ for _name in (
 
 
 def paceline_group_of(whole: torch_dist.ProcessGroup) -> TorchProcessGroup | None:
-    """Returns `whole` if it is a Paceline group, otherwise the Paceline group for its CPU tensors, or None."""
+    """Returns `whole` if it is a Paceline group, or else the Paceline group for its CPU tensors if there is one."""
     if isinstance(whole, TorchProcessGroup):
         return whole
     if _CPU not in whole._device_types:

@@ -1,14 +1,14 @@
-"""Replacements of private functions of torch.distributed.
+"""Replacements for private functions in torch.distributed.
 
-- `replace_gloo` (`paceline run --compat torch`): torch.distributed creates all groups in one function, whose
-  replacement requests the backend "paceline" instead of gloo. `get_backend`, on whose result programs branch, still
-  reports gloo, and so do profiles and DDP's logging.
-- `replace_store_factory`: the store that `paceline run` serves for torch outlives a process group and its keys. A
-  program that creates its default group again would find addresses of ended processes there, so each rendezvous after
-  the first has its own prefix. Torch would also use the launcher's store for any other address; there, rank 0 serves a
-  store, as it does without a launcher.
-- `replace_shrink_group`: `shrink_group` wraps the smaller backend in a new process group, which accepts only instances
-  of the C++ class `Backend`. A Paceline group is itself a process group, so the replacement returns it unchanged.
+- `replace_gloo` (`paceline run --compat torch`): torch.distributed creates all groups in one function. The replacement
+  requests the backend "paceline" instead of gloo. `get_backend`, profiles and DDP's logging still report gloo, because
+  programs may depend on the name.
+- `replace_store_factory`: the store that `paceline run` serves for torch outlives process groups. A program that
+  creates its default group again would find the addresses of earlier processes, so each rendezvous after the first uses
+  its own key prefix. The replacement also prevents torch from using the launcher's store for other addresses; for
+  these, rank 0 serves a store as it does without a launcher.
+- `replace_shrink_group`: `shrink_group` wraps the new backend in a process group, which accepts only instances of the
+  C++ class `Backend`. A Paceline group is itself a process group, and the replacement returns it unchanged.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _STORE_FACTORY = "_create_c10d_store"
 _LONGEST_PAUSE_S = 0.25
 _SHRINK_FACTORY = "_create_shrunk_process_group"
 _GLOO, _OURS = "gloo", "paceline"
-_MIXES_FROM = (2, 14)  # the first release of torch in which a backend written in Python can be one of several
+_MIXES_FROM = (2, 14)  # the first PyTorch release that permits a Python backend in a combination of backends
 _GROUP_FACTORY = "_new_process_group_helper"
 _FIGURES = "_get_ddp_logging_data"
 
 
 @functools.cache
 def replace_gloo() -> None:
-    """Makes torch.distributed create Paceline groups instead of gloo groups for CPU tensors; idempotent."""
+    """Makes torch.distributed create Paceline groups instead of gloo groups for CPU tensors. Idempotent."""
     original = getattr(c10d, _GROUP_FACTORY)
     signature = inspect.signature(original)
 
@@ -57,9 +57,9 @@ def replace_gloo() -> None:
             return original(*args, **options)
         given.arguments["backend"] = c10d.Backend(ours)
         group, store = original(*given.args, **given.kwargs)
-        if group in c10d._world.pg_map:  # true on members only
+        if group in c10d._world.pg_map:  # true only on members of the group
             c10d._world.pg_map[group] = (asked, store)
-            # `import torch` loads this module; the import of the backend is deferred until a group exists.
+            # Imported late, because `import torch` loads this module.
             from paceline.interop.torch_backend.device_backend import paceline_group_of
 
             if (part := paceline_group_of(group)) is not None:
@@ -71,7 +71,7 @@ def replace_gloo() -> None:
 
 
 def in_place_of(asked: str) -> str | None:
-    """Returns the backend that replaces `asked`, or None if `asked` has no part that Paceline replaces."""
+    """Returns the backend string that replaces `asked`, or None if Paceline replaces no part of it."""
     devices = dict(c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map())
     if devices.get("cpu") != _GLOO:
         return None
@@ -84,13 +84,13 @@ def in_place_of(asked: str) -> str | None:
 
 
 def release() -> tuple[int, int]:
-    """Returns torch's release, such as (2, 13)."""
+    """Returns PyTorch's release as a tuple such as (2, 13)."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def _name_as_asked() -> None:
-    """Makes the logging data of torch's DistributedDataParallel report the backend that the program requested."""
+    """Makes the logging data of PyTorch's DDP report the backend that the program requested."""
     original: Callable[[DistributedDataParallel], dict[str, Any]] = getattr(DistributedDataParallel, _FIGURES)
 
     @functools.wraps(original)
@@ -104,7 +104,7 @@ def _name_as_asked() -> None:
 
 
 def _report_replacement(asked: str, ours: str | None, size: int, has_options: bool) -> None:
-    """Reports on rank 0, in one line, whether the default group uses Paceline."""
+    """Prints one line on rank 0 that states whether the default group uses Paceline."""
     named = "no backend" if asked == "undefined" else f"the backend {asked}"
     who = f"paceline: --compat torch: torch.distributed's group of {size} ranks, for which the script names {named},"
     if ours is not None:
@@ -122,7 +122,7 @@ def _report_replacement(asked: str, ours: str | None, size: int, has_options: bo
 
 @functools.cache
 def replace_store_factory() -> None:
-    """Replaces the function with which torch.distributed opens a store for `env://` and `tcp://`; idempotent."""
+    """Replaces the function that creates torch.distributed's store for `env://` and `tcp://`. Idempotent."""
     rendezvous = vars(import_module("torch.distributed.rendezvous"))
     original = rendezvous[_STORE_FACTORY]
     signature = inspect.signature(original)
@@ -156,9 +156,9 @@ def replace_store_factory() -> None:
 
 
 def _await_store(host: str, port: int, timeout: timedelta) -> None:
-    """Requests that the launcher start torch's store, and returns when it listens, or after the timeout.
+    """Requests torch's store from the launcher and waits until the store is listening or the timeout has passed.
 
-    Torch's own client would log each early attempt and then wait for a second.
+    Without this wait, torch's client would log each failed attempt and pause for a second.
     """
     from paceline.comm.rendezvous.environment import TORCH_STORE_REQUESTS
 
@@ -174,12 +174,12 @@ def _await_store(host: str, port: int, timeout: timedelta) -> None:
 
 
 def can_replace_shrink_group() -> bool:
-    """Returns whether this release of PyTorch has `shrink_group` in the supported form."""
+    """Returns whether this PyTorch release has a `shrink_group` that can be replaced."""
     return hasattr(c10d, "shrink_group") and hasattr(c10d, _SHRINK_FACTORY)
 
 
 def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
-    """Makes `shrink_group` return groups of the class `kind` unchanged; other groups are unaffected."""
+    """Makes `shrink_group` return groups of class `kind` unchanged. Other groups are not affected."""
     make = getattr(c10d, _SHRINK_FACTORY)
     if getattr(make, "kind", None) is kind:
         return
@@ -188,7 +188,7 @@ def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
         if not isinstance(new_backend, kind):
             return make(new_backend, ranks, metadata, is_default_group)
         former = metadata["original_group_name"]
-        # PyTorch restarts its numbering of groups after this, so new groups would find keys of earlier ones.
+        # PyTorch restarts its group numbers afterwards; in the old store, new groups would find keys of earlier groups.
         metadata["store"] = new_backend.get_group_store()
         new_backend._set_group_name(metadata["new_group_name"])
         new_backend._set_group_desc("default:shrunken" if is_default_group else f"{former}:shrunk")

@@ -1,11 +1,11 @@
-"""Process group of torch.distributed over Paceline's engine.
+"""A torch.distributed process group that uses Paceline's engine.
 
-Each method of torch makes one call of Paceline. Methods that PyTorch has renamed over time have both names. Where torch
-passes an option object, some of its releases pass the values in it instead: `opts` may be a root's rank, a reduction or
-a timeout, and then a single tensor need not be in a list.
+Each method maps to one Paceline call. Methods that PyTorch has renamed are available under both names. Some PyTorch
+releases pass plain values instead of an option object: `opts` may then be the root's rank, a reduction or a timeout,
+and a single tensor need not be in a list.
 
-After a failure a program can continue with `abort`, `shrink_group` and `_reconfigure`. The errors of
-`monitored_barrier` begin with gloo's message, for which programs search.
+After a failure a program can recover with `abort`, `shrink_group` and `_reconfigure`. Error messages from
+`monitored_barrier` begin with gloo's message, because programs search for it.
 """
 
 from __future__ import annotations
@@ -61,26 +61,26 @@ Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
 class AbortHooks:
-    """Functions of the program that run once before a failed group is aborted; concurrent callers wait for them."""
+    """User functions that run once before a failed group is aborted. Concurrent callers wait until they have run."""
 
     def __init__(self) -> None:
         self._hooks: dict[int, Callable[[], None]] = {}
-        self._running = threading.RLock()  # a function may itself abort the group
+        self._running = threading.RLock()  # reentrant, because a hook may abort the group
         self._ran = False
 
     def __bool__(self) -> bool:
         return bool(self._hooks)
 
     def add(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Adds `hook`; it replaces an earlier one with the same id."""
+        """Adds a hook; replaces any hook with the same id."""
         self._hooks[hook_id] = hook
 
     def remove(self, hook_id: int) -> None:
-        """Removes the hook with that id, if any."""
+        """Removes the hook with this id, if any."""
         self._hooks.pop(hook_id, None)
 
     def run(self) -> None:
-        """Runs the hooks, unless they have run since `rearm`; errors are logged."""
+        """Runs the hooks unless they have already run since the last `rearm`; logs errors."""
         with self._running:
             if self._ran or not self._hooks:
                 return
@@ -88,23 +88,23 @@ class AbortHooks:
             for hook_id, hook in list(self._hooks.items()):
                 try:
                     hook()
-                except Exception:  # the group must be aborted whatever a hook does
+                except Exception:  # a failing hook must not prevent the abort
                     logging.getLogger(__name__).exception("the abort hook %d failed", hook_id)
 
     def rearm(self) -> None:
-        """Makes the next failure run the hooks again."""
+        """Enables the hooks to run again on the next failure."""
         self._ran = False
 
 
 @dataclass(frozen=True, order=True)
 class ReconfigureHandle:
-    """The identity of one process in one process group, for `_reconfigure`.
+    """The identity of a process in a process group, as used by `_reconfigure`.
 
-    It is constant for the life of the group object, even if the ranks change.
+    The handle does not change during the lifetime of the group object, even if the ranks change.
     """
 
-    rank: int  # the rank at the creation of the group object; orders the handles in a set
-    token: str  # distinguishes the groups of the process
+    rank: int  # the rank when the group object was created; determines the order of a set of handles
+    token: str  # distinguishes the groups in a process
     host: str
     namespace: str
     pid: int
@@ -112,16 +112,16 @@ class ReconfigureHandle:
 
     @staticmethod
     def mine(rank: int) -> ReconfigureHandle:
-        """Returns a new handle for a group in which this process is `rank`."""
+        """Creates a handle for a group in which this process has rank `rank`."""
         me = ProcessIdentity.mine()
         return ReconfigureHandle(rank, secrets.token_hex(8), socket.gethostname(), me.namespace, me.pid, me.started)
 
     @staticmethod
     def parse(text: str) -> ReconfigureHandle:
-        """Parses the text of a handle.
+        """Parses a handle from its text.
 
         Raises:
-            ValueError: `text` is not a handle of this backend.
+            ValueError: `text` is not a handle from this backend.
         """
         try:
             rank, token, host, namespace, pid, started = json.loads(text.removeprefix(_HANDLE_PREFIX))
@@ -139,15 +139,15 @@ class ReconfigureHandle:
         return _HANDLE_PREFIX + json.dumps(astuple(self), separators=(",", ":"))
 
     def member(self, rank: int) -> RankIdentity:
-        """Returns the identity of the process as `rank` of a group."""
+        """Returns the identity of this process with rank `rank`."""
         return RankIdentity(rank, self.host, self.pid, ProcessIdentity(self.namespace, self.pid, self.started))
 
 
 def in_rank_order(handles: AbstractSet[str] | list[str]) -> list[ReconfigureHandle]:
-    """Returns the handles in the order of their new ranks: a list in its own order, a set by former ranks.
+    """Returns the handles in the order of the new ranks: a list keeps its order, a set is sorted by former rank.
 
     Raises:
-        ValueError: there are no handles, one occurs twice, or one is not of this backend.
+        ValueError: there are no handles, a handle occurs twice, or a handle is from another backend.
     """
     order = [ReconfigureHandle.parse(text) for text in handles]
     if not order:
@@ -168,14 +168,14 @@ class ClosedReason(Enum):
 
 @eager_methods
 class TorchProcessGroup(torch_dist.ProcessGroup):
-    """A group of ranks, which torch.distributed's `init_process_group` and `new_group` create.
+    """A process group, created by torch.distributed's `init_process_group` and `new_group`.
 
-    PyTorch keeps names, ranks and devices in a group's backend; this group is its own backend. After a failure it can
-    be aborted and shrunk, and its ranks can be replaced by `reconfigure`.
+    PyTorch reads names, ranks and devices from a group's backend; this group is its own backend. After a failure, a
+    group can be aborted, shrunk, or given different ranks with `reconfigure`.
 
     Args:
-        meeting: The parameters of the group's formation.
-        world: The group that the ranks have formed, or None if `_reconfigure` forms it later.
+        meeting: The parameters of the group's rendezvous.
+        world: The connected Paceline group, or None if `_reconfigure` will connect the ranks later.
     """
 
     supports_splitting = False
@@ -193,14 +193,14 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         self._store = meeting.store
         self._timeout = meeting.timeout
         self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
-        self._members: tuple[RankIdentity, ...] = ()  # the members of the latest group that has formed
+        self._members: tuple[RankIdentity, ...] = ()  # the members when the group was last connected
         self._absence = ClosedReason.NOT_MET
         self._name = ""
         self._description = "undefined"
         self._backend = "paceline"
         self._handle = ReconfigureHandle.mine(meeting.named[meeting.rank])
         self._abort_hooks = AbortHooks()
-        self._failure = OutcomeCode.OK  # the failure of the latest group that was aborted
+        self._failure = OutcomeCode.OK  # the failure of the group that was last aborted
         self._coalescing: list[Work] | None = None
         if world is not None:
             self._adopt(meeting, world)
@@ -209,24 +209,24 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return f"<paceline process group {self._name or 'default'}, rank {self._rank} of {self._size}>"
 
     def getBackendName(self) -> str:
-        """Returns the name for torch's C++ code, which would cast a group named gloo to its own class."""
+        """Returns the name for torch's C++ code, never "gloo": torch would cast such a group to its own class."""
         return "paceline"
 
     def name(self) -> str:
-        """Returns the name of the backend as reported to programs."""
+        """Returns the backend name that is reported to programs."""
         return self._backend
 
     _get_backend_name = name
 
     def report_backend_as(self, backend: str) -> None:
-        """Sets the reported name to that of the backend that this group replaces, also in profiles."""
+        """Sets the backend name that is reported to programs and in profiles."""
         self._backend = backend
         if (group := vars(self).get("_group")) is not None:
             group.profiled_as = backend
 
     @property
     def world(self) -> World | None:
-        """The world of Paceline's own calls while this is the default group; None after its end."""
+        """The Paceline group for Paceline's own functions if this is torch's default group; None once it is closed."""
         return vars(self).get("_world")
 
     def rank(self) -> int:
@@ -241,7 +241,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     getSize = size
 
     def getGroupName(self) -> str:
-        """Returns the group's name, which torch has set."""
+        """Returns the group's name, as set by torch."""
         return self._name
 
     def getGroupDesc(self) -> str:
@@ -263,14 +263,14 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     _set_group_desc = setGroupDesc
 
     def get_group_store(self) -> Any:
-        """Returns the store of the group's rendezvous."""
+        """Returns the store used for the group's rendezvous."""
         return self._store
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Returns no device until torch has registered the group.
+        """Returns no devices until torch has registered the group.
 
-        torch 2.15 attaches a recorder to new groups that report devices, and it supports C++ backends only.
+        PyTorch 2.15 attaches a recorder to new groups that report devices, but the recorder supports only C++ backends.
         """
         return [_CPU] if self in _world.pg_map else []
 
@@ -286,22 +286,22 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     get_backend = _get_backend
 
     def _set_default_backend(self, backend_type: object) -> None:
-        """Has no effect, since this is the group's only backend."""
+        """Has no effect, because this is the group's only backend."""
 
     def _has_hooks(self) -> bool:
         return False
 
     def _wait_for_pending_works(self) -> None:
-        """Has no effect, since the caller waits for each call."""
+        """Has no effect, because the caller waits for each call."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Has no effect, since the core numbers the calls."""
+        """Has no effect, because the core numbers the calls."""
 
     def _get_sequence_number_for_group(self) -> int:
         return 0
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of later calls."""
+        """Sets the timeout for all later calls."""
         self._timeout = timeout
         if (group := vars(self).get("_group")) is not None:
             group.set_timeout(timeout)
@@ -309,19 +309,19 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Ends the group for this rank; idempotent."""
+        """Closes the group on this rank. Idempotent."""
         self._close(ClosedReason.DESTROYED)
-        vars(self).pop("_store", None)  # meshes keep this object, which would keep the store's descriptors open
+        vars(self).pop("_store", None)  # device meshes keep this object alive; the store's sockets must close
 
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> TorchWork:
-        """Reduces one tensor, or several as one, over all ranks."""
+        """Reduces one tensor, or several tensors in one call, over all ranks."""
         by = reduction_of(opts if op is None else op)
         return self._finish(opts, timeout, tensors, lambda a, t: self._group.all_reduce(_only(tensors), by, a, t))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        """Reduces tensors of several types over all ranks."""
+        """Reduces tensors with different dtypes over all ranks."""
         by = reduction_of(opts)
         return self._finish(
             opts, None, tensors, lambda a, t: coalesced.all_reduce_coalesced(tensors, by, self._group, a, t)
@@ -343,7 +343,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         *,
         root: int | None = None,
     ) -> TorchWork:
-        """Reduces the tensors of all ranks into those of the root."""
+        """Reduces tensors over all ranks; only the root receives the result."""
         target = _root(opts if root is None else root)
         by = reduction_of(opts if op is None and hasattr(opts, "reduceOp") else op)
         return self._finish(opts, timeout, tensors, lambda a, t: self._group.reduce(tensors, target, by, a, t))
@@ -358,7 +358,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        """Copies every rank's tensors to all ranks: `output_lists[r]` receives those of rank r."""
+        """Gathers several tensors from every rank on all ranks; `output_lists[r]` receives the tensors from rank r."""
         return self._finish(
             opts,
             None,
@@ -367,7 +367,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Copies every rank's tensor to all ranks, concatenated in rank order."""
+        """Gathers a tensor from every rank on all ranks, concatenated in rank order."""
         return self._finish(
             opts, None, [output], lambda a, t: collectives.all_gather_into_tensor(output, input, self._group, a, t)
         )
@@ -400,7 +400,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         )
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Copies every rank's tensor to the root, concatenated in rank order."""
+        """Gathers a tensor from every rank on the root, concatenated in rank order."""
         target = _root(opts)
         parts = None
         if self.rank() == target:
@@ -416,7 +416,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         *,
         root: int | None = None,
     ) -> TorchWork:
-        """Copies one of the root's tensors to each rank."""
+        """Sends one of the root's tensors to each rank."""
         source = _root(opts if root is None else root)
         inputs = one_list(input_tensors, "scatter") if self.rank() == source else None
         return self._finish(
@@ -432,14 +432,14 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         *,
         op: Any = None,
     ) -> TorchWork:
-        """Reduces the ranks' lists of tensors entry by entry; each rank receives its own entry."""
+        """Reduces lists of tensors elementwise over the ranks; rank r receives the r-th result."""
         by, inputs = reduction_of(opts if op is None else op), one_list(input_tensors, "reduce_scatter")
         return self._finish(
             opts, timeout, output_tensors, lambda a, t: self._group.reduce_scatter(output_tensors, inputs, by, a, t)
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Performs `reduce_scatter` for parts that are concatenated in rank order."""
+        """Performs `reduce_scatter` on one tensor that contains the parts in rank order."""
         by = reduction_of(opts)
         return self._finish(
             opts, None, [output], lambda a, t: collectives.reduce_scatter_tensor(output, input, by, self._group, a, t)
@@ -465,7 +465,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         *,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Copies one tensor from each rank to each rank."""
+        """Sends one tensor from each rank to each rank."""
         return self._finish(
             opts, timeout, output_tensors, lambda a, t: self._group.all_to_all(output_tensors, input_tensors, a, t)
         )
@@ -480,7 +480,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         *,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Performs `alltoall` for parts that are concatenated in rank order; without split sizes they are equal."""
+        """Performs `alltoall` on tensors that contain the parts in rank order, by default with equal sizes."""
         received, sent = output_split_sizes or None, input_split_sizes or None
         return self._finish(
             opts,
@@ -494,9 +494,9 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return self._finish(opts, timeout, [], self._group.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have called it; its errors begin with gloo's message.
+        """Waits until all ranks have called it. Error messages begin with gloo's message.
 
-        As with gloo, `timeout` applies to rank 0, and the other ranks wait for rank 0 at least for the group's timeout.
+        As with gloo, `timeout` applies to rank 0. The other ranks wait for rank 0, at least for the group's timeout.
         """
         limit = self._group.timeout if timeout is None or timeout < timedelta(0) else timeout
         try:
@@ -518,7 +518,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         """Receives tensors from any rank."""
         return self._torch_work(self._group.recv(tensors, -1, tag, async_op=True), tensors)
 
-    # The names of collectives in other releases of torch.
+    # The names of these methods in other PyTorch releases.
 
     _allgather_base = all_gather_single
     gather_into_tensor = gather_single
@@ -535,7 +535,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return RunningWork(JoinedWork(works, "coalesced calls", []), [])
 
     def _finish(self, opts: Any, timeout: timedelta | None, results: Tensors, call: Call) -> TorchWork:
-        # Releases of torch whose options have no `asyncOp` call `wait` themselves.
+        # PyTorch releases without `asyncOp` in their options call `wait` themselves.
         background = self._coalescing is not None or getattr(opts, "asyncOp", True)
         try:
             work = call(background, time_limit(opts, timeout))
@@ -554,12 +554,12 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
             self._coalescing.append(work)
         return keep_alive(RunningWork(work, written))
 
-    # Failures, and changes of the ranks.
+    # Failures and reconfiguration.
 
     def abort(self) -> None:
-        """Ends the calls of all ranks, now and later, with a `GroupAbortedError`, and closes this rank's connections.
+        """Fails all current and later calls on all ranks with `GroupAbortedError`, and closes this rank's connections.
 
-        Any thread may call this while others wait in calls of the group. The abort hooks run first.
+        Any thread may call this while others wait in calls on the group. The abort hooks run first.
         """
         world = vars(self).get("_world")
         if world is None:
@@ -570,33 +570,33 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         self._close(ClosedReason.ABORTED)
 
     def get_error(self) -> Any:
-        """Returns the group's failure as torch's `ErrorType`, as known to this rank without communication.
+        """Returns the group's failure as torch's `ErrorType`, without communication.
 
-        SUCCESS: the group is usable. TIMEOUT: a rank did not arrive in time. REMOTE_ERROR: a rank died or left.
-        COMM_ERROR: a rank called `abort`, or the group failed otherwise.
+        SUCCESS: the group is usable. TIMEOUT: a call timed out. REMOTE_ERROR: a rank died or left. COMM_ERROR: a rank
+        called `abort`, or the group failed for another reason.
         """
         world = vars(self).get("_world")
         code = self._failure if world is None else world.group.failure()
         return getattr(torch_core.ErrorType, _ERRORS.get(code, "COMM_ERROR"))
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Registers `hook`, which runs once before `abort` takes effect, or when a call finds the group failed."""
+        """Registers a hook that runs once: before `abort` takes effect, or after a call has failed."""
         self._abort_hooks.add(hook_id, hook)
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        """Removes the hook with that id."""
+        """Removes the hook with this id."""
         self._abort_hooks.remove(hook_id)
 
     def shrink(
         self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None
     ) -> TorchProcessGroup:
-        """Returns a new group of the remaining ranks, renumbered from 0; each of them calls this.
+        """Returns a new group with the remaining ranks, renumbered from 0. All remaining ranks must call this.
 
-        The excluded ranks may be dead. The rendezvous uses torch's store, whose server must be alive. This group is
-        unchanged unless `shrink_flags` requests its abort.
+        The excluded ranks may be dead. The rendezvous uses torch's store, whose server must be running. This group does
+        not change unless `shrink_flags` requests an abort.
 
         Raises:
-            RendezvousError: a remaining rank did not arrive, or died.
+            RendezvousError: a remaining rank did not arrive or died.
         """
         if opts_override is not None:
             raise ValueError(f"the backend 'paceline' has no options; got {type(opts_override).__name__}")
@@ -615,22 +615,22 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return group
 
     def get_reconfigure_handle(self) -> str:
-        """Returns the handle of this rank for `_reconfigure`, which is constant for the life of the group object."""
+        """Returns this rank's handle for `_reconfigure`. It is constant for the lifetime of the group object."""
         return str(self._handle)
 
     def reconfigure(self, opts: Any) -> TorchWork:
-        """Replaces the group's ranks by those with the given handles; exactly these ranks call this.
+        """Replaces the ranks in the group by those with the given handles. All of these ranks must call this.
 
-        Calls of the former group fail on all of its ranks. If the call fails, the group has no ranks until a call with
-        another number succeeds.
+        Pending calls on the former group fail on all of its ranks. If `reconfigure` fails, the group has no connections
+        until a later `reconfigure` with a different `uuid` succeeds.
 
         Args:
-            opts: Torch's `ReconfigureOptions`. `uuid` is a number that has not been used before. `handles` are in the
-                order of the new ranks; a set is ordered by the ranks that the processes started with.
+            opts: Torch's `ReconfigureOptions`. `uuid` must be a number that has not been used before. `handles` is a
+                list in the order of the new ranks, or a set, which is sorted by the processes' original ranks.
 
         Raises:
-            ValueError: the handles are invalid, or this rank's is not among them.
-            RendezvousError: the number was used before, the ranks were given different handles, or one did not arrive.
+            ValueError: a handle is invalid, or this rank's handle is missing.
+            RendezvousError: `uuid` was used before, the ranks were given different handles, or a rank did not arrive.
         """
         order = in_rank_order(opts.handles)
         if self._handle not in order:
@@ -656,16 +656,16 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return keep_alive(FinishedWork([]))
 
     def _agree_on_names(self) -> None:
-        """Makes all ranks give the same names to all groups that they create later.
+        """Synchronizes torch's group counter, from which the names of later groups are derived.
 
-        torch.distributed counts groups, and a process that replaces another one has created fewer than the rest.
+        A process that replaces another process has created fewer groups than the other ranks.
         """
         count = torch.tensor([_world.group_count], device="cpu")
         self._group.all_reduce(count, ReduceOp.MAX)
         _world.group_count = int(count)
 
     def _claim(self, store: PrefixStore, uuid: int, order: Sequence[ReconfigureHandle]) -> None:
-        """Checks that the number is new, and that all ranks were given the same handles in the same order."""
+        """Checks that `uuid` is new and that all ranks were given the same handles in the same order."""
         me = f"rank {self._rank} ({self._handle.host}, pid {self._handle.pid})"
         if store.add(f"used by {self._handle.token}", 1) != 1:
             raise RendezvousError(f"{me}: _reconfigure's uuid {uuid} was already used; pass a new one each time")
@@ -679,7 +679,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
             )
 
     def _note_failure(self) -> None:
-        """Runs the abort hooks if the group is broken, after a call has failed."""
+        """Runs the abort hooks if the group is broken. Called after a call has failed."""
         world = vars(self).get("_world")
         if world is not None and world.group.failure() != OutcomeCode.OK:
             self._abort_hooks.run()
@@ -688,7 +688,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         return torch_dist.group.WORLD is self
 
     def _adopt(self, meeting: GroupRendezvous, world: World) -> None:
-        """Takes over the connections of `world`, whose ranks have formed a group."""
+        """Takes ownership of `world`, a connected Paceline group."""
         self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
         self._members = world.group.members
         self._world = world
@@ -696,7 +696,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         self.report_backend_as(self._backend)
 
     def _close(self, why: ClosedReason) -> None:
-        """Ends the connections, if any; thread-safe."""
+        """Closes the connections, if any. Thread-safe."""
         self._absence = why
         vars(self).pop("_group", None)
         world = vars(self).pop("_world", None)
@@ -709,7 +709,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def _absent(self) -> Exception:
-        """Returns the error of a call without connections."""
+        """Returns the error for a call on a group without connections."""
         me = f"rank {self._rank}: {self!r}"
         if self._absence is ClosedReason.ABORTED:
             return GroupAbortedError(
@@ -727,12 +727,12 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
 
 
 def _only(tensors: Tensors) -> Tensors:
-    """Returns the only tensor of a list, since a single tensor takes the fast path of `all_reduce`."""
+    """Unpacks a list with a single tensor, which enables the fast path of `all_reduce`."""
     return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
 
 
 def _root(opts: Any) -> int:
-    """Returns the root's group rank from an option object or a number; 0 for None, torch's default."""
+    """Returns the root's group rank, given as an option object, a number, or None (torch's default, rank 0)."""
     return 0 if opts is None else int(getattr(opts, "rootRank", opts))
 
 
@@ -740,7 +740,7 @@ def _text(name: object) -> str:
     """Returns `name`.
 
     Raises:
-        TypeError: `name` is not a string; torch's own groups raise the same error.
+        TypeError: `name` is not a string, as with torch's own groups.
     """
     if not isinstance(name, str):
         raise TypeError(f"the name and the description of a group are strings, not {short_repr(name)}")
@@ -750,16 +750,16 @@ def _text(name: object) -> str:
 def prepend_gloo_message(
     error: CollectiveError, group_rank: int, ranks: Sequence[int], timeout: Timeout, wait_all_ranks: bool
 ) -> None:
-    """Prepends gloo's message on this rank to that of the error, if gloo has one for it.
+    """Prepends the message that gloo would raise on this rank, if any, to the message of `error`.
 
-    With gloo, rank 0 names the first missing rank, or all of them, and the other ranks refer to rank 0.
+    With gloo, the message on rank 0 lists the first missing rank or all missing ranks; other ranks refer to rank 0.
 
     Args:
         error: The barrier's error.
         group_rank: This process's rank in the group.
-        ranks: The group's ranks in the default group, by which `error` names them.
+        ranks: The members' ranks in the default group, which `error` uses in its message.
         timeout: The timeout on rank 0.
-        wait_all_ranks: Whether all missing ranks are named.
+        wait_all_ranks: Whether to list all missing ranks.
     """
     if group_rank:
         text = _refers_to_rank_0(error, group_rank)

@@ -1,4 +1,4 @@
-"""Rendezvous of a torch.distributed group over torch's store, which also carries a secret if the job has none."""
+"""The rendezvous of a torch.distributed group through torch's store. If the job has no secret, the store shares one."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ OTHER_DEVICES = (
     "a mixture such as 'cpu:paceline,cuda:nccl' PyTorch makes no more than one backend before release 2.14, if that "
     "is written in Python), or "
 )
-_SHORTEST_PATIENCE = timedelta(seconds=10)  # for groups with short timeouts; processors may be busy at start-up
+_SHORTEST_PATIENCE = timedelta(seconds=10)  # minimum; processors may be busy at startup
 _SECRET_KEY = "paceline/secret"
 _SECRET_VARIABLE = "PACELINE_SECRET"
-_OWN = "own"  # published instead of a secret if the job has its own
+_OWN = "own"  # published instead of a secret if the job has its own secret
 
 
 @dataclass(frozen=True)
 class GroupRendezvous:
-    """The parameters of a group's formation.
+    """The parameters of a group's rendezvous.
 
     Attributes:
-        store: Torch's store, with no keys of an earlier rendezvous.
+        store: Torch's store, without keys from an earlier rendezvous.
         rank: The rank of this process.
         size: The number of ranks.
-        timeout: The timeout of the group's calls.
-        named: The rank of each member in torch's default group, by which messages name it.
-        name: The group's name in messages.
+        timeout: The timeout for calls on the group.
+        named: The rank of each member in torch's default group, used in messages.
+        name: The group's name, used in messages.
     """
 
     store: Any
@@ -62,12 +62,12 @@ class GroupRendezvous:
 def form_group(
     meeting: GroupRendezvous, patience: timedelta | None = None, expected: Sequence[RankIdentity] = ()
 ) -> World:
-    """Waits for the other ranks, and returns their group.
+    """Waits for the other ranks and returns the connected group.
 
     Args:
-        meeting: The parameters.
-        patience: The time to wait for the others; by default the timeout of the group's calls, but at least 10 s.
-        expected: The processes of the ranks, if known. The rendezvous fails as soon as one of them on this host ends.
+        meeting: The parameters of the rendezvous.
+        patience: The time to wait for the other ranks. Default: the timeout for calls on the group, but at least 10 s.
+        expected: The ranks' processes, if known. The rendezvous fails as soon as one of them on this host exits.
 
     Raises:
         RendezvousError, AuthenticationError: the rendezvous failed.
@@ -101,7 +101,7 @@ def _has_ended(member: RankIdentity) -> bool:
 
 @contextlib.contextmanager
 def _secret_of_group(store: StoreFromTorch, rank: int, formation: Formation, patience_s: float) -> Iterator[None]:
-    """Shares a secret through torch's store if the job has none; that store has no authentication in any case."""
+    """Shares a secret through torch's store if the job has none. The store itself is never authenticated."""
     mine = job_secret()
     if mine is None and chosen_level() == "encrypt":
         raise AuthenticationError(
@@ -130,7 +130,7 @@ def _secret_of_group(store: StoreFromTorch, rank: int, formation: Formation, pat
     if mine is not None:
         yield
         return
-    os.environ[_SECRET_VARIABLE] = shared  # set only during the formation, so that child processes do not inherit it
+    os.environ[_SECRET_VARIABLE] = shared  # removed below: child processes must not inherit it
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Adapters between stores of Paceline and torch.distributed, and torch's default group over Paceline's store."""
+"""Adapters between Paceline's stores and torch.distributed's, and the creation of torch's default group with them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch._C._distributed_c10d import Store as TorchStore
 from paceline.comm.group.default import default_world
 from paceline.comm.store.store import PrefixStore, Store, StoreAnswer, StoreOp, StoreStatus
 
-# torch's own `wait` prints a warning on each timeout, and cannot be interrupted. The pauses between polls grow with the
-# time waited, so that a wait takes at most a sixteenth longer with few polls.
+# The adapter polls, because torch's own `wait` prints a warning on each timeout and cannot be interrupted. The pause
+# between polls increases with the time waited, which keeps polls rare and extends waits by at most a sixteenth.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHARE_OF_WAIT = 0.001, 0.25, 1 / 16
 
 
 class StoreForTorch(TorchStore):
-    """A Paceline store as a store of torch.distributed, with the methods that process groups need."""
+    """A torch.distributed store backed by a Paceline store. Implements the methods that process groups use."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class StoreForTorch(TorchStore):
         return self._store.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds `amount` to the number under `key`; returns the sum."""
+        """Adds `amount` to the integer stored at `key`; returns the sum."""
         return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
@@ -41,7 +41,7 @@ class StoreForTorch(TorchStore):
         return self._store.check(keys)
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Sets `key` if it has the expected value; returns its value afterwards."""
+        """Sets `key` if its value equals `expected_value`; returns the value of `key` afterwards."""
         return self._store.compare_set(key, expected_value, desired_value)
 
     def append(self, key: str, value: bytes | str) -> None:
@@ -57,7 +57,7 @@ class StoreForTorch(TorchStore):
         self._store.multi_set(keys, values)
 
     def has_extended_api(self) -> bool:
-        """Returns True: `append`, `multi_get` and `multi_set` are available."""
+        """Returns True, because `append`, `multi_get` and `multi_set` are available."""
         return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -70,12 +70,12 @@ class StoreForTorch(TorchStore):
 
 
 def make_torch_default_group() -> None:
-    """Creates torch's default group over Paceline, from Paceline's default group; every rank calls this.
+    """Creates torch's default group from Paceline's default group. All ranks must call this.
 
-    The rendezvous uses Paceline's store, so torch's variables need not be set.
+    The rendezvous uses Paceline's store, so torch's environment variables need not be set.
 
     Raises:
-        ValueError: Paceline's default group does not exist, or torch's exists already.
+        ValueError: Paceline's default group does not exist, or torch's default group already exists.
     """
     world = default_world()
     store = StoreForTorch(PrefixStore("torch", world.store))
@@ -86,11 +86,11 @@ def make_torch_default_group() -> None:
         world_size=world.group.size(),
         timeout=timedelta(seconds=world.timeout_s),
     )
-    vars(torch_dist.group.WORLD)["lent_store"] = store  # torch's C++ code does not keep the Python side alive
+    vars(torch_dist.group.WORLD)["lent_store"] = store  # torch's C++ code does not keep Python stores alive
 
 
 class StoreFromTorch(Store):
-    """A store of torch.distributed as a Paceline store, with the operations of engines; it ignores last wills."""
+    """A Paceline store backed by a torch.distributed store. Supports the operations of engines except last wills."""
 
     def __init__(self, store: TorchStore, timeout: timedelta) -> None:
         super().__init__(timeout)

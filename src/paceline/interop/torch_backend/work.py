@@ -1,4 +1,4 @@
-"""Paceline's works as `torch.distributed.Work`."""
+"""Adapters from Paceline's asynchronous calls to `torch.distributed.Work`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.comm.group.work import Work
 
 _FOR_EVER = timedelta(0)
 
-# Before release 2.7, torch's C++ code keeps only its side of a Work alive, and waits forever if the other is freed.
+# Before PyTorch 2.7, the C++ code keeps only the C++ part of a Work alive and hangs if the Python part is freed.
 _KEEPS_WORKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
 _kept: set[TorchWork] = set()
 _WORK = "_paceline_work"
@@ -28,38 +28,38 @@ _given: WeakKeyDictionary[Reducer, TorchWork] = WeakKeyDictionary()
 
 @eager_methods
 class RunningWork(TorchWork):
-    """A call that runs or has run asynchronously."""
+    """An asynchronous call, in progress or complete."""
 
     def __init__(self, work: Work, results: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._running = work.with_results(results)
-        self._written: list[weakref.ref[torch.Tensor]] = []  # the results that keep this object alive
+        self._written: list[weakref.ref[torch.Tensor]] = []  # result tensors that keep this object alive
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
-        """Waits for the call, at most for `timeout` if that is positive."""
+        """Waits for the call, for at most `timeout` if that is positive."""
         self._running.wait(timeout if timeout > _FOR_EVER else None)
         if self in _kept:
             self._hand_over()
         return True
 
     def _hand_over(self) -> None:
-        """Makes the call's results keep this object alive, since torch may wait for it once per result."""
+        """Makes several result tensors keep this object alive, because torch may wait for it once per tensor."""
         _kept.discard(self)
         results = self._running.result()
         if len(results) > 1:
-            self._running = Work(None, "a call that is over")  # must not keep the tensors alive in turn
+            self._running = Work(None, "a call that is over")  # avoids a reference cycle with the tensors
             self._written = [weakref.ref(tensor) for tensor in results]
             for tensor in results:
                 vars(tensor)[_WORK] = self
 
     def synchronize(self) -> None:
-        """Waits for the call like `wait`, since there are no streams."""
+        """Waits for the call, like `wait`, because there are no streams to synchronize."""
         self._running.wait()
 
     block_current_stream = synchronize
 
     def is_completed(self) -> bool:
-        """Returns whether the call has completed, successfully or not."""
+        """Returns whether the call has succeeded or failed."""
         return self._running.is_completed()
 
     def is_success(self) -> bool:
@@ -67,35 +67,35 @@ class RunningWork(TorchWork):
         return self._running.is_success()
 
     def exception(self) -> Exception | None:
-        """Returns the call's error, or None."""
+        """Returns the error that the call raised, or None."""
         return self._running.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """Waits for the call, and returns the tensors that it wrote."""
+        """Waits for the call and returns its output tensors."""
         if self._written:
             return [tensor for reference in self._written if (tensor := reference()) is not None]
         return self._running.result()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Returns a future of the tensors, which completes without a `wait`."""
+        """Returns a future for the output tensors. It completes even if `wait` is never called."""
         _kept.discard(self)
         return _completed(self.result()) if self._written else self._running.get_future()
 
     def source_rank(self) -> int:
-        """Returns the sender's rank in the group, if the call is a receive."""
+        """Returns the sender's group rank if the call is a receive."""
         return self._running.source_rank()
 
     _source_rank = source_rank
 
     def boxed(self) -> Any:
-        """Returns torch's side of the Work, and keeps this side until `wait` or `get_future` is called."""
+        """Returns the C++ part of the Work; keeps the Python part alive until `wait` or `get_future` is called."""
         _kept.add(self)
         return super().boxed()
 
 
 @eager_methods
 class FinishedWork(TorchWork):
-    """A call that had completed successfully when it returned."""
+    """A synchronous call that has already succeeded."""
 
     def __init__(self, results: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -114,25 +114,25 @@ class FinishedWork(TorchWork):
     block_current_stream = synchronize
 
     def exception(self) -> None:
-        """Returns None, since the call was successful."""
+        """Returns None, because the call succeeded."""
 
     def result(self) -> list[torch.Tensor]:
-        """Returns the tensors that the call wrote."""
+        """Returns the call's output tensors."""
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Returns a completed future of the tensors."""
+        """Returns a completed future with the output tensors."""
         _kept.discard(self)
         return _completed(self.result())
 
     def source_rank(self) -> int:
-        """Returns -1, since the call was not a receive."""
+        """Returns -1, because the call is not a receive."""
         return -1
 
     _source_rank = source_rank
 
     def boxed(self) -> Any:
-        """Returns torch's side of the Work, and keeps this side until `wait` or `get_future` is called."""
+        """Returns the C++ part of the Work; keeps the Python part alive until `wait` or `get_future` is called."""
         _kept.add(self)
         return super().boxed()
 
@@ -144,17 +144,17 @@ def _completed(results: list[torch.Tensor]) -> torch.futures.Future[list[torch.T
 
 
 def keep_alive(work: RunningWork | FinishedWork) -> RunningWork | FinishedWork:
-    """Returns `work`, and keeps it until `wait` or `get_future` is called, in releases where torch does not."""
+    """Keeps `work` alive until `wait` or `get_future` is called, on PyTorch releases that do not; returns `work`."""
     if not _KEEPS_WORKS:
         _kept.add(work)
     return work
 
 
 def keep_works_of_reducers() -> None:
-    """Makes the reducers of torch's DistributedDataParallel keep the Work that a forward in `join` passes to them.
+    """Makes the reducers of PyTorch's DDP keep alive the Work that a forward pass in `join` passes to them.
 
-    In every release, a reducer keeps only torch's side of that Work. Once the Python side is freed, the wait in the
-    backward never completes, and no call of Paceline can time out.
+    In all PyTorch releases, a reducer keeps only the C++ part of that Work alive. If the Python part is freed, the wait
+    during backward never completes, and no Paceline call can time out.
     """
     give = getattr(Reducer, _GIVE, None)
     if give is None or getattr(give, "keeps", False):
