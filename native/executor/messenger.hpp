@@ -158,14 +158,14 @@ class Messenger final : public Waits::Link {
     };
     struct PeerState {
         std::deque<Outgoing> outgoing;
-        std::map<std::uint64_t, std::shared_ptr<Request>> offered;   // sends, by id, until they are accepted
-        std::map<std::uint64_t, std::shared_ptr<Request>> accepted;  // receives, by id, until they are complete
+        std::map<std::uint64_t, std::shared_ptr<Request>> offered;   // offered sends by id; removed when accepted
+        std::map<std::uint64_t, std::shared_ptr<Request>> accepted;  // accepting receives by id; removed when complete
         std::map<std::uint64_t, std::size_t> still;                  // bytes still missing, by the ids in `accepted`
         std::uint64_t next_id = 1;
-        std::size_t eager_out = 0;    // charges of eager messages sent, not credited yet
-        std::size_t eager_in = 0;     // charges of eager messages consumed by receives, not credited yet
-        std::size_t eager_held = 0;   // charges of eager messages that have arrived, not credited yet
-        std::size_t offers_held = 0;  // offers that have arrived and have no receive
+        std::size_t eager_out = 0;    // charges of eager messages sent but not credited yet
+        std::size_t eager_in = 0;     // charges of eager messages consumed but not credited yet
+        std::size_t eager_held = 0;   // charges of eager messages received but not credited yet
+        std::size_t offers_held = 0;  // number of received offers without a matching receive
         std::uint64_t latest_id = 0;  // the latest id of an arrived message
         // The frame that is being received.
         Frame frame;

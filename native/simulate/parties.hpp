@@ -18,7 +18,7 @@ struct Event {
     std::uint32_t order;  // the stream's `order`: equivalent ranks process simultaneous events identically
     std::uint64_t number;
     What what;
-    std::uint32_t subject;  // a rank, a stream or, for `worked`, a step
+    std::uint32_t subject;  // the number of a rank or a stream, or of a step (`worked`)
     std::uint32_t rank = 0;
     std::uint32_t version = 0;
     double nbytes = 0;
@@ -63,7 +63,7 @@ struct Stream {
     std::uint32_t version = 0;
     double waiting = 0;              // bytes that have arrived but have not been consumed by a step
     double arrived = 0;              // bytes that have arrived of the message with index `recorded`
-    std::size_t recorded = 0;        // the number of messages that have arrived
+    std::size_t recorded = 0;        // number of messages that have arrived completely
     std::vector<double> begins_s{};  // start times of the messages that have begun
 };
 

@@ -56,8 +56,8 @@ struct Transfer {
 };
 
 struct Timing {
-    std::vector<double> ends_s;          // by program
-    std::vector<double> carried_nbytes;  // by link
+    std::vector<double> ends_s;          // end times, by program
+    std::vector<double> carried_nbytes;  // bytes carried, by link
     std::vector<Transfer> transfers;     // empty unless the scenario records them
 };
 

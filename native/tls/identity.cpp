@@ -14,7 +14,7 @@ constexpr long kPartialWrite = 1, kMovingWriteBuffer = 2, kReleaseBuffers = 16;
 constexpr long kNoSessionCache = 0;
 constexpr std::uint64_t kEndsWithoutNotice = 1 << 7;  // the transported frames show whether a stream is complete
 constexpr int kVerifyPeer = 1, kFailWithoutCertificate = 2;
-constexpr std::size_t kReadAheadBytes = 64 << 10;  // per system call: four records
+constexpr std::size_t kReadAheadBytes = 64 << 10;  // bytes per system call, enough for four records
 // AES-128 is fastest on processors with AES instructions, ChaCha20 on all others.
 constexpr const char* kCiphers = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256:TLS_AES_256_GCM_SHA384";
 

@@ -107,7 +107,7 @@ def is_homogeneous() -> bool:
 
 
 def _of_launcher(variable: str, otherwise: int) -> int:
-    """Returns the launcher's variable if it belongs to this job rather than an outer job, or else `otherwise`."""
+    """Returns the launcher's variable, or `otherwise` if it is not set or belongs to an outer job."""
     is_of_this_job = os.environ.get("WORLD_SIZE") == str(size()) and os.environ.get("RANK") == str(rank())
     return int(os.environ[variable]) if is_of_this_job and variable in os.environ else otherwise
 

@@ -96,7 +96,7 @@ class _Allgather(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns this rank's rows of the mean of the ranks' gradients."""
+        """Averages the gradients over the ranks and returns this rank's rows."""
         me = ctx.process_set.rank()
         mine = []
         for index, mean in enumerate(grouped_allreduce(grads, process_set=ctx.process_set)):

@@ -135,7 +135,7 @@ def new_name(name: str, way: MigrationMode) -> str | None:
     if is_in(name, "horovod"):
         return _of_horovod(name)
     if way is MigrationMode.PLUGIN:
-        # torch's function returns "gloo" for the CPU; the backend returned by Paceline's also works with torch.
+        # torch's function returns "gloo" for CPU devices; Paceline's function returns a name that torch accepts.
         is_default = name in (f"{_TORCH}.get_default_backend_for_device", f"{_CORE}.get_default_backend_for_device")
         return "paceline.get_default_backend_for_device" if is_default else None
     if (known := longest_renamed_prefix(name)) is not None:

@@ -80,7 +80,7 @@ def lend_default_group() -> None:
 
 def replace_env_handler() -> None:
     """Replaces torch.distributed's handler for `env://`, except under torchrun, which serves its own store."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # import_module, because `torch.distributed.rendezvous` is a function
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the attribute `rendezvous` is a function
         vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]["env"] = env_rendezvous_handler
 
 
