@@ -1,4 +1,4 @@
-// Failures of the executor's calls: mismatches, ranks that died or left, time-outs and interrupts.
+// Failures of the executor's calls: mismatches, ranks that died or left, timeouts and interrupts.
 #include <algorithm>
 #include <thread>
 

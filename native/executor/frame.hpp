@@ -52,7 +52,7 @@ std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size);
 std::vector<std::uint8_t> encode(const Answer& answer);
 std::optional<Answer> decode_answer(const Frame& frame, std::span<const std::uint8_t> bytes);
 
-// Whether `frame` is valid.
+// Returns true if `frame` is valid.
 bool is_sound(const Frame& frame);
 
 }  // namespace paceline::executor

@@ -162,8 +162,7 @@ Outcome Messenger::without_locked(int peer) {
     return outcome;
 }
 
-// Reports to the mesh why this rank gives up, which provides the cause to the ranks of its other groups; this rank
-// leaves those groups soon afterwards.
+// Reports the cause to the mesh. This rank will soon leave its other groups as well, whose ranks then have the cause.
 void Messenger::note(const Outcome& outcome) {
     const auto name = [this](int rank) { return lanes_.name(rank); };
     const Cause cause = cause_of_leaving(outcome, lanes_.waits().name(), name);

@@ -1,4 +1,4 @@
-// Failures of calls on one host: mismatches, ranks that died or left, time-outs and interrupts.
+// Failures of calls on one host: mismatches, ranks that died or left, timeouts and interrupts.
 #include <algorithm>
 
 #include "call/turns.hpp"

@@ -58,7 +58,7 @@ struct Number<Half> {
         const std::uint32_t bits = as_bits(value);
         const std::uint32_t sign = (bits >> 16) & 0x8000u;
         const std::uint32_t magnitude = bits & 0x7fffffffu;
-        // For subnormal results, adding 0.5 aligns the mantissa so that the hardware rounds to nearest even.
+        // For subnormal results, adding 0.5 aligns the mantissa for the hardware's rounding to nearest even.
         const std::uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
         const std::uint32_t odd = (magnitude >> 13) & 1u;
         const std::uint32_t normal = (magnitude - 0x38000000u + 0xfffu + odd) >> 13;
@@ -75,7 +75,7 @@ struct Number<Complex<Half>> {
     static Complex<Half> store(Acc value) { return {Number<Half>::store(value.re), Number<Half>::store(value.im)}; }
 };
 
-// Integers use unsigned arithmetic, so that overflow wraps as in PyTorch.
+// Integers use unsigned arithmetic because overflow must wrap as in PyTorch.
 template <class T>
 struct Wrapping {
     using Type = T;

@@ -1,6 +1,6 @@
-// The kernels, compiled once for each SIMD level: the including file names the namespace in PACELINE_SIMD.
-// They use plain loops and no library templates, so that the linker cannot use a function compiled for a newer CPU
-// elsewhere.
+// The kernels, compiled once for each SIMD level: the including file names the namespace in PACELINE_SIMD. They use
+// plain loops and no library templates: the linker could otherwise use an instantiation compiled for a newer CPU in
+// code for older CPUs.
 
 #include "reduce/elements.inl"
 

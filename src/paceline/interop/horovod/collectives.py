@@ -71,7 +71,7 @@ class ScaledReduction:
     after: float
 
     def of(self, size: int) -> ScaledReduction:
-        """Returns an equivalent reduction without averages that have a postscale factor: these become scaled sums."""
+        """Replaces an average with a postscale factor by an equivalent sum; returns other reductions unchanged."""
         if self.by is Average and self.after != 1.0:
             return ScaledReduction(Sum, self.before, self.after / size)
         return self

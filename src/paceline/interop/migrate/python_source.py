@@ -183,7 +183,7 @@ class _Collector(cst.CSTVisitor):
 
 
 def _named(statement: cst.Import | cst.ImportFrom, first: str) -> Iterator[tuple[str, bool]]:
-    """Yields the qualified names bound to `first`, and whether exactly `first` is bound (not `a` by `import a.b`)."""
+    """Yields the qualified names bound to `first`; False marks a package bound by an import such as `import a.b`."""
     for _, name, local in bindings(statement):
         if local.partition(".")[0] == first:
             yield name, local == first
