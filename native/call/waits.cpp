@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kServes{50};
 constexpr std::chrono::milliseconds kServesAtLeast{400};
-constexpr int kShare = 50;  // a waiting thread spends at most 1/kShare of its time on queries
+constexpr int kShare = 50;  // a waiting thread spends about 1/kShare of its time on queries
 
 }  // namespace
 
