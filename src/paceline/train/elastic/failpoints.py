@@ -37,9 +37,9 @@ POINTS = (
 POINTS_OF_SENDERS = ("join.snapshot", "join.serving", "join.logged")
 POINTS_OF_CHILDREN = ("join.sending",)
 POINTS_OF_RECEIVERS = ("join.chunk", "join.restored", "join.replay", "join.near")
-# Points only in loops with DistributedDataParallel and StatefulLoader.
+# Points reached only by loops with DistributedDataParallel and StatefulLoader.
 POINTS_OF_DDP_LOOPS = ("batch.dealt", "mean.weighed", "mean.applied")
-# Points before each operation on a disk that holds checkpoints, and after the last one of a save.
+# Points before each disk operation on a checkpoint, and after the last operation of a save.
 POINTS_OF_CHECKPOINTS = (
     "checkpoint.make",
     "checkpoint.create",
@@ -49,7 +49,7 @@ POINTS_OF_CHECKPOINTS = (
     "checkpoint.remove",
     "checkpoint.done",
 )
-# Points of the copies in the memory of launchers.
+# Points reached while checkpoints are copied to the memory of launchers.
 POINTS_OF_COPIES = ("copies.begin", "copies.write", "copies.finish", "copies.commit", "copies.done")
 _ALL_POINTS = (
     *POINTS,
@@ -67,7 +67,7 @@ _orders: dict[tuple[str, int], str] = {}
 
 
 def arm(worker: str, orders: str) -> None:
-    """Arms the orders for `worker`; all others are ignored.
+    """Arms the orders for `worker` and ignores those for other workers.
 
     Raises:
         ValueError: An order is malformed or names an unknown point or action.
@@ -93,7 +93,7 @@ def arm_by_environment(worker: str) -> None:
 
 
 def failpoint(point: str) -> None:
-    """Performs the action that was ordered for this point, if any."""
+    """Performs the action ordered for this point, if any."""
     if _orders:
         _reached[point] += 1
         if action := _orders.get((point, _reached[point])):

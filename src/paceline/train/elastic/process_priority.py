@@ -1,8 +1,8 @@
 """CPU priorities of elastic workers: workers that join or send state yield to those that train on the same machine.
 
-A replacement runs the script from the start, which may occupy a core for some time. If all cores are busy, that would
-slow the training workers down. `LoweredPriorities` lowers the priority of such a process until it trains; raising it
-again requires CAP_SYS_NICE (usually root) or a sufficient RLIMIT_NICE; without either, nothing is changed.
+A replacement worker runs the script from the start, which may occupy a core for some time. If all cores are busy, this
+slows the training workers down. `LoweredPriorities` lowers the priority of such a process until it trains. Restoring
+the priority requires CAP_SYS_NICE (usually root) or a sufficient RLIMIT_NICE; without either, it is not lowered.
 `run_at_low_priority` moves single tasks to a thread of lower priority, which needs no privilege.
 """
 
@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-NICENESS = 5  # about a third of a training process's share of a contended core
-THREAD_NICENESS = 10  # about a ninth of it
-_LOWEST = 19  # the kernel's limit
-_MOST_LOOKS = 8  # passes over a process that keeps starting threads
+NICENESS = 5  # gives a process about a third of a training process's share of a contended core
+THREAD_NICENESS = 10  # gives a thread about a ninth of a training process's share of a contended core
+_LOWEST = 19  # the highest niceness that Linux allows
+_MOST_LOOKS = 8  # maximum number of passes over a process that keeps starting threads
 T = TypeVar("T")
 
 
@@ -31,11 +31,11 @@ class LoweredPriorities:
         self._yield: set[int] = set()
 
     def begin(self, pid: int) -> None:
-        """Lowers the priority of a new process, provided that it can be restored later."""
+        """Lowers the priority of a new process if the launcher is allowed to restore it later."""
         if self._can_undo is None:
             self._can_undo = _can_undo(self._own)
         if self._can_undo:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 os.setpriority(os.PRIO_PROCESS, pid, self._lower)
                 self._yield.add(pid)
 
@@ -58,7 +58,7 @@ class LoweredPriorities:
 
 
 def _can_undo(own: int) -> bool:
-    """Returns whether a lowered priority can be restored, by trying it on a separate thread."""
+    """Tries on a separate thread whether a lowered priority can be restored; returns the result."""
     results: list[bool] = []
 
     def attempt() -> None:
@@ -79,7 +79,7 @@ def _can_undo(own: int) -> bool:
 
 def _threads_below(pid: int) -> Iterator[int]:
     """Yields the threads of a process and of its descendants."""
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             yield int(thread)
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
@@ -97,7 +97,7 @@ def _niceness(thread: int) -> int | None:
 def lower_thread_priority() -> None:
     """Lowers the priority of this thread, and of threads that it starts, below that of the process's main thread.
 
-    Without privileges it cannot be restored.
+    The original priority cannot be restored without privileges.
     """
     with contextlib.suppress(OSError):
         niceness = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + THREAD_NICENESS, _LOWEST)

@@ -4,9 +4,9 @@ A *view* is a numbered list of the workers that train together; its number is ca
 follows the loss of a worker, and the survivors enter it immediately. A *planned* view adds or removes workers. Its
 members first form its process group, and enter the view together at the beginning of the next batch.
 
-A worker that joins while others train is a *receiver* until it has caught up with them: *senders* among the members
-take a snapshot of the state at the beginning of a batch, for a *transfer* that is numbered like the views
-(`state_transfer/`).
+A worker that joins while others train is a *receiver* until it has caught up with them. Some members, the *senders*,
+take a snapshot of the state for it at the beginning of a batch. Such a *transfer* takes its number from the same
+sequence as the views (`state_transfer/`).
 
 A worker and its launcher exchange one JSON object in each datagram of a socket pair. Between launchers the same structs
 are sent inside the frames of `operate/launch/multinode/protocol.py`.
@@ -21,9 +21,9 @@ import msgspec
 from paceline.comm.security.untrusted_peers import decode_untrusted
 
 LARGEST_DATAGRAM = 1 << 16  # bytes of a datagram
-LEFT_OUT, OUTVOTED = 75, 76  # exit codes of workers that were left out of a view, or whose result or state was wrong
-_NUMBERS = 1 << 16  # the largest number of machines in a job
-_MOST_TRANSFERS = 16  # the number of transfers that are remembered
+LEFT_OUT, OUTVOTED = 75, 76  # exit codes after exclusion from a view, and after a wrong result or state
+_NUMBERS = 1 << 16  # maximum number of machines in a job
+_MOST_TRANSFERS = 16  # maximum number of transfers in the replicated state
 
 
 class _WorkerMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -34,9 +34,10 @@ class Ready(_WorkerMessage, frozen=True):
     """The worker has built its model and requests to join. It has no state that others may copy.
 
     Attributes:
-        fingerprint: A text that is equal in all workers whose results are bitwise equal.
-        learns: Whether the worker can catch up while the others train; otherwise they wait while it receives the state.
-        after: The last transfer that was offered to the worker; that transfer and all earlier ones have failed.
+        fingerprint: A string that is identical on all workers whose results are bitwise equal.
+        learns: Whether the worker can catch up while the members train. If False, the members pause while it receives
+            the state.
+        after: The number of the last transfer offered to the worker. This transfer and all earlier ones have failed.
     """
 
     fingerprint: str
@@ -45,7 +46,7 @@ class Ready(_WorkerMessage, frozen=True):
 
 
 class TransferReady(_WorkerMessage, frozen=True):
-    """The worker serves the state before the round `round` and all later results; it cannot if `address` is ""."""
+    """The sender serves the state before round `round` and all later results at `address`, or refuses if that is ""."""
 
     transfer: int
     round: int
@@ -53,20 +54,20 @@ class TransferReady(_WorkerMessage, frozen=True):
 
 
 class CaughtUp(_WorkerMessage, frozen=True):
-    """The worker has caught up with the others: its next round is `round`."""
+    """The worker has caught up with the members; its next round is `round`."""
 
     round: int
 
 
 class Installed(_WorkerMessage, frozen=True):
-    """The worker has entered the view `generation` and holds the state before the round `round`."""
+    """The worker has entered view `generation` and holds the state before round `round`."""
 
     generation: int
     round: int
 
 
 class Broken(_WorkerMessage, frozen=True):
-    """The connections of the view `generation` have failed; the worker waits for the next view."""
+    """The connections of view `generation` have failed, and the worker waits for the next view."""
 
     generation: int
     round: int
@@ -74,13 +75,13 @@ class Broken(_WorkerMessage, frozen=True):
 
 
 class Leaving(_WorkerMessage, frozen=True):
-    """The worker was asked to end, and leaves at the end of the current batch."""
+    """The worker was asked to exit and leaves after the current batch."""
 
     reason: str
 
 
 class LoopFinished(_WorkerMessage, frozen=True):
-    """The worker's loop has completed; the worker no longer needs the others."""
+    """The worker's training loop has completed, and the worker no longer needs the other members."""
 
     round: int
 
@@ -91,10 +92,10 @@ class View(_WorkerMessage, frozen=True):
     Attributes:
         generation: The number of the view, larger than that of any earlier view.
         members: The workers' names, by rank.
-        is_planned: Whether the members enter the view at the beginning of a batch; otherwise they do so immediately.
-        must_wait: Whether there are fewer workers than the job needs: they finish the batch in progress, and begin no
-            other batch in this view.
-        store: The store in which the members meet, as in PACELINE_STORE, or "" for the previous one.
+        is_planned: Whether the members enter the view at the beginning of a batch rather than immediately.
+        must_wait: Whether the view has fewer workers than the job needs. If so, its members finish the batch in
+            progress but begin no other.
+        store: The store for the members' rendezvous, in the format of PACELINE_STORE, or "" for the previous store.
     """
 
     generation: int
@@ -121,7 +122,7 @@ class StateTransfer(_WorkerMessage, frozen=True):
 
 
 class TransferOffer(_WorkerMessage, frozen=True):
-    """The sender `sender` serves the receiver at `address`, from the state before the round `round`."""
+    """The sender `sender` serves the state before round `round` and all later results at `address`."""
 
     transfer: int
     sender: str
@@ -130,13 +131,13 @@ class TransferOffer(_WorkerMessage, frozen=True):
 
 
 class WaitNotice(_WorkerMessage, frozen=True):
-    """The worker has to wait; the reason is for the user."""
+    """The worker has to wait, for a reason that is shown to the user."""
 
     reason: str
 
 
 class Dismissed(_WorkerMessage, frozen=True):
-    """The worker must end with `code`; the reason is for the user."""
+    """The worker must exit with `code`, for a reason that is shown to the user."""
 
     reason: str
     code: int = 0
@@ -158,7 +159,7 @@ def decode_from_worker(datagram: bytes) -> FromWorker:
     """Decodes a worker's message.
 
     Raises:
-        ValueError: The datagram is not a message of a worker.
+        ValueError: The datagram is not a message from a worker.
     """
     message: FromWorker = decode_untrusted(_from_worker.decode, datagram)
     return message
@@ -168,7 +169,7 @@ def decode_to_worker(datagram: bytes) -> ToWorker:
     """Decodes a launcher's message.
 
     Raises:
-        ValueError: The datagram is not a message of a launcher.
+        ValueError: The datagram is not a message from a launcher.
     """
     message: ToWorker = decode_untrusted(_to_worker.decode, datagram)
     return message
@@ -185,20 +186,20 @@ class LauncherAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The facts about a job that every launcher holds, so that any of them can take over as coordinator.
 
-    They never become false, so the facts of several launchers can be merged. A launcher that holds a worker's death
-    also holds all views that the worker's launcher passed on to the worker.
+    These facts never become false, so those of several launchers can be merged. A launcher that has recorded a worker's
+    death also has all views that the worker received.
 
     Attributes:
         term: The largest known term of a coordinator.
         coordinator: The number of that coordinator's machine.
         fingerprint: The fingerprint of the job's members.
         complete: The generation of the last view that all its members are known to have entered, or 0.
-        views: That view, and all later ones.
-        dead: The workers in these views whose end was confirmed.
-        ended: The machines whose launchers have ended, along with their workers.
-        peers: The machines.
-        transfers: The last transfer of each receiver that may not have caught up.
-        job: The identity of the job.
+        views: The last complete view and all later ones.
+        dead: The members of these views whose death was confirmed.
+        ended: The numbers of the machines whose launchers and workers have ended.
+        peers: The machines with their launchers' addresses.
+        transfers: The last transfer to each receiver that may not have caught up.
+        job: An identifier that distinguishes this job from all others.
     """
 
     term: int = 0
@@ -213,7 +214,7 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     job: str = ""
 
     def is_dead(self, uid: str) -> bool:
-        """Returns whether a worker's end was confirmed."""
+        """Returns whether a worker's death was confirmed."""
         return uid in self.dead or machine_of(uid) in self.ended
 
     @property
@@ -222,14 +223,20 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         return sorted({uid for view in self.views for uid in view.members})
 
     def allows(self, reached: Iterable[str]) -> bool:
-        """Returns whether the machines of these living workers may continue without the others."""
+        """Returns whether the machines that run the workers in `reached` may continue without the other machines."""
         reachable = set(reached)
         dead = [uid for uid in self.members if self.is_dead(uid)]
         return all(has_quorum(view.members, dead, reachable) for view in self.views)
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A running worker: its messages that are still relevant, and why its launcher considers it stalled, if so."""
+    """A running worker with its messages that are still relevant.
+
+    Attributes:
+        uid: The worker's name.
+        messages: The relevant messages from the worker, oldest first.
+        stalled: The reason why the launcher considers the worker stalled, or None.
+    """
 
     uid: str
     messages: tuple[FromWorker, ...] = ()
@@ -237,17 +244,17 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The report of a launcher to the coordinator that it now follows.
+    """A launcher's report to the coordinator that it has begun to follow.
 
     Attributes:
         number: The number of the launcher's machine.
         host: The machine's host name.
         slots: The number of workers that the launcher keeps running.
         first_slot: The number of the launcher's first slot in the job.
-        knowledge: The job's state as the launcher holds it.
+        knowledge: The launcher's copy of the job state.
         workers: The running workers.
         ended: For each worker that has ended, its name, a description of the cause, and its exit code.
-        is_leaving: Whether the launcher ends as soon as its workers have ended.
+        is_leaving: Whether the launcher will exit as soon as its workers have ended.
     """
 
     number: int
@@ -261,11 +268,11 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def has_quorum(members: Collection[str], dead: Collection[str], reachable: Collection[str]) -> bool:
-    """Returns whether the partition that reaches `reachable` may install a view after that of `members`.
+    """Returns whether the partition with the workers in `reachable` may replace a view that consists of `members`.
 
-    Only deaths that the worker's own machine has confirmed make a view smaller. A partition needs more than half of the
-    remaining members; of two halves, the one with the lowest worker name continues. A view whose members are all dead
-    needs no quorum, since no member can disagree.
+    Only deaths confirmed by the worker's own machine reduce the number of members. A partition needs more than half of
+    the remaining members. If it has exactly half, it may continue only if it contains the lowest worker name. A view
+    whose members are all dead needs no quorum.
     """
     left = set(members) - set(dead)
     if not left:
@@ -280,7 +287,7 @@ def machine_of(uid: str) -> int:
 
 
 def next_term(term: int, number: int) -> int:
-    """Returns the term that follows `term` for a coordinator on machine `number`; it differs between machines."""
+    """Returns the term after `term` for a coordinator on machine `number`; different machines get different terms."""
     return ((term // _NUMBERS + 1) * _NUMBERS) + number % _NUMBERS
 
 
@@ -311,18 +318,18 @@ def merge_job_states(parts: Iterable[ReplicatedJobState]) -> ReplicatedJobState:
 
 
 def _open_transfers(transfers: Iterable[StateTransfer], members: Iterable[str]) -> tuple[StateTransfer, ...]:
-    """Returns the last transfer of each receiver, except for members, whose transfers have completed."""
+    """Returns the last transfer to each receiver, except to members, whose transfers have completed."""
     latest = {transfer.receiver: transfer for transfer in sorted(transfers, key=lambda transfer: transfer.number)}
     kept = [transfer for transfer in latest.values() if transfer.receiver not in members]
     return tuple(sorted(kept, key=lambda transfer: transfer.number)[-_MOST_TRANSFERS:])
 
 
 class _Order(msgspec.Struct, frozen=True, tag_field="kind", tag=True, forbid_unknown_fields=True):
-    """An order of the coordinator. `machine`, if present, is the name of the addressee."""
+    """An order from the coordinator to the machine named in `machine`, if present, or to all machines."""
 
 
 class SendOrder(_Order, frozen=True):
-    """Pass a message on to a worker. Messages to one worker must arrive in the order of their orders."""
+    """Forward a message to a worker. Messages to the same worker must arrive in the sequence of their orders."""
 
     machine: str
     uid: str
@@ -330,9 +337,9 @@ class SendOrder(_Order, frozen=True):
 
 
 class ReplicateOrder(_Order, frozen=True):
-    """Store the job's state, in case this machine's launcher has to coordinate the job, and confirm it.
+    """Store the job state and confirm its receipt. The launcher needs it if it becomes the coordinator.
 
-    On every machine, this order must arrive before all later ones.
+    Each machine must receive this order before any later order.
     """
 
     machine: str
@@ -346,35 +353,35 @@ class StartOrder(_Order, frozen=True):
 
 
 class HandoverOrder(_Order, frozen=True):
-    """Follow machine `to` from now on. That machine stands, and the coordinator that gives this order ends."""
+    """Follow machine `to` from now on. That machine stands as a candidate, and the current coordinator exits."""
 
     machine: str
     to: int
 
 
 class FenceStalledOrder(_Order, frozen=True):
-    """Kill a stopped worker: the others continue without it, and it must not resume afterwards."""
+    """Kill a stopped worker. The other members continue without it, and it must not resume among them."""
 
     machine: str
     uid: str
 
 
 class CloseSlotsOrder(_Order, frozen=True):
-    """Replace no worker from now on; those that run continue."""
+    """Stop replacing workers that end. Running workers continue."""
 
     machine: str
     reason: str
 
 
 class EndOrder(_Order, frozen=True):
-    """End the job on all machines: running workers are ended, and the launchers end with `code`."""
+    """End the job on all machines: terminate the workers, and exit from the launchers with `code`."""
 
     code: int
     reason: str = ""
 
 
 class NotifyOrder(_Order, frozen=True):
-    """Print a sentence for the user. The order is given once for each change, however long the change lasts."""
+    """Print a sentence for the user. The coordinator issues this order once per event and does not repeat it."""
 
     text: str
 

@@ -1,31 +1,39 @@
 """The coordinator of an elastic job: a state machine that receives events and returns orders.
 
-It has no socket, process or clock: events arrive as calls with a timestamp. They change facts (`elastic_job.py`,
-`worker_registry.py`, `views.py`); `_settle` derives the orders from the facts alone, so the sequence in which reports
-of different workers arrive does not matter. The rules are in `membership_rules.py`, in the sequence in which they
-apply:
+The coordinator has no socket, process or clock: events arrive as calls with a timestamp. Events change facts
+(`elastic_job.py`, `worker_registry.py`, `views.py`), and `_settle` derives the orders from the facts alone. Reports of
+different workers may therefore arrive in any sequence. `membership_rules.py` implements the following rules, listed in
+the sequence in which they apply:
 
 1. Once a member has finished, all rounds are committed and every member has the final state. No more workers join, no
-quorum is needed, and the job ends when all members have finished and ended. 2. The first view is issued when all
-workers are ready, or some time after enough workers are ready. 3. When a member is absent (it ended, stalled, or is on
-an unreachable machine), or when connections broke and no death explained that within `break_patience_s`, a forced view
-contains the other members of the base and the newcomers that have the state. It requires a quorum. If no holder of the
-state is left, the coordinator waits for members that may return, and gives newcomers that may hold the state time to
-report it, which they do when their connections break. If there are none, the job begins again if no round can have been
-committed; otherwise its state is lost and the job ends. A stopped member is killed once the others continue without it,
-so that it cannot resume among them. The last holder of the state is never killed, regardless of how long it is stopped.
+   quorum is needed, and the job ends when all members have finished and ended.
+2. The first view is issued when all workers are ready, or some time after enough workers are ready.
+3. A forced view is issued when a member is absent (it ended, stalled, or is on an unreachable machine), or when
+   connections broke and no death explained that within `break_patience_s`. The forced view contains the remaining
+   members of the base and the newcomers that have the state, and it requires a quorum.
+
+   If no worker with the state is left, the coordinator waits for members that may return. It also gives newcomers time
+   to report that they have the state, which they do when their connections break. If neither helps, the job restarts
+   from the beginning if no round can have been committed; otherwise its state is lost and the job ends.
+
+   A stopped member is killed once the others continue without it, which prevents it from resuming among them. The last
+   worker with the state is never killed, regardless of how long it is stopped.
 4. When all members have entered the latest view, a planned view adds the ready workers and removes the leaving ones.
    Workers that can catch up while the others train do so first.
-5. When the coordinator's own launcher is about to end, another one takes over (`handover.py`).
+5. When the coordinator's own launcher is about to exit, another launcher takes over (`handover.py`).
 
-Workers enter a forced view immediately, even while they form the group of another view. They enter a planned view at
-the beginning of a batch, by agreement, or while they wait there in a view that must wait. A worker whose connections
-broke does *not* enter a planned view, since the others may be in the middle of a batch, where newcomers cannot begin. A
-worker that waits between two batches does not report broken connections, since others may already have entered the
-planned view. No member continues in a view before all its members have the state. In a view that must wait, all members
-finish a batch that any of them has begun, and begin no other. A worker that receives a view that does not contain it
-has lost its state: it ends or requests to join again. If it was asked to end, it ends with code 0, either immediately
-or, if the view is planned and its own connections work, at the agreed batch.
+Workers follow these rules:
+
+- A worker enters a forced view immediately, even while it forms the group of another view.
+- A worker enters a planned view at the beginning of an agreed batch, or while it waits between batches in a view that
+  must wait. A worker whose connections broke does *not* enter a planned view: the others may be in the middle of a
+  batch, where newcomers cannot begin.
+- A worker that waits between two batches does not report broken connections, because others may already have entered
+  the planned view.
+- No member continues in a view before all its members have the state.
+- In a view that must wait, all members finish a batch that any of them has begun, and begin no other.
+- A worker that receives a view without itself has lost its state, and exits or requests to join again. If it was asked
+  to exit, it exits with code 0: at the agreed batch if the view is planned and its connections work, else immediately.
 """
 
 from __future__ import annotations
@@ -82,10 +90,10 @@ from paceline.train.elastic.protocol import (
 
 
 class Coordinator:
-    """The coordinator of an elastic job. Its `tick` must be called at `deadline_s` if no other event occurs earlier.
+    """The coordinator of an elastic job. The caller must call `tick` at `deadline_s` if no other event occurs earlier.
 
-    Every method returns the orders to carry out, in sequence. The names of machines and workers are never reused: a
-    replacement worker has a new name, and so has a restarted launcher.
+    Every method returns the orders to carry out, in sequence. The names of machines and workers are never reused:
+    replacement workers and restarted launchers get new names.
     """
 
     def __init__(
@@ -104,9 +112,9 @@ class Coordinator:
             policy: The settings.
             now_s: The current time, in seconds.
             term: A number larger than the term of any earlier coordinator of this job.
-            home: The coordinator's own machine, if other machines may have to take over. Machine names are then their
-                numbers.
-            store: The store in which members of views meet, or "" for that of their environment.
+            home: The name of the coordinator's own machine, or None if no other machine can take over. If given, the
+                name of each machine is its number.
+            store: The store for the members' rendezvous, or "" for the store in their environment.
             identity: An identifier that distinguishes this job from all others.
         """
         self._registry = WorkerRegistry()
@@ -117,7 +125,7 @@ class Coordinator:
         self._job.identity, self._job.quiet_until_s = identity, now_s + policy.quiet_s
         self._is_resuming = False
         self.retirement: CoordinatorHandover | None = None  # set when this coordinator's launcher is about to end
-        self.lacks_quorum_s: float | None = None  # the time at which it began to lack a quorum
+        self.lacks_quorum_s: float | None = None  # the time at which the quorum was lost
         self.deadline_s: float | None = now_s + policy.join_timeout_s
 
     def resume(
@@ -127,15 +135,16 @@ class Coordinator:
         addresses: Mapping[int, str] = {},
         stores: Mapping[int, str] = {},
     ) -> CoordinatorOrders:
-        """Continues a job of another coordinator, from the reports of the machines that follow this one.
+        """Takes over a job from another coordinator, given the reports of the machines that follow this one.
 
-        Its last messages are repeated to workers that may have missed them. Workers that it left out stay out.
+        The other coordinator's last messages are repeated to workers that may have missed them. Workers that it left
+        out of a view stay out.
 
         Args:
             reports: The machines' reports.
             now_s: The current time, in seconds.
-            addresses: The addresses of launchers that have changed, by machine.
-            stores: The stores in which members of views meet, by coordinating machine.
+            addresses: The new addresses of launchers whose address has changed, by machine.
+            stores: For each machine, the store for the members' rendezvous while that machine coordinates.
         """
         known = merge_reports(reports)
         resume(self._job, known, now_s)
@@ -149,7 +158,7 @@ class Coordinator:
     def machine_returned(
         self, report: MachineReport, now_s: float, address: str = "", store: str = ""
     ) -> CoordinatorOrders:
-        """Adds a machine that has started its workers and was unreachable, or followed another coordinator."""
+        """Adds a machine that has started its workers, and was unreachable or followed another coordinator before."""
         machine = str(report.number)
         was_resuming, self._is_resuming = self._is_resuming, True
         self._raise_term(report.knowledge.term)
@@ -169,7 +178,7 @@ class Coordinator:
         return [self._job.over] if self._job.over is not None else self._settle(now_s)
 
     def hold_back(self, until_s: float) -> bool:
-        """Delays the first view until `until_s`, since another job may be running; returns False if it was issued."""
+        """Delays the first view until `until_s`, as another job may be running; returns False if the view exists."""
         self._job.quiet_until_s = max(self._job.quiet_until_s, until_s)
         return self._job.views.latest is None
 
@@ -183,9 +192,9 @@ class Coordinator:
     def machine_joined(
         self, machine: str, host: str, slots: int, now_s: float, address: str = "", store: str = ""
     ) -> CoordinatorOrders:
-        """Adds a machine that keeps `slots` workers running once it is ordered to start, or one that reconnects.
+        """Adds a machine that will keep `slots` workers running after a `StartOrder`, or one that has reconnected.
 
-        Its launcher then reports each running worker with `worker_started`, and finally calls `machine_listed`.
+        The caller must then report each running worker with `worker_started` and finally call `machine_listed`.
         """
         if (over := self._job.over) is not None:
             return [over]
@@ -196,7 +205,7 @@ class Coordinator:
         return []
 
     def machine_listed(self, machine: str, now_s: float) -> CoordinatorOrders:
-        """Marks those of the machine's workers as ended that it has not reported since it joined."""
+        """Marks all workers of the machine as ended that were not reported after it joined."""
         found = self._registry.machines.get(machine)
         if found is None or found.listed is None:
             return []
@@ -225,7 +234,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def machine_leaves(self, machine: str, now_s: float) -> CoordinatorOrders:
-        """Records that the machine's launcher ends as soon as its workers, which have been asked to end, have ended."""
+        """Records that the machine's launcher has asked its workers to exit, and will exit when they have ended."""
         if (found := self._registry.machines.get(machine)) is not None:
             found.is_leaving = True
         return self._settle(now_s)
@@ -233,7 +242,7 @@ class Coordinator:
     def machine_left(
         self, machine: str, why: str, now_s: float, *, has_announced_end: bool = False
     ) -> CoordinatorOrders:
-        """Removes a machine whose launcher has ended its workers and ends itself."""
+        """Removes a machine whose launcher has terminated its workers and exits."""
         found = self._registry.machines.get(machine)
         if found is None:
             return []
@@ -247,7 +256,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def slots_changed(self, machine: str, slots: int, now_s: float) -> CoordinatorOrders:
-        """Records the number of workers that the machine keeps running after a slot has failed repeatedly."""
+        """Records that the machine now keeps `slots` workers running, because a slot has failed repeatedly."""
         found = self._registry.machines.get(machine)
         if found is None:
             return []
@@ -264,7 +273,7 @@ class Coordinator:
             uid: The worker's name.
             machine: The name of its machine.
             now_s: The current time, in seconds.
-            messages: The worker's relevant messages, if the machine was unreachable.
+            messages: The worker's messages that are still relevant, if the machine was unreachable.
         """
         found = self._registry.machines.get(machine)
         if found is None or self._job.over is not None:
@@ -278,15 +287,15 @@ class Coordinator:
             if is_known:
                 self._job.remind(worker)
             replay_messages(self._job, worker, messages, is_known, now_s)
-        else:  # its machine was wrongly considered dead, and the others continued without it
+        else:  # the worker's machine was wrongly considered dead, and the other members continued
             self._job.orders.append(SendOrder(found.name, uid, Dismissed("the others have gone on without it")))
         return self._settle(now_s)
 
     def worker_stalled(self, uid: str, why: str, now_s: float) -> CoordinatorOrders:
-        """Records that a worker is unresponsive; all its earlier messages have been reported.
+        """Records that a worker is unresponsive. The caller must have reported all its earlier messages.
 
-        If others can continue, it is left out, and its launcher is ordered to kill it. When it responds again, its
-        launcher reports that it started.
+        If the other members can continue, a forced view leaves the worker out, and its launcher is ordered to kill it.
+        If the worker responds again, the caller must call `worker_started`.
         """
         worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives:
@@ -297,7 +306,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_ended(self, uid: str, how: str, exit_code: int, now_s: float) -> CoordinatorOrders:
-        """Records that a worker has ended; all its messages have been reported."""
+        """Records that a worker has ended. The caller must have reported all its messages."""
         worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives:
             return []
@@ -305,7 +314,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_said(self, uid: str, message: FromWorker, now_s: float) -> CoordinatorOrders:
-        """Handles a worker's message; the messages of one worker arrive in the order in which it sent them."""
+        """Handles a worker's message. The messages from one worker must arrive in the order in which it sent them."""
         worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives or worker.phase is WorkerPhase.DISMISSED:
             return []
@@ -341,7 +350,7 @@ class Coordinator:
         return orders if self._home is None else [*replication_orders(job, int(self._home)), *orders]
 
     def _step(self, job: ElasticJob, now_s: float) -> bool:
-        """Applies the first rule that has an effect; returns whether one had, and the rules must be applied again."""
+        """Applies the first rule that has an effect; returns True if the rules must be applied again."""
         finish_job(job, now_s)
         if job.over is not None:
             return False
@@ -366,14 +375,14 @@ class Coordinator:
         return self.retirement
 
     def _give_way(self, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders:
-        """Hands over to the successor, which handles later events, since the machines report them to it too."""
+        """Hands over to the successor. Later events need no action here: the machines also report them there."""
         self._job.orders = []
         orders = tell_others(self._job, retirement, now_s)
         self.lacks_quorum_s, self.deadline_s = None, None if retirement.is_over else deadline_s(retirement)
         return [] if orders is None else [*replication_orders(self._job, int(retirement.home.name)), *orders]
 
     def _raise_term(self, term: int) -> None:
-        """Raises the term, so that generations of later views exceed those of any coordinator followed before."""
+        """Raises the term above `term`, which gives later views higher generations than all views of that term."""
         views = self._job.views
         if self._home is not None and term > views.term:
             views.term = next_term(term, int(self._home))
@@ -405,7 +414,7 @@ def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, n
 
 
 def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) -> None:
-    """Makes a worker wait for a view. The request of a former member means that it no longer holds the state."""
+    """Handles a request to join. If a member sends one, it no longer holds the state."""
     if worker.phase is WorkerPhase.MEMBER and worker.has_state:
         worker.phase, worker.has_state = WorkerPhase.OUTSIDE, False
     fingerprint = message.fingerprint
@@ -423,7 +432,7 @@ def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) 
 
 
 def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float) -> None:
-    """Records broken connections, unless a later view, which replaces them, was sent to the worker."""
+    """Records broken connections, unless a later view that replaces them was sent to the worker."""
     views, breaks = job.views, job.breaks
     breaks.committed(message.round)
     generation = message.generation
@@ -437,7 +446,7 @@ def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float)
         if message.round < 0:
             worker.phase = WorkerPhase.READY
             return
-        worker.has_state = True  # it caught up or received the state before it lost the others
+        worker.has_state = True  # the worker caught up or received the state before its connections broke
     report = ConnectionFailure(generation, now_s + job.policy.break_patience_s)
     breaks.reported(worker.uid, report, message.reason)
 
@@ -445,9 +454,9 @@ def _broke(job: ElasticJob, worker: WorkerRecord, message: Broken, now_s: float)
 def replay_messages(
     job: ElasticJob, worker: WorkerRecord, messages: Sequence[FromWorker], is_known: bool, now_s: float
 ) -> None:
-    """Handles the messages that a worker sent while its machine was unreachable; some may already be known."""
+    """Handles the messages that a worker sent while its machine was unreachable; some may have been handled before."""
     is_in = any(isinstance(message, Installed) for message in messages)
     for message in messages:
         if isinstance(message, Ready) and is_known and is_in:
-            continue  # already known; it does not mean that the worker has lost its state
+            continue  # this request was handled before, and does not mean that the worker has lost its state
         handle_message(job, worker, message, now_s)

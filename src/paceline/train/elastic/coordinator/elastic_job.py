@@ -1,4 +1,4 @@
-"""The state of an elastic job at its coordinator: settings, facts, and the orders under preparation."""
+"""The coordinator's state of an elastic job: settings, facts and pending orders."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from paceline.train.elastic.protocol import (
 
 @dataclass(frozen=True)
 class CoordinatorPolicy:
-    """The coordinator's settings; the defaults suit everything but tests. All times are in seconds.
+    """The coordinator's settings. Only tests need other values than the defaults. All times are in seconds.
 
     Attributes:
         min_workers: The number of members below which they finish their batch and wait.
-        max_machines: The largest number of machines that participate at the same time; further ones stand by.
+        max_machines: The maximum number of machines that participate at the same time; additional machines stand by.
         start_patience_s: The time for which the first view waits for all workers once `min_workers` are ready.
         gather_s: The time for which a ready worker waits for others that may become ready at about the same time.
-        break_patience_s: The time for which a report of broken connections waits for the death that explains it.
-        most_breaks: The number of consecutive breaks without a death or a committed round after which the job ends, if
-            they occur within `breaks_within_s`.
+        break_patience_s: The time to wait for a death that explains a report of broken connections.
+        most_breaks: The number of breaks within `breaks_within_s` that the job tolerates without a death or a committed
+            round between them. The next break ends the job.
         breaks_within_s: The period over which `most_breaks` counts.
-        hope_s: The time for which newcomers may report whether they hold the state, when all known holders are dead.
+        hope_s: The time for newcomers to report that they hold the state, after all known holders have died.
         quorum_timeout_s: The time for which a coordinator that lacks a quorum waits for one.
         join_timeout_s: The time for which the job waits for `min_workers`.
         return_patience_s: The time since the last contact after which workers of an unreachable machine are left out,
             unless workers report broken connections earlier.
-        quiet_s: The time for which the first view waits for a report of another running job.
-        follow_patience_s: The time for which a new coordinator waits for machines before it leaves their workers out.
+        quiet_s: The delay of the first view, in which another running job may be reported.
+        follow_patience_s: The time for which a new coordinator waits for a machine to reconnect before it leaves the
+            machine's workers out.
     """
 
     min_workers: int = 1
@@ -58,7 +59,7 @@ class CoordinatorPolicy:
 
 @dataclass(frozen=True)
 class ConnectionFailure:
-    """A worker's report of broken connections, which becomes a forced view at `due_s`."""
+    """A worker's report of broken connections, which causes a forced view at `due_s`."""
 
     generation: int
     due_s: float
@@ -71,7 +72,7 @@ class ConnectionFailures:
     waiting: dict[str, ConnectionFailure] = field(default_factory=dict)  # by reporter
     reasons: dict[str, str] = field(default_factory=dict)
     round: int = -1
-    _forced_s: list[float] = field(default_factory=list)  # since a round was committed
+    _forced_s: list[float] = field(default_factory=list)  # times of the forced views since the last committed round
 
     def committed(self, round_: int) -> None:
         """Records the number of rounds that a worker has committed."""
@@ -87,7 +88,7 @@ class ConnectionFailures:
         self.waiting[uid] = ConnectionFailure(what.generation, due_s)
 
     def answered(self) -> None:
-        """Discards the reports, since a forced view was issued."""
+        """Discards the reports after a forced view was issued."""
         self.waiting.clear()
 
     def are_too_many(self, policy: CoordinatorPolicy, now_s: float) -> bool:
@@ -100,7 +101,7 @@ class ConnectionFailures:
 
 @dataclass
 class ElasticJob:
-    """The facts about a job, and the orders under preparation.
+    """The facts about a job, and the pending orders.
 
     Attributes:
         policy: The settings.
@@ -108,25 +109,24 @@ class ElasticJob:
         registry: The records of machines and workers.
         views: The views that were issued.
         breaks: The reports of broken connections.
-        over: The order with which the job ended, or None.
+        over: The order that ended the job, or None.
         fingerprint: The fingerprint of all members, or None before the first view.
         finished: The workers whose training loop has completed.
         ending_s: The time at which the first worker finished, or None.
-        leaving_s: The time at which all members had been asked to leave, or None.
+        leaving_s: The time since which all members have been asked to leave, or None.
         few_s: The time at which the number of members became too small, or None.
         held: The message that names the workers for which the job waits, or None.
         held_s: The time at which the wait for these workers began.
         due_s: The times at which the facts must be evaluated again if no event arrives.
-        orders: The orders under preparation.
+        orders: The pending orders.
         is_shared: Whether other launchers may have to take over as coordinator.
-        withheld: The recipients of the latest view until enough launchers hold the view for it to be sent; otherwise
-            None.
+        withheld: The recipients of the latest view while it waits for enough launchers to store it, or None.
         lacks_quorum: Whether the job waits for members without which it must not continue.
-        transfers: The transfers, by receiver, that another coordinator began and whose receivers have not reported yet.
+        transfers: The transfers begun by another coordinator whose receivers have not reported yet, by receiver.
         transfer_offers: The senders' replies, by transfer and sender.
-        must_move: Whether the members must meet in another store, since that of the latest view is about to end.
+        must_move: Whether the members must change to another store, because that of the latest view is about to close.
         identity: An identifier that distinguishes this job from all others.
-        quiet_until_s: The time before which no first view is issued.
+        quiet_until_s: The earliest time for the first view.
     """
 
     policy: CoordinatorPolicy
@@ -186,7 +186,7 @@ class ElasticJob:
         self.release()
 
     def release(self) -> None:
-        """Sends the latest view once every possible next coordinator would hold it."""
+        """Sends the latest view if any later coordinator would also have it."""
         view = self.views.latest
         if view is None or self.withheld is None:
             return

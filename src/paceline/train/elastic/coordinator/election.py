@@ -1,10 +1,10 @@
 """The election of a coordinator by launchers that have lost theirs.
 
-There is no ballot. A launcher *follows* one coordinator at a time: it passes that coordinator's messages on to its
+Launchers do not vote. A launcher *follows* one coordinator at a time: it passes that coordinator's messages on to its
 workers and ignores all others. A launcher that has lost its coordinator tries the machines in the order of their
 numbers. When it reaches its own number, it *stands* as a candidate for some time, so that others can follow it. A
 follower sends all it holds about the job (`MachineReport`). The candidate becomes the coordinator as soon as its
-followers are a quorum in every view that any of them holds. It gives up its candidacy if that takes too long, and its
+followers form a quorum in every view that any of them holds. If that takes too long, it gives up its candidacy, and its
 followers continue their search.
 
 Two coordinators never contradict each other, for the following reason. A view counts only if all its members enter it,
@@ -12,8 +12,8 @@ and it is passed on to them only after launchers with a quorum of each earlier v
 elsewhere, with a quorum of its own, has at least one of these launchers among its followers. Either that launcher has
 reported the view, and then the coordinator needs a quorum of that view too; or it followed the new coordinator before
 it received the view. It then does not pass the view on, so the view cannot be completed. Dead workers do not count: a
-launcher that holds a death also holds the views that the dead worker could have entered. This requires that a
-launcher's end counts only for launchers that were connected to it until then and have read all that it sent.
+launcher that has recorded a death also has the views that the dead worker could have entered. For this reason, a
+launcher accepts the end of another one only if the two were connected until then and it has read all that was sent.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from enum import Enum, auto
 from paceline.train.elastic.protocol import Installed, MachineReport, ReplicatedJobState, merge_job_states
 
 GATHER_S = 0.4  # time for which a candidate with enough followers waits for more
-_STAND_S = 0.6  # minimum time of a candidacy; the maximum, chosen at random, is twice that
+_STAND_S = 0.6  # minimum duration of a candidacy; the actual duration is random, and at most twice as long
 _PAUSE_S = 0.1
 ALONE_S = 2.0  # time after which a launcher considers all others ended
-_PATIENCE_S = 1.0  # time for lower-numbered machines to notice the loss
+_PATIENCE_S = 1.0  # time for lower-numbered machines to detect the loss of the coordinator
 
 
 class ContactResult(Enum):
     """The result of an attempt to follow a machine's launcher."""
 
-    FOLLOWED = auto()  # it coordinates or stands, and this launcher now follows it
-    ELSEWHERE = auto()  # it follows another coordinator
-    SEEKING = auto()  # it searches for a coordinator itself
+    FOLLOWED = auto()  # the other launcher coordinates or stands, and this launcher now follows it
+    ELSEWHERE = auto()  # the other launcher follows another coordinator
+    SEEKING = auto()  # the other launcher also searches for a coordinator
     ENDED = auto()  # the machine responds, but its launcher's port is closed
-    SILENT = auto()  # no response
+    SILENT = auto()  # the machine does not respond
 
 
 class ConnectionLoss(Enum):
     """The way in which the connection to a coordinator ended."""
 
-    ENDED = auto()  # the other launcher has ended, and all its messages were read
-    RESET = auto()  # the peer no longer has the connection, although it was active just before
-    DROPPED = auto()  # the other launcher has announced that it continues without this one
-    SILENT = auto()  # no message arrived for too long, or while this process was stopped
+    ENDED = auto()  # the coordinator's launcher has ended, and all its messages were read
+    RESET = auto()  # the coordinator's machine has reset the connection, which was active just before
+    DROPPED = auto()  # the coordinator has announced that it continues without this launcher
+    SILENT = auto()  # no message arrived for too long, or this process was stopped
 
 
 _GONE = {
@@ -88,14 +88,14 @@ SearchStep = TryMachine | Pause | GiveUp | JobDeserted
 
 @dataclass
 class CoordinatorSearch:
-    """The search of one launcher for a coordinator.
+    """A launcher's search for a coordinator.
 
     Attributes:
         me: The number of the launcher's machine.
         timeout_s: The time after which the search gives up, in seconds.
         chance: A function that returns random numbers between 0 and 1.
         is_seeking: Whether the search is in progress.
-        answers: The latest result of each machine.
+        answers: The result of the latest attempt to follow each machine, by machine number.
     """
 
     me: int
@@ -107,19 +107,19 @@ class CoordinatorSearch:
     _loss: ConnectionLoss = ConnectionLoss.SILENT
     _since_s: float = 0.0
     _waits_until_s: float = 0.0
-    _order: list[int | None] = field(default_factory=list)  # None stands for a pause
-    _is_turning: bool = False  # the coordinator has named a successor, and no attempt to reach that has failed
+    _order: list[int | None] = field(default_factory=list)  # machines still to try, where None means a pause
+    _is_turning: bool = False  # whether the coordinator named a successor that may still be reachable
     _alone_s: float | None = None  # the time at which all others first seemed to have ended
 
     def lost(self, leader: int, loss: ConnectionLoss, now_s: float) -> None:
-        """Records the loss of a coordinator or candidate. The timeout counts from the loss of the last coordinator."""
+        """Records the loss of a coordinator or candidate. The timeout starts at the loss of the last coordinator."""
         if not self.is_seeking:
             self.is_seeking, self._since_s = True, now_s
             self._leader, self._loss = leader, loss
             self._begin([], now_s)
 
     def handed_over(self, to: int, now_s: float) -> None:
-        """Records that the coordinator shuts down cleanly, and machine `to` takes over."""
+        """Records that the coordinator shuts down in an orderly way and that machine `to` takes over."""
         self.is_seeking, self._since_s, self._leader = True, now_s, None
         self._begin([to], now_s)
         self._is_turning = True
@@ -162,11 +162,17 @@ class CoordinatorSearch:
         return TryMachine(self.me, _STAND_S * (1 + self.chance()))
 
     def tried(self, number: int, answer: ContactResult, elsewhere: int | None = None) -> bool:
-        """Records the result of an attempt, and the machine that the other launcher follows.
+        """Records the result of an attempt to follow machine `number`.
+
+        Args:
+            number: The number of the machine.
+            answer: The result of the attempt.
+            elsewhere: The number of the machine that the launcher on `number` follows, or None.
 
         Returns:
-            Whether this proves that the launcher of that machine ended after this launcher had read all that it sent:
-            its connection was closed cleanly and it is unreachable, or the connection was reset and its port is closed.
+            Whether the result proves that the lost coordinator on machine `number` has ended, and that this launcher
+            has read all its messages. This holds if its connection was closed cleanly and it does not respond, or if
+            its connection was reset and its port is closed.
         """
         self.answers[number] = answer
         is_new = elsewhere is not None and elsewhere not in (self.me, self._leader, number)
@@ -185,9 +191,10 @@ class CoordinatorSearch:
     def _is_alone(self, peers: Sequence[int], now_s: float, is_done: bool) -> bool:
         """Returns whether no other launcher is left.
 
-        A machine that responds with a closed launcher port no longer has a launcher. If that holds for all machines for
-        some time, the job has ended or all launchers were killed; in both cases none will return. A broken network path
-        gives no response, and proves nothing.
+        A machine that responds but has closed the launcher's port no longer has a launcher. If that holds for all other
+        machines for some time, the job has ended or all launchers were killed, and none will return. A missing response
+        proves nothing, because the network path may be broken. If this machine's training is complete, the time starts
+        at once.
         """
         others = [number for number in peers if number != self.me]
         have_ended = bool(others) and all(self.answers.get(number) is ContactResult.ENDED for number in others)
@@ -203,7 +210,7 @@ class CoordinatorSearch:
 
 @dataclass
 class Candidacy:
-    """The candidacy of a launcher: its followers' reports, and whether they are enough.
+    """A launcher's candidacy: the reports of its followers, and whether these form a quorum.
 
     Attributes:
         since_s: The time at which the candidacy began.
@@ -233,11 +240,11 @@ class Candidacy:
 
     @property
     def has_enough(self) -> bool:
-        """Whether the followers are enough to continue without the rest."""
+        """Whether there are enough followers to continue without the other machines."""
         return self._enough_s is not None
 
     def is_elected(self, now_s: float) -> bool:
-        """Returns whether the candidate coordinates from now on."""
+        """Returns whether the candidate has become the coordinator."""
         if self._enough_s is None:
             return False
         known = merge_reports(self.reports.values())
@@ -256,8 +263,8 @@ class Candidacy:
 def merge_reports(reports: Iterable[MachineReport]) -> ReplicatedJobState:
     """Returns the job state that follows from the reports of several machines.
 
-    A worker reports that it has entered a view only after all members have formed the view's group, so a single report
-    proves that no earlier view counts.
+    A worker reports that it has entered a view only after all members have formed the view's group. A single such
+    report therefore proves that all earlier views are obsolete.
     """
     known = list(reports)
     dead = ReplicatedJobState(dead=tuple(uid for report in known for uid, _, _ in report.ended))

@@ -1,18 +1,16 @@
-"""The planned handover from a coordinator whose launcher is about to end to its successor.
+"""The planned handover of the coordinator's role when its launcher is about to exit.
 
-1. The workers of the coordinator's own machine leave through a planned view. The members of this view and of all later
-ones meet in the
-   store of the successor's launcher. If no worker has to leave, a planned view with the same members only changes the
-   store.
-2. When all members have entered that view, the job's state is replicated to every machine, and the successor is ordered
-to
-   stand. From then on this coordinator makes no decisions.
-3. The successor stands as after a loss (`election.py`), and disconnects from this launcher. Then the others are ordered
-   to follow it.
+1. A planned view removes the workers on the coordinator's own machine. The members of this view and of all later ones
+   use the store of the successor's launcher for their rendezvous. If no worker has to leave, a planned view with the
+   same members only changes the store.
+2. When all members have entered that view, the job state is replicated to every machine, and the successor is ordered
+   to stand as a candidate. From then on, this coordinator makes no decisions.
+3. The successor disconnects from this launcher and stands, as after the loss of a coordinator (`election.py`). Then the
+   other machines are ordered to follow it.
 
 The successor is the machine that would be elected anyway: the one with the lowest number. It needs the same quorum as
-any candidate, so correctness does not depend on the handover. If the successor fails during the handover, the others
-search as usual.
+any candidate, so correctness does not depend on the handover. If the successor fails during the handover, the other
+launchers search for a coordinator as usual.
 """
 
 from __future__ import annotations
@@ -30,15 +28,15 @@ from paceline.train.elastic.protocol import (
     machine_of,
 )
 
-_STANDS_S = 1.0  # time for the successor to stand before the others are ordered to follow in any case
-_UNFIT_S = 10.0  # time for which a machine is not considered after members failed to reach its store
-_SETTLES_S = 5.0  # time for the members to settle after the last worker of this machine has ended
+_STANDS_S = 1.0  # time after which the others are ordered to follow the successor even if it does not stand
+_UNFIT_S = 10.0  # time for which a machine is excluded as successor after members failed to reach its store
+_SETTLES_S = 5.0  # time for the members to settle after the last worker on this machine has ended
 
 
 def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
     """Returns the orders that replicate the job's state to every machine whose copy is outdated.
 
-    Before the first view there is no state to lose.
+    Before the first view, there is no state to replicate.
     """
     if not job.views.since_complete or job.over is not None:
         return []
@@ -74,7 +72,7 @@ def _knowledge(job: ElasticJob, home: int) -> ReplicatedJobState:
 
 
 def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
-    """Restores the job from replicated state; the machines have yet to reconnect."""
+    """Restores the job from replicated state, with all machines unreachable until they reconnect."""
     job.fingerprint, job.identity = known.fingerprint or None, known.job
     lost_s = now_s - job.policy.return_patience_s + job.policy.follow_patience_s
     for peer in known.peers:
@@ -110,15 +108,15 @@ def _absent(name: str, host: str, lost_s: float, address: str = "") -> MachineRe
 
 @dataclass
 class CoordinatorHandover:
-    """The handover of a coordinator that is about to end.
+    """The handover by a coordinator whose launcher is about to exit.
 
     Attributes:
         home: The coordinator's machine.
-        store: The store in which the members of its views have met.
+        store: The store that the members have used for their rendezvous before the handover.
         successor: The next coordinator's machine, or None if there is no candidate.
-        unfit_s: The time until which each machine is not considered, because members could not reach its store.
+        unfit_s: For each machine whose store some members could not reach, the time until which it is not considered.
         empty_s: The time at which the last worker on the coordinator's machine ended, or None.
-        ordered_s: The time at which the successor was ordered to stand.
+        ordered_s: The time at which the successor was ordered to stand, or None.
         is_over: Whether the other machines have been ordered to follow the successor.
     """
 
@@ -137,9 +135,10 @@ class CoordinatorHandover:
 
 
 def choose_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
-    """Chooses the successor, in whose store the members of future views meet.
+    """Chooses the successor, whose store the members of future views use for their rendezvous.
 
-    A partitioned network may cut some members off from its store although all of them reach this coordinator.
+    A network partition may separate some members from this store although all of them reach this coordinator. In that
+    case another machine is chosen.
     """
     views, before, unfit_s = job.views, retirement.successor, retirement.unfit_s
     if before is not None and job.breaks.waiting and views.is_on_its_way_to(before.store):
@@ -185,10 +184,10 @@ def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: floa
 
 
 def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
-    """Returns the orders that complete the handover once the successor stands; None before that."""
+    """Returns the orders that complete the handover if the successor stands or its time has passed, else None."""
     successor = retirement.successor
     assert successor is not None
-    stands = not successor.is_reachable or successor.has_left  # it disconnected in order to stand, or was lost
+    stands = not successor.is_reachable or successor.has_left  # it disconnects in order to stand
     if retirement.is_over or not (stands or now_s >= deadline_s(retirement)):
         return None
     retirement.is_over = True
@@ -199,7 +198,7 @@ def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) 
 
 
 def deadline_s(retirement: CoordinatorHandover) -> float:
-    """Returns the time at which the others are ordered to follow in any case."""
+    """Returns the time at which the others are ordered to follow the successor even if it does not stand."""
     assert retirement.ordered_s is not None
     return retirement.ordered_s + _STANDS_S
 
@@ -213,7 +212,7 @@ def _has_workers(job: ElasticJob, machine: MachineRecord) -> bool:
 
 
 def _has_settled(job: ElasticJob) -> bool:
-    """Returns whether another coordinator would have nothing to do immediately."""
+    """Returns whether all members have entered the latest view, and use the successor's store."""
     views = job.views
     is_settled = views.is_complete and job.withheld is None and not job.breaks.waiting
     return is_settled and views.latest is not None and views.latest.store == views.store

@@ -1,12 +1,12 @@
-"""The rules by which a coordinator decides: end, first view, forced views, state transfers and planned views.
+"""The coordinator's rules for the end of the job, first and forced views, state transfers and planned views.
 
-Each rule is a function of the job's facts that adds orders; `Coordinator._step` applies them in the sequence given in
-`coordinator.py`.
+Each rule is a function that evaluates the facts about the job and adds orders. `Coordinator._step` applies the rules in
+the sequence given in `coordinator.py`.
 
-A *transfer* gives the state to a worker that joins while the others train. It has senders, and a number larger than
-that of any earlier view. It is sent to all members; the senders among them take a snapshot at the beginning of the
-first batch after all members have received it, so that all snapshots are equal. The receiver reports when it has caught
-up, or repeats its request when all its senders have failed.
+A *transfer* sends the state to a worker that joins while the others train. Its number is larger than the generation of
+any earlier view. It is announced to all members. Those that are its senders take a snapshot at the beginning of the
+first batch after all members have received the announcement, so all snapshots are equal. The receiver reports when it
+has caught up, or repeats its request when all its senders have failed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from paceline.train.elastic.protocol import (
 )
 
 SENDERS_OF_A_TRANSFER = 2
-_REMEMBERED = 16  # transfers
+_REMEMBERED = 16  # number of transfers whose offers are kept
 
 
 def finish_job(job: ElasticJob, now_s: float) -> None:
-    """Ends the job after a worker has finished and all workers that must end first have ended."""
+    """Ends the job once a worker has finished and no worker is left for which the job must wait."""
     finished = job.finished
     if not finished:
         return
@@ -60,7 +60,8 @@ def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerReco
     """Returns the workers that must end before the job does, once a member has finished.
 
     These are the workers that have finished, whose scripts may continue after the loop, and the members of their last
-    views: they have the final state, since the finished worker could not have completed without them.
+    views. Those members have the final state: the finished workers could not have completed the last round without
+    them.
     """
     with_them = {uid for worker in finished for uid in job.views.members_of(worker.installed)}
     members = [
@@ -74,7 +75,7 @@ def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerReco
 def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
     """Returns the order that ends the job, after all finished workers have ended.
 
-    A worker may safely be killed after its loop if another worker completed, since all have the same state.
+    If a worker was killed after its loop but another one completed, the job has succeeded: all have the same state.
     """
     for worker in finished:
         if worker.exit_code > 0:
@@ -85,7 +86,7 @@ def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
 
 
 def has_closed(job: ElasticJob) -> bool:
-    """Returns whether all members were asked to leave and have been dismissed; ends the job after the last of them."""
+    """Returns whether all members were asked to leave and dismissed; ends the job when none of them is left."""
     members = job.views.concerned
     if not members or any(worker.phase is not WorkerPhase.DISMISSED for worker in members):
         return False
@@ -97,7 +98,7 @@ def has_closed(job: ElasticJob) -> bool:
 
 
 def start_transfers(job: ElasticJob) -> None:
-    """Begins the transfers to ready workers that can catch up, while all members train."""
+    """Begins transfers to the ready workers that can catch up while the members train."""
     views = job.views
     if views.latest is None or views.latest.must_wait:
         return
@@ -107,7 +108,7 @@ def start_transfers(job: ElasticJob) -> None:
 
 
 def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
-    """Returns the ready workers that may join by a planned view.
+    """Returns the ready workers that may join in a planned view.
 
     A receiver that has not caught up may join if training is paused anyway, because the members wait for more workers
     or because all of them leave.
@@ -119,7 +120,7 @@ def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
 
 
 def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady) -> None:
-    """Passes a sender's offer to the receiver; without any offer, the others will wait while the state is sent."""
+    """Passes a sender's offer on to the receiver. If all senders refuse, the members will pause for the transfer."""
     job.transfer_offers.setdefault(message.transfer, {})[sender.uid] = message
     while len(job.transfer_offers) > _REMEMBERED:
         del job.transfer_offers[min(job.transfer_offers)]
@@ -129,7 +130,7 @@ def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady
 
 
 def admit_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None:
-    """Makes a receiver that has caught up ready, including one that a view left out and that continued to catch up."""
+    """Marks a receiver that has caught up as ready, even if a view has left it out in the meantime."""
     worker.has_caught_up = worker.learns
     if worker.phase is WorkerPhase.OUTSIDE and worker.learns:
         if worker.leaving is not None or job.ending_s is not None:
@@ -141,7 +142,7 @@ def admit_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None
 def reset_transfer(job: ElasticJob, worker: WorkerRecord, message: Ready) -> None:
     """Discards the transfer of a worker that requests to join, unless the request merely repeats an earlier one.
 
-    A transfer that another coordinator began continues.
+    A transfer begun by another coordinator continues.
     """
     if worker.phase not in (WorkerPhase.OUTSIDE, WorkerPhase.READY):
         return
@@ -174,8 +175,9 @@ def _offer(
 
 
 def _may_be_given(job: ElasticJob, receiver: WorkerRecord) -> bool:
-    """Returns whether the receiver has a transfer that may still complete. After an offer, the receiver itself detects
-    a loss.
+    """Returns whether the receiver has a transfer that may still complete.
+
+    Once the receiver has an offer, it detects the loss of a sender itself.
     """
     if receiver.transfer is None:
         return False
@@ -205,7 +207,7 @@ def change_membership(job: ElasticJob, now_s: float) -> bool:
     if views.latest is None or not views.is_complete or job.breaks.waiting:
         return False
     if any(worker.lives and not worker.machine.is_reachable for worker in views.team):
-        return False  # wait until they reconnect or are left out
+        return False  # wait until these members reconnect or are left out
     leavers = [worker for worker in views.team if worker.leaving is not None]
     ready = admissible_workers(job)
     if _are_too_few(job, views.latest, now_s):
@@ -270,7 +272,7 @@ def begin_machines(job: ElasticJob) -> None:
 def give_first_view(job: ElasticJob, now_s: float) -> bool:
     """Issues the first view once enough workers are ready; returns whether that had any effect.
 
-    It does not wait if all workers that the machines keep running are ready.
+    If all workers that the machines keep running are ready, `start_patience_s` does not apply.
     """
     policy, ready = job.policy, job.registry.ready()
     if len(ready) >= policy.min_workers:
@@ -293,7 +295,7 @@ def give_first_view(job: ElasticJob, now_s: float) -> bool:
 
 def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
     counts = Counter(newcomer.fingerprint for newcomer in ready)
-    fingerprint = max(counts, key=lambda text: counts[text])  # on a tie, the one that was ready first
+    fingerprint = max(counts, key=lambda text: counts[text])  # on a tie, that of the worker that was ready first
     for worker in ready:
         if worker.fingerprint != fingerprint:
             refuse_worker(job, worker, fingerprint)
@@ -342,7 +344,7 @@ def why_forced(job: ElasticJob, now_s: float) -> str | None:
 def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
     """Returns whether a worker's machine has been unreachable only for a short time.
 
-    The worker may still be training. If it is not, the workers connected to it will soon report that.
+    The worker may still be training. If it is not, the workers connected to it will soon report broken connections.
     """
     if not worker.lives or worker.machine.is_reachable or job.breaks.waiting:
         return False
@@ -354,7 +356,7 @@ def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
 
 
 def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
-    """Waits for a quorum for the latest view, which has not been sent yet; returns whether it is missing."""
+    """Returns whether the latest view cannot be sent for lack of a quorum; ends the job if that takes too long."""
     if job.withheld is None or job.ending_s is not None or job.views.is_allowed():
         return False
     job.lacks_quorum = True
@@ -364,9 +366,9 @@ def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
 
 
 def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
-    """Issues a forced view, or reports the workers that it waits for; returns whether it did more than wait.
+    """Issues a forced view, or reports the workers for which the job waits; returns False if the job only waits.
 
-    After the last round no quorum is required, since no more rounds are committed.
+    After the last round, no quorum is required, because no more rounds are committed.
     """
     sources = job.views.sources()
     if not sources:
@@ -389,7 +391,7 @@ def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
 def fence(job: ElasticJob) -> None:
     """Orders launchers to kill stopped workers that no valid view contains."""
     if job.withheld is not None or job.over is not None:
-        return  # another coordinator that lacks the latest view may still need them
+        return  # another coordinator that lacks the latest view may still need the stopped workers
     for worker in job.registry.workers.values():
         is_needless = worker.phase is not WorkerPhase.MEMBER and not worker.has_finished
         if worker.is_stopped and is_needless and not worker.is_fenced:
@@ -398,7 +400,7 @@ def fence(job: ElasticJob) -> None:
 
 
 def _nobody_left(job: ElasticJob, now_s: float) -> bool:
-    """Searches for a worker that holds, or may hold, the state; without one, the job restarts or ends.
+    """Waits for a worker that holds, or may hold, the state; if there is none, the job restarts or ends.
 
     A worker that is merely suspended still has its state, so the job waits until it resumes or exits.
     """
@@ -428,7 +430,7 @@ def _nobody_left(job: ElasticJob, now_s: float) -> bool:
 
 
 def _must_end(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float) -> bool:
-    """Waits for workers without which the job cannot continue; ends the job when they do not return in time."""
+    """Waits for workers without which the job cannot continue; ends the job if they do not return in time."""
     timeout_s = job.policy.quorum_timeout_s
     if _wait_for(job, missing, why, now_s, timeout_s):
         return False
@@ -438,7 +440,7 @@ def _must_end(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: flo
 
 
 def _wait_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float, timeout_s: float) -> bool:
-    """Reports once which workers the job waits for; returns False when the time has passed."""
+    """Reports once for which workers the job waits; returns False after `timeout_s`."""
     _tell_whom_it_waits_for(job, missing, why, now_s)
     job.due_s.append(job.held_s + timeout_s)
     return now_s < job.held_s + timeout_s

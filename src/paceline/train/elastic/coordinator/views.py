@@ -1,12 +1,12 @@
 """The views (membership epochs) that a coordinator has issued, and the workers that may be in the next one.
 
-    base      the last view that all its members have entered, or that was forced after it. Its members hold the
-              job's state.
+    base      the last view that all its members have entered, or a later forced view. Its members hold the job's
+              state.
     latest    the last view issued: the base, or a planned view that some members have not entered yet. The
               *newcomers* are the members of the latest view that are not in the base.
 
-A newcomer belongs to a forced view only if it has entered the planned view. Before that it holds a random state, which
-must never become the job's.
+A newcomer is included in a forced view only if it has entered the planned view. Before that, it holds its random
+initial state, which must never become the job's state.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from paceline.train.elastic.coordinator.worker_registry import WorkerPhase, WorkerRecord, WorkerRegistry
 from paceline.train.elastic.protocol import View, has_quorum
 
-_REMEMBERED = 64  # views whose members are kept, to explain late reports
+_REMEMBERED = 64  # number of views whose members are kept to interpret late reports
 
 
 @dataclass
 class Views:
-    """The views of one coordinator. Their generations begin with the coordinator's term.
+    """The views issued by one coordinator. The upper bits of their generations are the coordinator's term.
 
     Attributes:
         registry: The records of machines and workers.
@@ -30,11 +30,11 @@ class Views:
         base: The base view (see above); `base_team` contains its members.
         latest: The latest view (see above); `team` contains its members.
         is_complete: Whether all members of the latest view have entered it.
-        has_begun: Whether any view was entered by all its members, so that rounds may have been committed.
+        has_begun: Whether all members of any view have entered it. Before that, no round can have been committed.
         since_complete: The last view that all members have entered, and the views issued since.
         completed: The generation of the last view that all members have entered, or 0.
-        store: The store in which members of future views meet.
-        must_meet: Whether members of the latest view may be waiting at a store that has ended.
+        store: The store that members of future views use for their rendezvous.
+        must_meet: Whether members of the latest view may be waiting at a store that no longer exists.
     """
 
     registry: WorkerRegistry
@@ -52,12 +52,12 @@ class Views:
     must_meet: bool = False
     _count: int = 0
     _members_of: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    _missing_in: dict[int, set[str]] = field(default_factory=dict)  # members yet to enter the view, by generation
+    _missing_in: dict[int, set[str]] = field(default_factory=dict)  # by generation, members that have not entered
 
     def give(self, members: Iterable[WorkerRecord], *, is_planned: bool, must_wait: bool) -> View:
         """Issues the next view, and removes members of earlier views that it does not contain.
 
-        Members of the base that a planned view leaves out remain members until all have entered that view.
+        A planned view removes members of the base only after all its own members have entered it.
         """
         team = sorted(members, key=lambda member: member.uid)  # ranks do not depend on the order of requests
         names = tuple(member.uid for member in team)
@@ -111,10 +111,10 @@ class Views:
             self.since_complete, self.completed = [self.latest], self.latest.generation
 
     def resume(self, given: Sequence[View], completed: int) -> None:
-        """Continues from the views of another coordinator: its last complete view, if any, and all later ones.
+        """Takes over from another coordinator, given its last complete view (if any) and all later ones.
 
-        Rounds may have been committed. If not all members had entered the latest view, they may be waiting at a store
-        that has ended, and another view is required.
+        Rounds may have been committed. If not all members had entered the latest view, some may be waiting at a store
+        that no longer exists, and a new view is required.
         """
         self.since_complete, self.completed, self.has_begun = list(given), completed, True
         is_planned = [view.is_planned and view.generation != completed for view in given]
@@ -146,10 +146,10 @@ class Views:
         return self.base_team + self.newcomers
 
     def may_have_begun(self) -> bool:
-        """Returns whether a round may have been committed, considering all workers that were ever members.
+        """Returns whether any round may have been committed.
 
-        A round requires all members of a view. All messages of dead workers have been received, unless their machine
-        was unreachable.
+        A round requires that all members of a view have entered it. That is unknown while a worker lives, or if a
+        worker died on an unreachable machine, from which messages may be missing.
         """
         workers = {uid: self.registry.workers[uid] for view in self.since_complete for uid in view.members}
         return self.has_begun or any(worker.lives or not worker.was_drained for worker in workers.values())
@@ -157,8 +157,8 @@ class Views:
     def sources(self) -> list[WorkerRecord]:
         """Returns the members that may continue in a forced view.
 
-        The members of the base hold the job's state. If no view was ever entered by all its members, no round can have
-        been committed, and any state will do.
+        These are members of the base, which hold the job's state, and newcomers that have received it. If no view was
+        ever complete, no round can have been committed, and any member's state is valid.
         """
         base = [worker for worker in self.base_team if worker.trains]
         return base + [worker for worker in self.newcomers if worker.trains and has_arrived(worker)]
@@ -168,14 +168,14 @@ class Views:
         return self._members_of.get(generation, ())
 
     def is_explained(self, generation: int) -> bool:
-        """Returns whether a member of that view is known to be absent, which explains its broken connections."""
+        """Returns whether a member of that view is known to be absent, which explains the broken connections."""
         return any(not self.registry.workers[uid].trains for uid in self.members_of(generation))
 
     def is_allowed(self) -> bool:
         """Returns whether the reachable machines may continue without the others.
 
-        Every view since the last complete one must agree, since another coordinator, which reaches the others, may have
-        received only some of them.
+        This requires a quorum of every view since the last complete one: a coordinator on the other side of a partition
+        may have received only some of these views.
         """
         workers = self.registry.workers
         dead = [worker.uid for worker in workers.values() if not worker.lives]
@@ -185,8 +185,8 @@ class Views:
     def is_known(self) -> bool:
         """Returns whether launchers with a quorum of each earlier view hold the latest view.
 
-        If so, any later coordinator holds it too, and it may be entered. The view is passed on to its members last, so
-        their launchers always count.
+        If so, any later coordinator also holds the view, and workers may enter it. The launchers of the view's members
+        always count, because they receive the view before they pass it on.
         """
         if self.latest is None:
             return True
@@ -208,12 +208,12 @@ class Views:
         self.base, self.base_team, self.newcomers = self.latest, self.team, []
 
     def _leave_out(self, worker: WorkerRecord) -> None:
-        """Removes a member. A member that holds no state yet stays ready; others must request to join again."""
+        """Removes a member. If it holds no state yet, it stays ready; otherwise it must request to join again."""
         if worker.phase is WorkerPhase.MEMBER and not worker.has_finished:
             worker.phase = WorkerPhase.OUTSIDE if worker.has_state else WorkerPhase.READY
             worker.has_state = False
 
 
 def has_arrived(newcomer: WorkerRecord) -> bool:
-    """Returns whether a newcomer may be in a forced view."""
+    """Returns whether a newcomer may be a member of a forced view."""
     return newcomer.has_state

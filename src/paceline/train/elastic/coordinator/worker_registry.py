@@ -11,10 +11,10 @@ from paceline.train.elastic.protocol import ReplicatedJobState, StateTransfer, T
 class WorkerPhase(Enum):
     """The phase of a worker's membership."""
 
-    OUTSIDE = auto()  # it runs but has not requested to join, at least not since it was left out of a view
-    READY = auto()  # it has requested to join
-    MEMBER = auto()  # a valid view contains it
-    DISMISSED = auto()  # it was ordered to end
+    OUTSIDE = auto()  # the worker has not requested to join since it started or was left out of a view
+    READY = auto()  # the worker has requested to join
+    MEMBER = auto()  # the worker is in a valid view
+    DISMISSED = auto()  # the worker was ordered to exit
 
 
 @dataclass(eq=False)
@@ -29,13 +29,13 @@ class MachineRecord:
         replaces: Whether the launcher replaces workers that end.
         listed: The workers reported so far after the machine reconnected; None if no such report is in progress.
         lost_s: The time of the last contact, if the machine is unreachable.
-        address: The address of the launcher for other launchers.
-        known: The generation of the latest view that the launcher has confirmed to hold.
+        address: The address at which other launchers reach the launcher.
+        known: The generation of the latest view that the launcher has confirmed.
         replicated: The job state that was last replicated to the launcher.
         has_left: Whether the launcher has ended.
-        has_announced_end: Whether the launcher has announced its end, which is therefore certain.
-        is_leaving: Whether the launcher ends as soon as its workers have ended.
-        store: The store in which members of views meet if this launcher coordinates.
+        has_announced_end: Whether the launcher itself announced that it ended, which makes its end certain.
+        is_leaving: Whether the launcher will exit as soon as its workers have ended.
+        store: The store for the members' rendezvous if this launcher coordinates.
     """
 
     name: str
@@ -62,21 +62,21 @@ class WorkerRecord:
     Attributes:
         uid: The worker's name, unique in the job.
         machine: The machine on which it runs.
-        fingerprint: A text that is equal in workers whose results are bitwise equal.
+        fingerprint: A string that is identical on all workers whose results are bitwise equal.
         ready_s: The time at which the worker became ready.
         learns: Whether the worker can catch up while others train (see `membership_rules.py`).
         has_caught_up: Whether the worker has caught up.
         transfer: The state transfer to the worker, or None.
-        refusals: The senders that cannot serve the transfer.
-        offers: The offers of senders that were passed on to the worker.
-        since: The generation of the first view that contains the worker since it was last ready.
+        refusals: The names of the senders that cannot serve the transfer.
+        offers: The senders' offers that were passed on to the worker.
+        since: The generation of the view in which the worker last became a member.
         installed: The generation of the latest view that the worker has entered.
         has_state: Whether the worker has entered a view that contains it, and therefore holds the job's state.
-        leaving: The reason why the worker was asked to end, or None.
+        leaving: The reason why the worker was asked to exit, or None.
         has_finished: Whether the worker's training loop has completed.
-        stalled: The launcher's reason to consider it unresponsive, or None.
-        is_fenced: Whether its launcher was ordered to kill it because it is stalled.
-        ended: The cause of the worker's end, or None.
+        stalled: The reason why the launcher considers the worker unresponsive, or None.
+        is_fenced: Whether the launcher was ordered to kill the worker because it is stalled.
+        ended: The way in which the worker ended, or None while it runs.
         was_drained: Whether all messages that the worker sent before its end have been received.
     """
 
@@ -103,27 +103,27 @@ class WorkerRecord:
 
     @property
     def lives(self) -> bool:
-        """Whether no end of the worker has been reported."""
+        """Whether the worker has not been reported as ended."""
         return self.ended is None
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs and responds."""
+        """Whether the worker is running and responsive."""
         return self.ended is None and self.machine.is_reachable and self.stalled is None
 
     @property
     def trains(self) -> bool:
-        """Whether it is a member that can continue."""
+        """Whether the worker is a member that can continue training."""
         return self.phase is WorkerPhase.MEMBER and self.is_here and not self.has_finished
 
     @property
     def may_return(self) -> bool:
-        """Whether it is a member that cannot continue now but may later."""
+        """Whether the worker is a member that cannot continue now but may do so later."""
         return self.phase is WorkerPhase.MEMBER and self.ended is None and not self.is_here and not self.has_finished
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is unresponsive on a reachable machine; it resumes when the process is continued."""
+        """Whether the worker is unresponsive on a reachable machine, for example after SIGSTOP."""
         return self.ended is None and self.machine.is_reachable and self.stalled is not None
 
     def runs(self) -> None:
@@ -132,12 +132,12 @@ class WorkerRecord:
 
     @property
     def has_left_well(self) -> bool:
-        """Whether the worker was asked to end and did so with exit code 0."""
+        """Whether the worker was asked to exit and did so with code 0."""
         return self.ended is not None and self.leaving is not None and self.exit_code == 0
 
     @property
     def absence(self) -> str:
-        """The reason for its absence, for messages."""
+        """The reason for the worker's absence, for messages."""
         if self.ended is not None:
             return f"worker {self.uid} on {self.machine.host} has ended ({self.ended})"
         if not self.machine.is_reachable:
