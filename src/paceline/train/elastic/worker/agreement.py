@@ -1,15 +1,16 @@
-"""The agreement of the members of a new view, computed from their statuses; every member obtains the same result.
+"""The agreement of a new view's members, computed from their statuses; every member computes the same result.
 
 A *round* is one sum over all shards: the gradient of a step, or an evaluation. A member keeps the partial sums that it
-has computed for its round n, so only those of a dead worker are computed again. A member that has committed round n has
-received the vote of every member, so every member has the result. The others merely lack the confirmation that all
-agreed: they are one round behind, and commit the result for which they voted.
+has computed in the current round, so only those of a dead worker are computed again. A member commits a round only
+after it has received the vote of every member, so every member then has the result. Members that have not committed the
+round merely lack the confirmation that all agreed. They are one round behind, and commit the result for which they
+voted.
 
-Members may be in different views when a batch begins: one begins it, and another loses its connections before it does.
-The latter begins the batch in a later view, and must not assign it again. Members therefore exchange the latest batch
+Members may begin the same batch in different views: after one of them has begun it, another may lose its connections
+and begin the batch in a later view. It must not assign the batch again. Members therefore exchange the latest batch
 that they have begun or received, and adopt its assignment (`BatchAssignments`).
 
-Each member's number of shards is proportional to its speed, and changes only if the gain is large enough
+The number of shards of each member is proportional to the member's speed, and changes only if the gain is large enough
 (`fair_counts`).
 """
 
@@ -26,7 +27,7 @@ from paceline.train.logical_shards.tree_sum import Node, is_tree_over_ranks, nod
 
 
 class BatchAssignment(msgspec.Struct, frozen=True, array_like=True):
-    """A batch that was assigned to members: its first round, and the members that share it, by rank."""
+    """The assignment of a batch, given by the first round of the batch, to the members that share it, by rank."""
 
     round: int
     members: tuple[str, ...]
@@ -37,7 +38,7 @@ NO_BATCH_ASSIGNMENT = BatchAssignment(-1, ())
 
 @dataclass(frozen=True)
 class ViewChange:
-    """The change of membership before a batch.
+    """A change of the view's members before a batch.
 
     Attributes:
         workers: The number of workers from this batch on.
@@ -51,20 +52,29 @@ class ViewChange:
 
 
 class BatchAssignments:
-    """The batch assignments that one member has received or made."""
+    """The batch assignments that one member has received or created."""
 
     def __init__(self) -> None:
         self.latest = NO_BATCH_ASSIGNMENT
         self._reported: tuple[str, ...] = ()  # the members of the latest batch that this member has begun
 
     def learn(self, others: Iterable[BatchAssignment], *, is_new: bool) -> None:
-        """Merges the latest assignments of the view's members; a new member counts as having shared earlier batches."""
+        """Merges the latest assignments of the view's members.
+
+        Args:
+            others: The latest assignment of each member.
+            is_new: Whether this member is new. It then counts as if it had been present for the latest batch, so its
+                next `begin` reports only later changes.
+        """
         self.latest = max([self.latest, *others], key=lambda dealt: dealt.round)
         if is_new:
             self._reported = self.latest.members
 
     def begin(self, round_number: int, members: tuple[str, ...]) -> ViewChange | None:
-        """Begins a batch, assigning it to `members` unless it was assigned; returns the change since the last batch.
+        """Begins a batch and assigns it to `members`, unless it is already assigned.
+
+        Returns:
+            The change of members since the last batch, or None.
 
         >>> early, late = BatchAssignments(), BatchAssignments()
         >>> early.begin(0, ("a", "b", "c"))
@@ -85,15 +95,15 @@ class BatchAssignments:
 
 REBALANCE_EVERY = 25  # rounds between two comparisons of the members' speeds
 _WORTH = 0.9  # a new division must shorten the longest share to less than this fraction
-_WORTH_SLICES = 0.75  # ... if the core adds up the sums now and could no longer do so
+_WORTH_SLICES = 0.75  # the same fraction if the new division prevents the core from adding up the ranks' sums
 _NEW = 0.2  # the weight of the latest measurement in a member's speed
 
 
 def even_counts(shards: int, ranks: int) -> list[int]:
-    """Returns the number of shards of each rank if all are equally fast.
+    """Returns the number of shards per rank for equally fast ranks.
 
-    The remainder goes to the first ranks, or to the last ones if only that lets the core add up the ranks' sums (see
-    `sum_over_ranks`). That is the case if there were as many ranks as shards and a few ranks were lost.
+    The first ranks receive the remainder. The last ranks receive it if only then the core can add up the ranks' sums
+    (see `sum_over_ranks`), for example if there were as many ranks as shards and a few ranks were lost.
 
     >>> even_counts(8, 3), even_counts(4, 3)
     ([3, 3, 2], [1, 1, 2])
@@ -104,13 +114,13 @@ def even_counts(shards: int, ranks: int) -> list[int]:
 
 
 def fair_counts(shards: int, shard_ns: Sequence[int], now: Sequence[int]) -> list[int]:
-    """Returns the number of shards of each rank, or `now` if no change is worthwhile.
+    """Returns the number of shards per rank, or `now` if a change is not worthwhile.
 
-    The longest share is as short as possible, and every rank has a shard if there are enough shards.
+    Minimizes the time of the slowest rank, and gives every rank a shard if there are enough shards.
 
     Args:
         shards: The number of shards.
-        shard_ns: The time per shard on each rank, in nanoseconds; 0 where it is unknown.
+        shard_ns: The time per shard on each rank, in nanoseconds, or 0 if unknown.
         now: The current number of shards of each rank.
 
     >>> fair_counts(12, [10, 10, 20, 20], [3, 3, 3, 3])
@@ -137,7 +147,7 @@ def fair_counts(shards: int, shard_ns: Sequence[int], now: Sequence[int]) -> lis
 
 
 def _adds_up_in_core(counts: Sequence[int]) -> bool:
-    """Returns whether the tree over ranks with these numbers of shards gives the sum over all shards."""
+    """Returns whether a tree over ranks with these numbers of shards computes the same sum as the tree over shards."""
     root, stops = Node(0, sum(counts)), [*accumulate(counts)]
     runs = [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
     return is_tree_over_ranks(root, [nodes_within(run, root) for run in runs])
@@ -149,7 +159,7 @@ def smoothed(before_ns: int, measured_ns: int) -> int:
 
 
 FRESH = -1  # the round of a worker that has no state yet
-WINDOWS = 16  # parts of the state; the members compare one of them in each round
+WINDOWS = 16  # number of parts of the state, one of which is compared in each round
 
 Deal = list[list[Node]]  # for each rank, the tree nodes whose sums it computes
 
@@ -158,18 +168,19 @@ class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
     """The status that a member sends when it enters a view.
 
     Attributes:
-        round: The member's round.
-        held: The tree nodes of that round whose sums the member holds.
+        round: The member's next round, or FRESH.
+        held: The tree nodes whose sums the member holds for that round.
         shard_ns: The member's time per shard in nanoseconds, or 0 before it has computed any shard.
-        dealt: The latest batch assignment that the member has.
-        has_begun: Whether the member is in the batch that begins with that round, or in a later round of the batch.
+        dealt: The latest batch assignment that the member has received or created.
+        has_begun: Whether the member has begun the batch that contains that round.
         voted: The digest of the result for which the member voted in this round, or 0.
         committed: The digest of the previous round's result, or 0.
         has_followed: Whether the member has repeated the others' optimizer steps (DDP loop) and lacks only the rest of
             the state.
-        parts: The parts of the state that were not compared in the meantime, each with its digest.
+        parts: The index and digest of each part of the state that was not compared while the member caught up.
         is_sender: Whether the member is the sender of a transfer.
-        guest_until: The round before which the member's votes do not prove that its entire state equals the others'.
+        guest_until: The round before which the member is a guest: its state has not been fully compared with that of
+            the others, and its vote does not count.
     """
 
     round: int
@@ -192,9 +203,9 @@ class Agreement:
     Attributes:
         round: The round that is computed next.
         deal: The tree nodes of each rank in that round.
-        source: For each rank that lacks the state or a part of it, the rank that sends it; otherwise None.
-        late: The ranks that have the latest result, but no confirmation that it was committed.
-        outvoted: The late ranks that voted for another result.
+        source: For each rank, the rank from which it receives the state or a part of it, or None if it has the state.
+        late: The ranks that have the latest result without the confirmation that it was committed.
+        outvoted: The late ranks that voted for a different result.
         committed: The digest of the latest result.
         followers: The ranks that lack only a part of the state.
         guest_until: For each rank, the round before which its vote on the state does not count.
@@ -210,7 +221,7 @@ class Agreement:
     guest_until: tuple[int, ...] = ()
 
     def guests(self, round_number: int) -> frozenset[int]:
-        """Returns the ranks that are guests in a round."""
+        """Returns the ranks that are guests in a round; see `MemberStatus`."""
         return frozenset(rank for rank, until in enumerate(self.guest_until) if round_number < until)
 
 
@@ -225,7 +236,7 @@ def agree(statuses: Sequence[MemberStatus], shards: int) -> Agreement:
     """
     rounds = [FRESH if status.has_followed else status.round for status in statuses]
     latest = max(rounds)
-    if latest == FRESH:  # the job begins, and all ranks take the state of rank 0
+    if latest == FRESH:  # the job begins, and all ranks receive the state from rank 0
         return Agreement(0, deal_evenly(shards, len(statuses)), (None, *[0] * (len(statuses) - 1)))
     if lost := [rank for rank, round_ in enumerate(rounds) if FRESH < round_ < latest - 1]:
         raise ValueError(f"ranks {lost} are more than one round behind round {latest}: {list(statuses)}")
@@ -251,7 +262,7 @@ def _is_up_to_date(status: MemberStatus, latest: int, committed: int) -> bool:
 def _sources(
     statuses: Sequence[MemberStatus], senders: Sequence[int], lacking: Sequence[int], followers: frozenset[int]
 ) -> tuple[int | None, ...]:
-    """Returns the source of each rank that lacks state. Senders of transfers serve their followers."""
+    """Returns the source for each rank that lacks state. Followers receive theirs from the senders of transfers."""
     transfer_senders = [rank for rank in senders if statuses[rank].is_sender] or senders
     chosen: dict[int, int] = {}
     for index, rank in enumerate(lacking):
@@ -277,7 +288,7 @@ def deal_evenly(shards: int, ranks: int) -> Deal:
 
 
 def complete(held: Sequence[Sequence[Node]], shards: int) -> Deal:
-    """Returns a division in which each rank keeps the sums that it holds, and the missing shards are divided evenly.
+    """Returns a division that leaves each rank the sums that it holds, and divides the missing shards evenly.
 
     >>> complete([[Node(0, 2)], [Node(2, 4)]], 8)[1]
     [Node(first=2, stop=4), Node(first=6, stop=8)]
@@ -299,7 +310,7 @@ def complete(held: Sequence[Sequence[Node]], shards: int) -> Deal:
 
 
 def _nodes_of(chosen: Sequence[int], shards: int) -> list[Node]:
-    """Returns the largest tree nodes that together hold the chosen shards, which must be in ascending order."""
+    """Returns the largest tree nodes that together cover the chosen shards, which must be in ascending order."""
     nodes: list[Node] = []
     first = 0
     for index in range(1, len(chosen) + 1):

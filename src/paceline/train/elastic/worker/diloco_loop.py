@@ -1,9 +1,9 @@
 """DiLoCo in an elastic job: each exchange of outer gradients is a round on which the members of a view agree.
 
-An exchange runs in the background on the process group of the view; its round waits for it. If the view breaks in
-between, the members of the next view repeat the exchange with the gradients that each has kept, and average over the
-present members. A joining worker receives the outer parameters and the outer optimizer's state at the beginning of a
-round in which it does not participate yet, together with its sender's inner optimizer state.
+An exchange runs in the background on the process group of the view, and its round waits until the exchange completes.
+If the view breaks before that, the members of the next view repeat the exchange with the gradients that each of them
+has kept, and average over themselves. A joining worker receives the outer parameters, the outer optimizer's state and
+its sender's inner optimizer state at the beginning of a round, and participates from the next round on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.train.elastic.worker.training_state import Stateful, TrainingState
 from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS
 from paceline.train.module_tensors import broadcast_tensors
 
-_FINAL = -1  # the number of the mean over all members at the end
+_FINAL = -1  # the number of the final exchange, which averages over all members
 
 
 class DilocoTrainingState(TrainingState):
@@ -51,7 +51,7 @@ class DilocoTrainingState(TrainingState):
 
 @dataclass(frozen=True)
 class _RunningSums:
-    """Sums in progress on the process group of a view."""
+    """The sums that are in progress on the process group of a view."""
 
     group: ProcessGroup
     tensors: Tensors
@@ -77,11 +77,11 @@ class DilocoRounds:
         self._running.clear()
 
     def decided(self) -> int:
-        """Returns 0: no exchange is decided without this worker."""
+        """Returns 0, because the members never complete an exchange without this worker."""
         return 0
 
     def begin(self, number: int, offer: Tensors) -> None:
-        """Keeps the offer, and starts summing it over the members."""
+        """Stores the offer and starts to sum it over the members."""
         self._offers[number] = offer
         group = self._rounds.group
         if group is None:
@@ -94,12 +94,12 @@ class DilocoRounds:
         self._running[number] = _RunningSums(group, tensors, works)
 
     def outcome(self, number: int) -> ExchangeResult:
-        """Runs the round of an exchange."""
+        """Runs the round that completes an exchange."""
         self._on_round()
         return self._outcome(number)
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the results of the exchanges in progress. Workers that join later do not participate."""
+        """Completes the exchanges in progress and yields their results. Workers that join now do not participate."""
         self._on_round()
         for number in begun:
             yield self._outcome(number)
@@ -109,7 +109,7 @@ class DilocoRounds:
         return self._rounds.agree_on(lambda group: self._mean(group, _FINAL, fragment, offer, None))
 
     def most(self, number: int) -> int:
-        """Runs a round that computes the largest number."""
+        """Runs a round that returns the maximum of `number` over all members."""
 
         def largest(group: ProcessGroup) -> Tensors:
             numbers = torch.zeros(group.size(), dtype=torch.int64, device="cpu")
@@ -188,7 +188,7 @@ class DilocoLoop:
         self._diloco = diloco
 
     def registry(self, others: dict[str, Stateful]) -> TrainingState:
-        """Returns the outer state and that of the others."""
+        """Returns the outer state and the state of `others`."""
         return DilocoTrainingState(self._diloco, others)
 
     def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
@@ -198,7 +198,7 @@ class DilocoLoop:
         return rounds
 
     def fingerprint(self) -> str:
-        """Returns a text that is equal on two workers if their outer gradients are compatible."""
+        """Returns a string that is equal on two workers if their outer gradients are compatible."""
         diloco = self._diloco
         params = [(name, tuple(param.shape), param.dtype) for name, param in diloco.module.named_parameters()]
         return same_bits_as("DiLoCo", torch.__version__, diloco.rhythm, diloco.wire, params)

@@ -1,9 +1,9 @@
 """The weighted mean of the members' gradients, and the assignment of batches, in an elastic DDP loop.
 
-Each backward is a round (`rounds.py`) to which each member contributes one value, its weighted gradients, which no
-other member can compute. If a member is lost, the mean is over the samples of the others, and the lost member's samples
-are repeated at the end of the epoch. The committed result is the same on all members: the gradients, the buffers and
-the list of participants, which determines the loader's position.
+Each backward pass is a round (`rounds.py`). Each member contributes its weighted gradients, which no other member can
+compute. If a member is lost, the mean covers the samples of the remaining members, and the lost member's samples are
+repeated at the end of the epoch. All members commit the same result: the gradients, the buffers and the list of
+participants, which determines the loader's position.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from paceline.train.module_tensors import pinned_like
 
 @dataclass(frozen=True)
 class MeanContribution:
-    """One member's contribution to a mean. The mean is computed out of place, so that it can be repeated.
+    """One member's contribution to a mean. The mean is computed out of place, which allows repeating it.
 
     Attributes:
-        weight: The weight of the member's gradients; they are ignored if it is zero.
+        weight: The weight of the member's gradients. A weight of zero excludes them.
         seat: The member's slot in the batch.
         batch: Numbers that identify the batch, equal on every member.
         params: The parameters whose gradients are averaged.
-        buffers: The module's buffers, which all members take from the first one with a positive weight.
+        buffers: The module's buffers. All members copy those of the first member with a positive weight.
     """
 
     weight: float
@@ -47,17 +47,17 @@ class MeanContribution:
 
     @property
     def accelerators(self) -> list[torch.device]:
-        """The devices of parameters and buffers that are not on the CPU; the mean is computed in host memory."""
+        """The accelerators that hold parameters or buffers. The mean itself is computed in host memory."""
         devices = dict.fromkeys(tensor.device for tensor in (*self.params, *self.buffers))
         return [device for device in devices if device.type != "cpu"]
 
 
 class WeightedMean(NamedTuple):
-    """A mean, as views of the result of a round.
+    """A weighted mean, whose tensors are views of a round's result.
 
     Attributes:
         counts: Whether any member had a positive weight.
-        took_part: For each slot of the batch, whether its member participated, with any weight.
+        took_part: For each slot of the batch, whether its member participated, even with weight zero.
         has_gradient: For each parameter, whether any member with a positive weight had a gradient.
         gradients: The mean gradient of each parameter.
         buffers: The buffers of the first member with a positive weight.
@@ -75,7 +75,7 @@ def mean_over(group: ProcessGroup | None, part: MeanContribution) -> Values:
     """Returns the mean over the members of `group`, or of this process alone, encoded for `read_mean`.
 
     Raises:
-        RuntimeError: The members are in different batches, which the message lists.
+        RuntimeError: The members are in different batches.
     """
     weights, rank = _exchange_weights(group, part)
     failpoint("mean.weighed")
@@ -136,7 +136,7 @@ def _exchange_weights(group: ProcessGroup | None, part: MeanContribution) -> tup
 
 
 def _layout(part: MeanContribution) -> list[torch.Tensor]:
-    """Returns meta tensors with the shapes and dtypes of a result: flags, gradients and buffers."""
+    """Returns meta tensors with the shapes and dtypes of the flags, gradients and buffers in a result."""
     flags = torch.empty(part.seat.ranks + 1 + len(part.params), dtype=torch.int64, device="meta")
     buffers = [torch.empty_like(buffer, dtype=_summable(buffer.dtype), device="meta") for buffer in part.buffers]
     params = [torch.empty_like(param, device="meta") for param in part.params]
@@ -175,14 +175,19 @@ class ElasticAverager:
         loader.use_batch_assigner(self)
         # - The current batch
         self._seat: RankSlot | None = None
-        self._counts = True  # False if another rank has the same samples
+        self._counts = True  # whether this rank's samples count; False if another rank has the same samples
         self._rounds_of_batch = 0
         # - The next backward
         self._weight = 1.0
         self._before: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None  # gradients and buffers
 
     def average_by(self, rounds: Rounds, name: str) -> None:
-        """Averages over the members of the views of `rounds` from now on; `name` is this worker's name in them."""
+        """Averages over the members of each view from now on.
+
+        Args:
+            rounds: The rounds in which the members compute the means.
+            name: This worker's name.
+        """
         self._rounds, self._name = rounds, name
 
     # - Called by the loader
@@ -203,10 +208,10 @@ class ElasticAverager:
         failpoint("batch.dealt")
 
     def end_batch(self) -> None:
-        """Verifies that the batch had a backward.
+        """Verifies that the batch had a backward pass.
 
         Raises:
-            RuntimeError: The batch had no backward, or the backward left parameters without a gradient.
+            RuntimeError: The batch had no backward pass, or the pass left parameters without a gradient.
         """
         if self._rounds_of_batch == 0:
             self._model.require_averaged()
@@ -219,7 +224,7 @@ class ElasticAverager:
     # - Called by the module
 
     def set_weight(self, weight: float) -> None:
-        """Sets the weight of this rank's next backward.
+        """Sets the weight of this rank's next backward pass.
 
         Raises:
             ValueError: The weight is negative, infinite or NaN.
@@ -229,7 +234,7 @@ class ElasticAverager:
         self._weight = float(weight)
 
     def before_forward(self) -> None:
-        """Saves the gradients and buffers, in case no member's backward counts."""
+        """Saves the gradients and buffers, which are restored if no member's backward pass counts."""
         if self._before is None:
             gradients = [None if param.grad is None else param.grad.clone() for param in self._params]
             self._before = gradients, [buffer.clone() for buffer in self._buffers_of()]

@@ -39,7 +39,7 @@ class TrainingLoop(Protocol):
     can_catch_up: bool
 
     def registry(self, others: dict[str, Stateful]) -> TrainingState:
-        """Returns the state of the module and of the others."""
+        """Returns the state of the module and of `others`."""
         ...
 
     def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
@@ -47,7 +47,7 @@ class TrainingLoop(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Returns a text that must be equal on all workers that train together."""
+        """Returns a string that must be equal on all workers that train together."""
         ...
 
 
@@ -60,7 +60,7 @@ class LogicalShardsLoop:
         self._shards = shards
 
     def registry(self, others: dict[str, Stateful]) -> TrainingState:
-        """Returns the state of the module and of the others."""
+        """Returns the state of the module and of `others`."""
         return TrainingState(self._shards.module, others)
 
     def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
@@ -75,7 +75,7 @@ class LogicalShardsLoop:
         return rounds
 
     def fingerprint(self) -> str:
-        """Returns a text that is equal on two workers if their results are bitwise equal."""
+        """Returns a string that is equal on two workers if their results are bitwise equal."""
         return same_bits_as(
             torch.__version__,
             torch.backends.cpu.get_cpu_capability(),
@@ -90,8 +90,8 @@ class DdpLoop:
     """The loop with a `DistributedDataParallel` and a `StatefulLoader`.
 
     Raises:
-        ValueError: There is not exactly one StatefulLoader among the others, or the module or the loader has an option
-            that requires a fixed set of ranks.
+        ValueError: `others` does not contain exactly one StatefulLoader, or the module or the loader has an option that
+            requires a fixed set of ranks.
     """
 
     def __init__(self, model: DistributedDataParallel, others: Collection[Stateful]) -> None:
@@ -108,7 +108,7 @@ class DdpLoop:
         self._averaging = ElasticAverager(model, self._loader, self._begin_batch)
 
     def registry(self, others: dict[str, Stateful]) -> TrainingState:
-        """Returns the state of the module and of the others."""
+        """Returns the state of the module and of `others`."""
         registry = TrainingState(self._model.module, others, is_replicated=False)
         self.can_catch_up = bool(registry.optimizers)
         return registry
@@ -121,7 +121,7 @@ class DdpLoop:
         return rounds
 
     def fingerprint(self) -> str:
-        """Returns a text that is equal on two workers if their gradients and loaders are compatible."""
+        """Returns a string that is equal on two workers if their gradients and loaders are compatible."""
         loader = self._loader
         dealt = loader.state_dict()["length"], loader.batch_size, loader.shuffle, loader.seed, loader.remainder
         return same_bits_as("DistributedDataParallel", torch.__version__, dealt, _described(self._model.module))
@@ -138,41 +138,42 @@ def _described(module: nn.Module) -> list[tuple[object, ...]]:
     ]
 
 
-_PENDING = "pending gradients"  # not an identifier, so it cannot clash with a keyword argument of `ElasticState`
+_PENDING = "pending gradients"  # not an identifier, and thus never a keyword of `ElasticState`
 
 
 class ElasticState:
     """Continues a training run while workers fail, leave and join.
 
     The loop uses either `LogicalShards` with `ShardLoader`, or `DistributedDataParallel` with `StatefulLoader` (see
-    below). When a worker dies in the middle of a step, the others compute its shards of that step and continue; none of
-    them is restarted. A worker that joins late runs the script from the start, receives the state in `epochs`, and
-    participates from the next step on. Since a step depends on the number of shards and not on the number of workers,
-    the results are bitwise equal to those of one uninterrupted process.
+    below). When a worker dies in the middle of a step, the others compute its shards of that step and continue without
+    a restart. A worker that joins late runs the script from the start, receives the state in `epochs`, and participates
+    from the next step on. A step depends on the number of shards but not on the number of workers. The results are
+    therefore bitwise equal to those of one uninterrupted process.
 
     Start the script with `paceline run --elastic`. Without it, the job consists of this one process.
 
-    Before `epochs` each worker runs the script by itself, so the default process group has one rank until then. Between
-    taking a batch from the loader and calling `shards.backward` nothing may change the state; schedulers step after the
+    Before `epochs`, each worker runs the script on its own, and the default process group has one rank. The script must
+    not change the state between taking a batch from the loader and calling `shards.backward`; schedulers step after the
     optimizer. When a loop resumes in the middle of an epoch, the lines before the loader's `for` statement run again.
 
-    In the DDP loop the others finish the step with the mean over their own samples, and the dead worker's samples are
-    repeated at the end of the epoch: no step is lost, and each sample is used once. The exact results depend on when
-    the worker dies. Every worker must call backward, or `skip_batch`, in each batch.
+    If a worker dies in the DDP loop, the others finish the step with the mean over their own samples, and the dead
+    worker's samples are repeated at the end of the epoch. No step is lost, and each sample is used once. The exact
+    results depend on when the worker dies. Every worker must call backward, or `skip_batch`, in each batch.
 
     Args:
-        model: The logical shards that hold the model, the model in a DistributedDataParallel, or a DiLoCo.
-        on_view: A function that is called with a `ViewChange` at the beginning of the first batch after a change of
-            workers. Its arguments are the same on every worker, so it may change learning rates.
-        replays: Whether a joining worker catches up while the others train, by running the loop of `LogicalShards` on
-            their results, or by repeating their optimizer steps before a DDP loop. With False they wait while it
-            receives the state. A loop of `LogicalShards` that calls collectives or inspects `batches` requires False.
-        others: All other objects that have a state, by name, such as the optimizer, the scheduler and the loader.
+        model: The `LogicalShards` or `DistributedDataParallel` that wraps the model, or a `DiLoCo`.
+        on_view: A function that is called with a `ViewChange` at the beginning of the first batch after workers have
+            joined or left. Every worker passes the same argument, so the function may change learning rates.
+        replays: Whether a joining worker catches up while the others train: in a loop of `LogicalShards` by running the
+            loop on the others' results, and in a DDP loop by repeating their optimizer steps before its own loop. If
+            False, the others wait while the worker receives the state. A loop of `LogicalShards` that calls collectives
+            or inspects `batches` requires False. Default: True.
+        others: All other objects with state, by name, such as the optimizer, the scheduler and the loader.
 
     Raises:
-        TypeError: One of the others has no state_dict and load_state_dict.
-        ValueError: The DistributedDataParallel or its loader has an option that requires a fixed set of ranks, or one
-            of the others is a SharedModelOptimizer or named epoch.
+        TypeError: An object in `others` lacks `state_dict` or `load_state_dict`.
+        ValueError: The DistributedDataParallel or its loader has an option that requires a fixed set of ranks, or an
+            object in `others` is a SharedModelOptimizer or has the name "epoch".
 
     Example::
 
@@ -220,28 +221,29 @@ class ElasticState:
 
     @property
     def epoch(self) -> int:
-        """The current epoch, from 0."""
+        """The current epoch, counted from 0."""
         return self._epoch
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the loop runs on results that others computed earlier, because this worker joined late.
+        """Whether this worker joined late and the loop runs on results that others computed earlier.
 
-        The others have already produced the side effects of a step, such as a line in a log.
+        The others have already produced the side effects of these steps, such as a line in a log.
         """
         return self._rounds is not None and self._rounds.is_replaying
 
     @property
     def rounds(self) -> Rounds | None:
-        """The rounds on which the workers agree; None outside `epochs` and in a job with only this process."""
+        """The rounds that this worker runs with the others, or None outside `epochs` or without an elastic launcher."""
         return self._rounds
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the epochs from the current one up to `count` (exclusive); returns when all workers have finished
-        them.
+        """Yields the epochs from the current one up to `count` (exclusive).
+
+        The iterator ends when all workers have finished these epochs.
 
         Raises:
-            DivergenceError: Workers that should have the same results do not.
+            DivergenceError: The workers' results or states differ, and no majority agrees.
             SystemExit: This worker was asked to leave, or the launcher dismissed it.
         """
         connection = LauncherConnection.of_environment()
@@ -256,15 +258,15 @@ class ElasticState:
             self._rounds.finish()
 
     def skip_batch(self) -> None:
-        """Participates in the other workers' step without this worker's samples. In the DDP loop, call it instead of
-        backward.
+        """Participates in the other workers' step without this worker's samples.
 
-        Afterwards the gradients are the mean over the samples of the others, and `optimizer.step()` must follow as
-        usual. If all workers skip the batch, the gradients are as they were before the forward, which is None after
-        `optimizer.zero_grad()`, so the optimizer does nothing. The samples are not repeated in this epoch.
+        In a DDP loop, call this instead of backward. Afterwards, the gradients are the mean over the others' samples,
+        and `optimizer.step()` must follow as usual. If all workers skip the batch, the gradients from before the
+        forward pass are restored. After `optimizer.zero_grad()` these are None, and the optimizer does nothing. The
+        skipped samples are not repeated in this epoch.
 
         Raises:
-            TypeError: The loop is one of `LogicalShards`, in which every shard counts, or of `DiLoCo`.
+            TypeError: The loop uses `LogicalShards`, which need every shard, or `DiLoCo`.
         """
         if isinstance(self._model, LogicalShards):
             raise TypeError("skip_batch() was called in a loop of LogicalShards, whose steps need every shard")
@@ -273,21 +275,21 @@ class ElasticState:
         self._model.skip_batch()
 
     def digest(self) -> str:
-        """Returns the SHA-256 of the state, as 64 hexadecimal digits; it is the same on every worker.
+        """Returns the SHA-256 digest of the state as 64 hexadecimal digits, equal on every worker.
 
         The state consists of the module's parameters and persistent buffers by name, and the `state_dict` of all other
-        objects including the epoch; gradients and random generators are excluded. The digest covers only values: a
-        tensor's type, shape and elements, and the values of everything else, but neither the order of keys nor the kind
-        of container. The digest is preserved by saving and loading a checkpoint, on any number of workers, and by the
+        objects including the epoch; gradients and random generators are excluded. The digest covers the dtype, shape
+        and elements of each tensor and the values of everything else. It does not depend on the order of keys or the
+        kind of container. Saving and loading a checkpoint, on any number of workers, preserves the digest, as does the
         transfer to a joining worker.
         """
         return self._registry.digest()
 
     def parts(self) -> dict[str, Any]:
-        """Returns the model as "model", all other objects by name, and the pending gradients.
+        """Returns the parts of a checkpoint by name: "model", all other objects, and the pending gradients.
 
-        With DiLoCo there are no pending gradients: a checkpoint contains the outer parameters, from which each worker's
-        own parameters start.
+        With DiLoCo, there are no pending gradients. The checkpoint then contains the outer parameters, from which each
+        worker's own parameters start.
         """
         others = {name: other for name, other in self._registry.stateful.items() if other is not self}
         if not isinstance(self._model, DiLoCo):
@@ -339,7 +341,7 @@ def _require_own_parameters(module: nn.Module, others: Mapping[str, Stateful]) -
 
 
 def _leave_on_sigterm(connection: LauncherConnection, rounds: Rounds) -> None:
-    """Handles the first SIGTERM as a request to leave at the end of the batch; a second one ends the process."""
+    """Treats the first SIGTERM as a request to leave after the current batch; a second one terminates the process."""
 
     def leave(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)

@@ -19,8 +19,8 @@ from paceline.train.elastic.protocol import Dismissed, FromWorker, StateTransfer
 
 FD_VARIABLE = "PACELINE_ELASTIC_FD"
 NAME_VARIABLE = "PACELINE_WORKER"
-_SAY_AFTER_S = 1.0  # shorter waits are not reported
-_REMEMBERED = 4  # views and transfers
+_SAY_AFTER_S = 1.0  # minimum duration of a wait that is reported
+_REMEMBERED = 4  # number of views and of offers that are kept
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class LauncherConnection:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> LauncherConnection | None:
-        """Returns the connection described by the environment, or None without an elastic launcher."""
+        """Returns the connection described by the environment, or None if there is no elastic launcher."""
         fd = environment.get(FD_VARIABLE)
         return None if fd is None else cls(socket.socket(fileno=int(fd)), environment[NAME_VARIABLE])
 
@@ -58,7 +58,7 @@ class LauncherConnection:
 
     @property
     def dismissed(self) -> Dismissed | None:
-        """The order to end, or None."""
+        """The order to exit, or None."""
         return self._dismissed
 
     @property
@@ -79,7 +79,7 @@ class LauncherConnection:
             return max((view for view in self._views.values() if view.generation <= number), default=None, key=_number)
 
     def transfers_until(self, number: int) -> list[StateTransfer]:
-        """Removes and returns the received transfers numbered at most `number` in which this worker is a sender."""
+        """Removes and returns the transfers up to `number` that list this worker as a sender."""
         with self._changed:
             due = [transfer for transfer in self._transfers.values() if transfer.number <= number]
             for transfer in due:
@@ -98,14 +98,14 @@ class LauncherConnection:
                     on_view(view)
 
     def send(self, message: FromWorker) -> None:
-        """Sends a message to the launcher. The end of the launcher is detected by the next wait."""
+        """Sends a message to the launcher. If the launcher has ended, the next wait raises an error."""
         with contextlib.suppress(OSError):
             self._socket.send(protocol.encode_message(message))
 
     def await_view(self, after: int, accepts: Callable[[View], bool]) -> View | Dismissed:
-        """Waits for a view after `after` for which `accepts` returns True, or for the order to end.
+        """Waits for a view later than `after` for which `accepts` returns True, or for the order to exit.
 
-        During a long wait, the launcher's reasons are printed, once each; the launcher enforces the deadlines.
+        During a long wait, each reason that the launcher sends is printed once. The launcher enforces the deadlines.
 
         Raises:
             LauncherLostError: The launcher has ended.
@@ -120,7 +120,9 @@ class LauncherConnection:
         return self.await_news(found)
 
     def await_news(self, found: Callable[[], Sequence[T]]) -> T:
-        """Waits until `found` returns any items, and returns the first one. `found` is called after each message.
+        """Waits until `found` returns a non-empty sequence, and returns its first item.
+
+        `found` is called at the beginning, after each message and at regular intervals.
 
         Raises:
             LauncherLostError: The launcher has ended.
@@ -160,7 +162,7 @@ class LauncherConnection:
                     del self._views[old]
                 if self._on_view is not None:
                     self._on_view(message)
-                self.heard = max(self.heard, message.generation)  # last: the group of a planned view is already forming
+                self.heard = max(self.heard, message.generation)  # last, after the handler has begun its group
             case StateTransfer() if message.number > self._latest_transfer:
                 self._latest_transfer = message.number
                 self.heard = max(self.heard, message.number)

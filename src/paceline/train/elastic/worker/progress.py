@@ -1,4 +1,4 @@
-"""A worker's progress: its next round, the partial sums that it holds, and the shards of each member."""
+"""A worker's progress: the number of its next round, its partial sums, and the assignment of shards to members."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class PartialSums:
 
     Attributes:
         held: The sums by tree node, in host memory, from which they are sent.
-        shard_ns: This worker's time per shard in nanoseconds, or 0 before any shard was computed.
-        audited: The digest of the audited shard of this round, or 0 if this worker did not compute it.
+        shard_ns: This worker's time per shard in nanoseconds, or 0 before it has computed any shard.
+        audited: The digest of the shard audited in this round, or 0 if this worker did not compute the shard.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,15 @@ class PartialSums:
     def compute(
         self, deal: Deal, rank: int, value_of: Callable[[int], Values], audit: Audit | None, *, is_step: bool
     ) -> None:
-        """Computes the sums of this rank that are not held yet; in a step, measures the time per shard."""
+        """Computes the sums that this rank still lacks and the audited shard; in a step, measures the time per shard.
+
+        Args:
+            deal: The tree nodes of each rank.
+            rank: This worker's rank.
+            value_of: A function that computes the value of a shard.
+            audit: The audit of this round, or None.
+            is_step: Whether the round is a training step.
+        """
         began_ns = time.perf_counter_ns()
         missing = [node for node in deal[rank] if node not in self.held]
         is_again = bool(missing) and self._attempts > 0
@@ -77,10 +85,10 @@ class PartialSums:
 
 
 class ShardAssignment:
-    """The shards of each member, by rank; all members compute the same assignment.
+    """The shards assigned to each member, by rank. All members compute the same assignment.
 
-    A round that began in an earlier view is divided according to the sums that the members still hold. All other rounds
-    are divided into runs of consecutive shards.
+    For a round that began in an earlier view, the assignment depends on the sums that the members still hold. In all
+    other rounds, each member has a run of consecutive shards.
 
     Attributes:
         deal: The tree nodes of each rank in the current round.
@@ -93,7 +101,7 @@ class ShardAssignment:
         self.counts: list[int] = []
 
     def enter(self, statuses: Sequence[MemberStatus], agreed: Agreement) -> None:
-        """Adopts the agreement of the members of a new view."""
+        """Adopts the agreement between the members of a new view."""
         even = even_counts(self._shards, len(statuses))
         self.counts = fair_counts(self._shards, [status.shard_ns for status in statuses], even)
         self.deal = agreed.deal if any(status.held for status in statuses) else deal_runs(self.counts)
@@ -106,7 +114,7 @@ class ShardAssignment:
         return has_changed
 
     def begin_round(self) -> None:
-        """Divides a new round."""
+        """Assigns the shards of a new round."""
         self.deal = deal_runs(self.counts)
 
     def of(self, rank: int) -> range:
@@ -119,21 +127,21 @@ class WorkerProgress:
     """The progress of one worker through all its views.
 
     Args:
-        shards: The number of shards of a step.
+        shards: The number of shards in a step.
 
     Attributes:
-        shards: The number of shards of a step.
+        shards: The number of shards in a step.
         number: The next round, or FRESH for a worker without state.
         assignments: The assignments of batches to members.
         shard_assignment: The assignment of shards to members.
-        mine: The sums that this worker has computed in this round.
+        mine: The partial sums that this worker has computed in this round.
         voted: The result for which this worker voted in this round.
-        digest: The digest of that result.
+        digest: The digest of `voted`.
         state: The digest of a part of the state at the beginning of this round.
         committed: The digest of the previous round's result.
         is_late: Whether others have already committed this round with the result `voted`.
-        has_begun: Whether this worker is in a batch.
-        others_have: Whether another member in the same round has begun its batch.
+        has_begun: Whether this worker is in the middle of a batch.
+        others_have: Whether any member of the view has begun the batch of the current round.
         guest_until: The round before which this worker is a guest; see `MemberStatus`.
     """
 
@@ -167,7 +175,7 @@ class WorkerProgress:
         )
 
     def learn(self, agreed: Agreement, rank: int) -> None:
-        """Adopts the agreement of the members of a new view; this worker must have the state."""
+        """Adopts the agreement between the members of a new view. This worker must have the state."""
         if rank in agreed.late:
             self.is_late = True
             failpoint("result.taken")
@@ -182,7 +190,7 @@ class WorkerProgress:
         self.mine.forget()
         self.committed, self.digest = self.digest, 0
         self.number += 1
-        # A late worker agreed with the others on the next round when it entered the view.
+        # A late worker has adopted the division of the next round when it entered the view.
         if not was_late and not is_replay:
             self.shard_assignment.begin_round()
             self.others_have = False

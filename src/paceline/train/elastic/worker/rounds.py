@@ -1,9 +1,9 @@
-"""The rounds of an elastic training run: each is a sum over all shards on which every member of the view agrees.
+"""The rounds of an elastic training run. In each round, the members of the view agree on a sum over all shards.
 
-A member computes the sums of its tree nodes and *keeps* them. The members add them up into a result in their own
-memory, and compare digests of the result and of a part of their state; if all are equal, the round is *committed*. If
-the view breaks at any point, each survivor enters the next view with the sums that it holds, and `agreement.py`
-determines how to continue. Repeated work is a pure function of the shard, so its result is bitwise equal.
+Each member computes the sums of its tree nodes and *keeps* them. The members add up these sums, each in its own memory,
+and compare digests of the result and of a part of their state. If all are equal, the round is *committed*. If the view
+breaks at any point, each survivor enters the next view with the sums that it holds, and `agreement.py` determines how
+to continue. A shard's value is a pure function of the shard, so repeated work is bitwise equal.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Rounds:
     """Runs the rounds of one worker through all its views.
 
     Args:
-        shards: The number of shards of a step.
+        shards: The number of shards in a step.
         connection: The worker's connection to its launcher.
         registry: The state that a joining worker receives.
-        on_deal: A function that is called with this worker's shards whenever they change.
-        steps: The optimizer steps of a DDP loop, which a joining worker repeats since it cannot run the loop on
-            results; None for other loops.
+        on_deal: A function that is called with this worker's shards whenever they may have changed.
+        steps: The hooks for the optimizer steps of a DDP loop, or None for other loops. A worker that joins a DDP loop
+            repeats these steps, because it cannot run the loop on results.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Rounds:
         self._on_deal = on_deal
         self._progress = WorkerProgress(shards)
         self._membership = WorkerMembership(connection, registry, self._progress, steps)
-        self._agreed = 0  # all members can act on views and transfers up to this number
-        self.on_dismissed: Callable[[], None] | None = None  # called between batches, before all workers end
+        self._agreed = 0  # number of the latest view or transfer on which all members can act
+        self.on_dismissed: Callable[[], None] | None = None  # called between batches before this worker is dismissed
 
     @property
     def number(self) -> int:
@@ -82,7 +82,7 @@ class Rounds:
 
         Args:
             fingerprint: The worker's fingerprint; see `Ready`.
-            replays: Whether the loop may run on the others' results until this worker has caught up.
+            replays: Whether this worker may catch up while the others train.
 
         Raises:
             SystemExit: The launcher dismissed the worker.
@@ -92,13 +92,13 @@ class Rounds:
         self._tell_deal()
 
     def leave(self) -> None:
-        """Records that this worker was asked to end, so that a view without it is not a failure."""
+        """Records that this worker was asked to exit. A view without it then makes it exit with code 0."""
         self._membership.is_leaving = True
 
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
         """Runs a round; returns the sum of `value_of` over all shards.
 
-        Rounds that are training steps measure the members' speeds and are audited.
+        With `is_step`, the round is a training step: the time per shard is measured, and some rounds are audited.
 
         Raises:
             DivergenceError: The members' results or states differ.
@@ -109,9 +109,9 @@ class Rounds:
         return self._round(lambda group: self._sum(group, value_of, is_step))
 
     def agree_on(self, compute: Callable[[ProcessGroup], Values]) -> Values:
-        """Runs a round; returns the result that `compute` produces together with the members of a view.
+        """Runs a round; returns the result of `compute`, which communicates with the members of the view.
 
-        `compute` is called again in the next view if this one breaks, so it must not modify its inputs.
+        If the view breaks, `compute` is called again in the next view. It must not modify its inputs.
 
         Raises:
             DivergenceError: The members' results or states differ.
@@ -120,13 +120,13 @@ class Rounds:
         return self._round(lambda group: self._agreed_on(group, compute(group), None))
 
     def begin_batch(self) -> ViewChange | None:
-        """Enters the next view if all members are ready for it; called between batches.
+        """Enters the next view if all members are ready for it. The caller must be between two batches.
 
         Returns:
-            The change of workers since the last batch, the same on every member, or None.
+            The change of workers since the last batch, which is the same on every member, or None.
 
         Raises:
-            SystemExit: This worker is not in that view.
+            SystemExit: The next view does not contain this worker, or the launcher dismissed it.
         """
         failpoint("batch.begun")
         progress, membership = self._progress, self._membership
@@ -135,7 +135,7 @@ class Rounds:
             agreed = self._connection.view_until(self._agreed)
             if agreed is not None and agreed.generation > membership.view.generation:
                 membership.enter(agreed)
-            # A batch that another member has begun is finished even by too few members.
+            # If another member has begun the batch, even too few members must finish it.
             while membership.group is None or (membership.view.must_wait and not progress.others_have):
                 membership.enter_next_view()
 
@@ -147,7 +147,7 @@ class Rounds:
                 membership.watch(dealt)
                 return progress.assignments.begin(progress.number, dealt.members)
             membership.catching_up = None
-        if (order := self._connection.dismissed) is not None:  # all leave, so no view follows; or the job has ended
+        if (order := self._connection.dismissed) is not None:  # all members leave, or the job has ended
             if self.on_dismissed is not None:
                 self.on_dismissed()
             membership.end(order.reason, order.code)
@@ -158,7 +158,7 @@ class Rounds:
         return progress.assignments.begin(progress.number, membership.view.members)
 
     def finish(self) -> None:
-        """Returns when every member has finished all rounds, so no member needs another one any longer."""
+        """Runs a final round, after which no member needs the others any longer."""
         self.total(lambda _: [torch.zeros(1, dtype=torch.uint8, device="cpu")])
         if self._membership.catching_up is not None:
             self._membership.catching_up.give_up("the others have finished")

@@ -1,17 +1,18 @@
 """The state of a training run: everything that a joining worker must receive and that must be equal on all workers.
 
-It includes the gradients that no optimizer has used yet, which a checkpoint of an elastic job must contain.
+The state includes the gradients that no optimizer has used yet, which a checkpoint of an elastic job must contain.
 
 `digest_of_state` returns equal digests exactly for equal states, regardless of the kinds of containers and the order of
-entries. It is the SHA-256 of the value's kind and its parts, each preceded by its length, so no two states have the
-same bytes. The parts of a container are the digests of its elements:
+entries. It computes the SHA-256 over the kind of a value and over its parts, each preceded by its length, so different
+states never yield the same bytes. The parts depend on the kind:
 
-- a tensor: its type, its shape, and its elements in row-major order, regardless of device and strides;
-- a dict or another mapping: its entries in the order of the bytes of their keys; a set: its elements in that order;
-- a list, a tuple or a subclass of one: its elements in order;
-- None, a bool, an int, a float, a complex number, a text, bytes: its value, also for subclasses such as NumPy scalars
-  and enumerations; a NumPy array counts as a tensor;
-- anything else: the text that `repr` returns.
+- tensors and numeric NumPy arrays: the dtype, the shape, and the elements in row-major order, regardless of device and
+  strides;
+- dicts and other mappings: the digests of keys and values, sorted by the digest of the key;
+- sets: the digests of the elements, sorted;
+- lists, tuples and their subclasses: the digests of the elements in order;
+- bool, int, float, complex, str, bytes and their subclasses, such as NumPy scalars and enumerations: the value;
+- anything else, including None: the string that `repr` returns.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ from paceline.train.zero.optimizer_state import load_optimizer
 
 
 class PendingGradients:
-    """The gradients that a module has accumulated between backwards; equal on all workers.
+    """The gradients that a module has accumulated for the next optimizer step, equal on all workers.
 
-    Gradients left over from an optimizer's step do not count: the next accumulation begins without them.
+    Gradients that an optimizer step has already used are excluded: the next accumulation begins without them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def state_dict(self) -> dict[str, torch.Tensor | int]:
-        """Returns the gradients by parameter name; a gradient that is zero everywhere is replaced by the number 0."""
+        """Returns the gradients by parameter name. A gradient of zeros is represented by the number 0."""
         pending = {name: param.grad for name, param in self.module.named_parameters() if is_pending(param)}
         return {
             name: 0 if _is_zero(gradient) else gradient for name, gradient in pending.items() if gradient is not None
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | int]) -> None:
-        """Sets these gradients, and removes those of all other parameters."""
+        """Sets the gradients in `state`, and removes those of all other parameters."""
         for name, param in self.module.named_parameters():
             found = state.get(name)
             if isinstance(found, torch.Tensor):
@@ -66,7 +67,7 @@ _LENGTH_NBYTES = 8
 
 
 def digest_of_state(value: object) -> str:
-    """Returns the SHA-256 of a nested state, as 64 hexadecimal digits."""
+    """Returns the SHA-256 digest of a nested state as 64 hexadecimal digits."""
     return _digest(value).hex()
 
 
@@ -89,7 +90,7 @@ def _of_elements(dtype: str, shape: Sequence[int], elements: bytes | memoryview)
 
 
 def _parts(value: Any) -> tuple[bytes, list[bytes]]:
-    """Returns the kind of a value, and the digests of its elements or its text."""
+    """Returns the kind of a value, and the digests of its elements or its encoded value."""
     if isinstance(value, Mapping):
         entries = sorted((_digest(key), _digest(item)) for key, item in value.items())
         return b"mapping", [part for entry in entries for part in entry]
@@ -111,7 +112,7 @@ def _joined(*parts: bytes | memoryview) -> bytes:
     return total.digest()
 
 
-_PLAIN: dict[type, Callable[[Any], bytes]] = {  # bool first, since it is an int
+_PLAIN: dict[type, Callable[[Any], bytes]] = {  # bool must precede int, its base class
     bool: lambda value: str(value).encode(),
     int: lambda value: int.__repr__(value).encode(),
     float: lambda value: float.__repr__(value).encode(),
@@ -123,7 +124,7 @@ _PLAIN: dict[type, Callable[[Any], bytes]] = {  # bool first, since it is an int
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state can be saved and restored: an optimizer, a scheduler, a loader, a module."""
+    """An object whose state can be saved and restored, such as an optimizer, scheduler, loader or module."""
 
     def state_dict(self) -> Any:
         """Returns the state."""
@@ -136,13 +137,14 @@ class TrainingState:
     """The module's parameters and buffers, and the state of `others`.
 
     Args:
-        module: The model; its accumulated gradients are part of the state.
-        others: The optimizer and all other objects that have a state, by name.
-        is_replicated: Whether all workers compute the same, in which case they share random number generators and have
-            equal buffers whenever a round is committed. Otherwise each worker computes on its own part of a batch.
+        module: The model. Its accumulated gradients are part of the state.
+        others: The optimizer and all other objects with state, by name.
+        is_replicated: Whether all workers compute the same values. If so, their random number generators have the same
+            state, and their buffers are equal after each committed round. If not, each worker computes on its own part
+            of a batch. Default: True.
 
     Raises:
-        TypeError: One of the others has no state_dict and load_state_dict.
+        TypeError: An object in `others` lacks `state_dict` or `load_state_dict`.
     """
 
     def __init__(self, module: nn.Module, others: Mapping[str, Stateful], *, is_replicated: bool = True) -> None:
@@ -163,19 +165,19 @@ class TrainingState:
 
     @property
     def stateful(self) -> dict[str, Stateful]:
-        """All objects but the module, by name."""
+        """All objects except the module, by name."""
         return dict(self._others)
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizers among the others, by name."""
+        """The optimizers among these objects, by name."""
         return {name: other for name, other in self._others.items() if isinstance(other, torch.optim.Optimizer)}
 
     def capture(self) -> dict[str, Any]:
-        """Returns the state, on the CPU.
+        """Returns the state on the CPU.
 
-        Its tensors are shared with the training, which continues to change them, or are copies of tensors on a device.
-        A forked child, which must not use the device, can therefore read them.
+        Tensors in host memory are not copied: training continues to change them. Tensors on a device are copied to the
+        CPU, because a forked child must not use the device.
         """
         state = {
             "parameters": [param.detach() for param in self._module.parameters()],
@@ -213,7 +215,7 @@ class TrainingState:
         """Returns the state that a worker lacks after repeating all optimizer steps, on the CPU.
 
         Args:
-            is_known: A function that returns whether the worker has the gradient of a parameter.
+            is_known: A function that returns whether the worker already has the gradient of a parameter.
         """
         rest = {
             "gradients": [None if is_known(param) else param.grad for param in self.parameters],
@@ -226,7 +228,7 @@ class TrainingState:
 
     @torch.no_grad()
     def restore_rest(self, rest: Mapping[str, Any]) -> None:
-        """Completes a state with the result of `capture_rest` in another process."""
+        """Completes this state with one that `capture_rest` returned in another process."""
         _copy_all([*self._module.buffers()], rest["buffers"])
         for param, gradient, has_gradient in zip(self.parameters, rest["gradients"], rest["has_gradient"], strict=True):
             if not has_gradient:
@@ -241,7 +243,7 @@ class TrainingState:
         mark_used(param for param, is_waiting in zip(self.parameters, pending, strict=True) if not is_waiting)
 
     def digest(self) -> str:
-        """Returns the SHA-256 of the `state_dict`s of the module and of all others, as 64 hexadecimal digits."""
+        """Returns the SHA-256 digest of the `state_dict`s of all objects as 64 hexadecimal digits."""
         values = self._module.state_dict(keep_vars=True).items()
         module = {name: tensor for name, tensor in values if isinstance(tensor, torch.Tensor)}
         others = {name: other.state_dict() for name, other in self._others.items()}
@@ -253,7 +255,10 @@ class TrainingState:
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def rolling_digest(self, round_number: int) -> int:
-        """Returns a digest (XXH3, 63 bits) of one sixteenth of the state's tensors, a different one in each round."""
+        """Returns a digest (XXH3, 63 bits) of one sixteenth of the state's tensors.
+
+        Consecutive rounds cover consecutive sixteenths.
+        """
         tensors = self._tensors()
         sizes = [tensor.nbytes for tensor in tensors]
         window = -(-sum(sizes) // WINDOWS)
@@ -280,7 +285,7 @@ class TrainingState:
 
 
 def _groups(state: Mapping[Any, Any], others: Mapping[str, Stateful]) -> Iterator[Sequence[Any]]:
-    """Yields the parameters of the optimizer with this `state`, in the order of its groups."""
+    """Yields the parameter groups of the optimizer with this `state`."""
     for other in others.values():
         if isinstance(other, torch.optim.Optimizer) and other.state is state:
             yield from (group["params"] for group in other.param_groups)
@@ -294,7 +299,7 @@ def _load(stateful: Stateful, state: Any) -> None:
 
 
 def _without_tensors(stateful: Stateful) -> Any:
-    """Returns an object's state; the state of an optimizer lacks the tensors that belong to a parameter."""
+    """Returns an object's state. For an optimizer, the tensors that belong to a parameter are omitted."""
     state = stateful.state_dict()
     if not isinstance(stateful, torch.optim.Optimizer):
         return state
@@ -319,7 +324,7 @@ def _with_tensors(stateful: Stateful, state: Any) -> Any:
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a nested state whose tensors are on the CPU; tensors that are already there are not copied."""
+    """Returns a nested state with all tensors on the CPU. Tensors that are already there are not copied."""
     moved: dict[str, Any] = tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
     return moved
 

@@ -1,7 +1,7 @@
-"""The process groups of views: `ViewGroups` holds the current one and forms the next.
+"""The process groups of views. `ViewGroups` holds the current group and forms the next one.
 
-The group of a planned view forms on a separate thread while its members still train in the previous view. They enter
-the view when all of them have formed it, so that no member waits for a slow connection.
+The group of a planned view forms on a separate thread while its members still train in the previous view. The members
+enter the view when all of them have formed the group, so no member waits for a slow connection.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ViewGroup:
     Args:
         view: The view.
         name: This worker's name.
-        costs: The costs of messages that groups of earlier views have measured.
+        costs: The message costs measured by the groups of earlier views.
     """
 
     def __init__(self, view: View, name: str, costs: KnownCosts) -> None:
@@ -70,10 +70,10 @@ class ViewGroup:
 
     @property
     def is_due(self) -> bool:
-        """Whether waiting longer before entry is useless: all members have connected, or this worker cannot reach them.
+        """Whether the formation has completed, has failed, or has taken longer than a fixed time.
 
-        It becomes true after a fixed time in any case. A member that cannot reach the others reports that when it
-        enters the view, for which all members have to be ready.
+        After that time, this worker is ready to enter the view in any case. If it cannot reach the others, it reports
+        that when it enters.
         """
         is_over = self._thread is None or not self._thread.is_alive()
         return is_over or time.monotonic() - self._began_s > _HEAD_START_S
@@ -94,8 +94,9 @@ class ViewGroup:
         return self._world
 
     def end(self) -> None:
-        """Interrupts all waiting for other members, during formation or in calls on the group. Idempotent and
-        thread-safe.
+        """Interrupts all waits for other members, during formation and in calls on the group.
+
+        Idempotent and thread-safe.
         """
         with self._lock:
             self._is_over = True
@@ -125,14 +126,14 @@ class ViewGroup:
             self._store.close()
 
     def settle(self) -> None:
-        """Makes the view's store that of this worker's environment, since the worker enters the view."""
+        """Sets the view's store in this worker's environment when the worker enters the view."""
         if self.view.store:
             os.environ["PACELINE_STORE"] = self.view.store
 
     def _run(self) -> None:
         try:
             self._form()
-        except BaseException as error:  # `world`, which is called to enter the view, raises it
+        except BaseException as error:  # `world` raises the error when this worker enters the view
             self._error = error
 
     def _form(self) -> None:
@@ -165,7 +166,7 @@ class ViewGroup:
         return open_store(self._rank, len(self.view.members), patience)
 
 
-# Errors that a member raises when another one is lost or has left for a later view.
+# Errors that a member raises when another member is lost or has left for a later view.
 LOST_MEMBER_ERRORS = (PeerLostError, GroupAbortedError, CollectiveTimeoutError, RendezvousError, StoreError)
 _NO_COLLECTIVES = (
     "this worker came late and runs the loop on results of the others, who are not in this call. For a loop with "
@@ -174,25 +175,25 @@ _NO_COLLECTIVES = (
 _CALL_S = 3600.0
 _LENGTH = struct.Struct("<Q")
 _ROOM, _ROOM_OF_NAME = 1024, 32  # bytes reserved for a status, and for each member's name in the status
-_PARTING_S = 5.0  # time for a discarded group to end
+_PARTING_S = 5.0  # time to wait for the thread of a discarded group
 
 
 class ViewGroups:
-    """Holds the default process group of the current view, and forms that of a planned view when it arrives."""
+    """Holds the default process group of the current view, and forms the group of a planned view on arrival."""
 
     def __init__(self, connection: LauncherConnection) -> None:
         self._connection = connection
         self._costs = KnownCosts()
         self._lock = threading.Lock()  # lock order: the connection's lock first, then this one
         self._current: ViewGroup | None = None
-        self._next: ViewGroup | None = None  # of a planned view
+        self._next: ViewGroup | None = None  # the group of a planned view
         self._discarded: list[ViewGroup] = []
         self._latest_forced = 0
         self._prepares = True
         connection.set_view_handler(self._on_view)
 
     def enter(self, view: View) -> ProcessGroup:
-        """Makes the process group of `view` the default group, after ending the previous one.
+        """Ends the previous process group and makes that of `view` the default group.
 
         Raises:
             PeerLostError, GroupAbortedError, RendezvousError, StoreError: A member was lost, or a later view arrived.
@@ -210,8 +211,8 @@ class ViewGroups:
     def acts_up_to(self, heard: int) -> int:
         """Returns the largest number of a view or transfer, up to `heard`, on which this worker can act immediately.
 
-        It cannot enter a planned view while the view's group forms, and must also defer everything that it has received
-        since it entered the current view.
+        While the group of a planned view forms, the worker cannot act on anything that it received after it entered the
+        current view.
         """
         with self._lock:
             current, coming = self._current, self._next
@@ -220,14 +221,14 @@ class ViewGroups:
         return 0 if current is None else current.view.generation
 
     def watch_only(self, workers: int) -> None:
-        """Presents this process to the script as one more rank beyond `workers`, until it enters a view.
+        """Presents this process to the script as an additional rank beyond `workers`, until it enters a view.
 
-        The process runs on results of the others, and must not act as the first rank, which prints and saves.
+        The process runs on the others' results, and must not act as rank 0, which prints and saves.
         """
         become_observer(workers, _NO_COLLECTIVES)
 
     def prepare_no_more(self) -> None:
-        """Stops forming groups in advance, since the loop has completed; the current group remains."""
+        """Stops forming groups in advance after the loop has completed. The current group remains."""
         with self._lock:
             self._prepares = False
             self._discard_next()
@@ -287,7 +288,7 @@ class ViewGroups:
 
 
 def exchange_statuses(group: ProcessGroup, mine: MemberStatus) -> list[MemberStatus]:
-    """Returns the statuses of all members, by rank, in a single collective unless one is unusually long."""
+    """Returns the statuses of all members, by rank. Uses a single collective unless a status is unusually long."""
     encoded = msgspec.json.encode(mine)
     room = _ROOM + _ROOM_OF_NAME * group.size()
     boxes = [torch.empty(_LENGTH.size + room, dtype=torch.uint8, device="cpu") for _ in range(group.size())]

@@ -1,8 +1,9 @@
-"""The vote by which the members of a view commit a round: all must have the same result and the same state.
+"""The vote in which the members of a view commit a round. All must have the same result and the same state.
 
-The digests of the vote reveal a member whose memory differs from the others'. They do not reveal a member that computes
-wrong sums from correct memory, since all members receive those sums. To detect that, other members occasionally
-recompute one shard: the *audit*. It identifies the faulty member if two others agree.
+The digests in the votes reveal a member whose memory differs from that of the others. They do not reveal a member that
+computes wrong sums from correct memory, because all members receive the same wrong sums. To detect such a member, other
+members occasionally recompute one of its shards (the *audit*). The audit identifies the faulty member if two others
+agree.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import PacelineError
 from paceline.train.elastic.worker.agreement import Deal
 
-AUDIT_EVERY = 100  # rounds
-_STRIDE = 0x9E3779B1  # a large odd number, which spreads consecutive audits over the shards
+AUDIT_EVERY = 100  # rounds between two audits
+_STRIDE = 0x9E3779B1  # a large odd number that spreads consecutive audits over the shards
 
 
 class Audit(NamedTuple):
@@ -40,11 +41,13 @@ def audit_of(round_number: int, deal: Deal, shards: int) -> Audit | None:
 
 
 def suspects(audit: Audit, digests: Sequence[int]) -> tuple[int, ...]:
-    """Returns the ranks whose digest of the audited shard differs from the majority's, or all without a majority.
+    """Returns the ranks whose digest of the audited shard differs from the majority's.
+
+    If the digests differ and there is no majority, returns all ranks that computed the shard.
 
     Args:
         audit: The audit.
-        digests: The digests by rank; 0 on ranks that did not compute the shard in this attempt.
+        digests: The digests by rank, or 0 for ranks that did not compute the shard in this attempt.
     """
     ranks = [rank for rank in (audit.owner, *audit.others) if digests[rank]]
     seen = [digests[rank] for rank in ranks]
@@ -81,7 +84,7 @@ class OutvotedError(PacelineError):
 
 
 class OthersOutvotedError(PacelineError):
-    """Another member was outvoted and ends. The round to which it contributed is repeated, not committed."""
+    """Another member was outvoted and exits. The round is not committed but repeated without it."""
 
 
 class Ballot(NamedTuple):
@@ -92,8 +95,8 @@ class Ballot(NamedTuple):
         state: The digest of a part of the member's state, which must be equal on all members.
         ready: The largest number of a view or transfer on which the member can act immediately; see
             `ViewGroups.acts_up_to`.
-        shard_ns: The member's time per shard in nanoseconds, or 0 if unknown.
-        audited: The digest of the audited shard, or 0 if the member did not compute the shard.
+        shard_ns: The member's time per shard in nanoseconds, or 0 if unknown. Default: 0.
+        audited: The digest of the audited shard, or 0 if the member did not compute the shard. Default: 0.
     """
 
     result: int
@@ -114,9 +117,9 @@ def vote(
     """Compares the members' ballots and returns them by rank. Guests do not count towards the majority.
 
     Raises:
-        OutvotedError: More than half of the members agree with each other, but not with this one.
-        OthersOutvotedError: More than half of the members agree with this one, but not with all others.
-        DivergenceError: There is no such majority; raised on every member.
+        OutvotedError: More than half of the members agree with each other, but this one does not.
+        OthersOutvotedError: More than half of the members, including this one, agree, but not all of them.
+        DivergenceError: The ballots differ and no majority agrees. Raised on every member.
     """
     ballots = [torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(group.size())]
     group.all_gather(ballots, torch.tensor(mine, device="cpu"))

@@ -1,7 +1,7 @@
-"""A worker's membership: it obtains the state, enters successive views, and ends when a view does not contain it.
+"""A worker's membership in views: the worker obtains the state, enters successive views, and exits when left out.
 
-When the members of a view have formed its group, they exchange statuses, and `agreement.py` derives their next actions.
-Members that have the state then send it, or a part of it, to those that lack it.
+When the members of a view have formed its group, they exchange statuses, from which `agreement.py` derives their next
+actions. Members that have the state then send it, or a part of it, to the members that lack it.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class WorkerMembership:
         connection: The worker's connection to its launcher.
         registry: The state that a joining worker receives.
         progress: The worker's progress.
-        steps: The optimizer steps of a DDP loop, which a joining worker repeats since it cannot run the loop on
-            results; None for other loops.
+        steps: The hooks for the optimizer steps of a DDP loop, or None for other loops. A worker that joins a DDP loop
+            repeats these steps, because it cannot run the loop on results.
 
     Attributes:
         sender: The transfers that this worker serves.
-        view: The latest view that the worker has entered, or that it received before it had the state.
+        view: The latest view that the worker has entered, or received while it had no state.
         group: The process group of the current view, or None.
-        agreed: The agreement of the members of the current view.
-        catching_up: The replay of later rounds that others have committed, or None.
-        is_leaving: Whether the worker was asked to end.
+        agreed: The agreement between the members of the current view.
+        catching_up: The replay of rounds that others have committed, or None.
+        is_leaving: Whether the worker was asked to exit.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WorkerMembership:
         self._steps = steps
         self._view_groups = ViewGroups(connection)
         self._admission = ViewAdmission(connection)
-        self._following: OptimizerCatchUp | None = None  # in a DDP loop, before the script's loop begins
+        self._following: OptimizerCatchUp | None = None  # used in a DDP loop until the script's loop begins
         self.sender = StateSender(connection, registry, steps)
         self.view = View(0, (), is_planned=False)
         self.group: ProcessGroup | None = None
@@ -152,11 +152,11 @@ class WorkerMembership:
         self._view_groups.watch_only(len(dealt.members))
 
     def ready_until(self) -> int:
-        """Returns the largest number, of the received views and transfers, on which this worker can act immediately."""
+        """Returns the number of the latest view or transfer on which this worker can act immediately."""
         return self._view_groups.acts_up_to(self._connection.heard)
 
     def finish(self) -> None:
-        """Stops serving other workers, since the loop has completed; the current group remains."""
+        """Stops serving other workers after the loop has completed. The current group remains."""
         self.sender.close()
         self._view_groups.prepare_no_more()
 
@@ -168,11 +168,11 @@ class WorkerMembership:
         raise SystemExit(code)
 
     def _may_enter(self, view: View) -> bool:
-        """Returns whether this worker, which is new or has lost its view, may enter a received view.
+        """Returns whether this worker may enter a received view.
 
-        A planned view is entered at the beginning of a batch, by members that wait there for more workers and by new
-        workers. A worker that has lost its view has no information on the others' progress, and waits for a forced
-        view.
+        A new worker may enter any view, and any worker may enter a forced view. A member may enter a planned view only
+        while it waits between batches for more workers. A worker whose view broke has no information about the others'
+        progress, and must wait for a forced view.
         """
         if self._progress.number == FRESH:
             return True
@@ -188,7 +188,7 @@ class WorkerMembership:
         progress.assignments.learn([status.dealt for status in statuses], is_new=progress.number == FRESH)
         self._share(group, agreed, statuses)
         if any(source is not None for source in agreed.source):
-            # No member begins a batch before all have the state, so each sender is at the beginning of one.
+            # No member may begin a batch before all members have the state.
             group.barrier()
         failpoint("view.agreed")
         progress.shard_assignment.enter(statuses, agreed)
@@ -202,7 +202,7 @@ class WorkerMembership:
         return self._progress.status(is_sender=self.sender.is_sender)
 
     def _share(self, group: ProcessGroup, agreed: Agreement, statuses: Sequence[MemberStatus]) -> None:
-        """Sends or receives the state that ranks lack; records whether others have committed this worker's vote."""
+        """Sends and receives missing state, and adopts the agreement; exits if this worker was outvoted."""
         rank = group.rank()
         for receiver, source in enumerate(agreed.source):
             if source == rank:
@@ -218,7 +218,7 @@ class WorkerMembership:
         self._progress.learn(agreed, rank)
 
     def _send_state(self, group: ProcessGroup, receiver: int, is_follower: bool, status: MemberStatus) -> None:
-        """Sends the state to a rank, or only the rest of it to a follower whose other parts are equal."""
+        """Sends the state to a rank. A follower whose parts of the state are equal receives only the rest."""
         failpoint("state.before_sending")
         with RecordedSpan(EventKind.CHECKPOINT, "send"):
             digest_of = self._registry.rolling_digest
@@ -228,7 +228,7 @@ class WorkerMembership:
         failpoint("state.sent")
 
     def _receive_state(self, group: ProcessGroup, source: int, follower: OptimizerCatchUp | None) -> None:
-        """Receives the state, or the rest of it. Without `follower`, it is always the entire state."""
+        """Receives the entire state, or only the rest of it if this worker is a follower."""
         with RecordedSpan(EventKind.CHECKPOINT, "receive"):
             box: list[Any] = [None, None]
             recv_object_list(box, group_src=source, group=group)
@@ -245,7 +245,7 @@ class WorkerMembership:
         return self._steps is not None and self._steps.are_noted(param)
 
     def _begin_catching_up(self, received: ReceivedState) -> bool:
-        """Restores a snapshot, and in a DDP loop follows the others; returns False if that failed."""
+        """Restores a snapshot and begins to catch up; returns False if catching up in a DDP loop failed."""
         run_at_low_priority(lambda: self._registry.restore(received.take_state()))
         run_at_low_priority(warm_up)
         failpoint("join.restored")
@@ -259,7 +259,10 @@ class WorkerMembership:
         return True
 
     def _follow(self, received: ReceivedState, steps: OptimizerStepHooks) -> bool:
-        """Repeats the others' steps until this worker is in a view; on failure, requests again and returns False."""
+        """Repeats the others' steps until this worker is in a view.
+
+        On failure, requests to join again and returns False.
+        """
         following = OptimizerCatchUp(self._connection, received, self._enter_after, self.end, self._registry, steps)
         self._following = following
         try:
@@ -273,16 +276,17 @@ class WorkerMembership:
         return True
 
     def _enter_after(self, view: View) -> None:
-        """Enters a view after following the others, possibly after the previous view excluded this worker."""
+        """Enters a view after repeating the others' steps, as a new worker if it no longer has the entire state."""
         if self._following is not None and self._following.holds == FRESH:
             self._progress.number = FRESH
         self.enter(view)
 
 
 def warm_up() -> None:
-    """Computes a product and its gradient, which takes several milliseconds the first time in a process.
+    """Computes a product and its gradient, which initializes torch's libraries.
 
-    Torch's libraries are initialized then, also after a fork. The sizes do not matter, and no random number is drawn.
+    This takes several milliseconds the first time in a process, even in a forked one. The sizes do not matter, and no
+    random number is drawn.
     """
     with torch.inference_mode(False), torch.enable_grad():
         weight = torch.zeros(8, 8, dtype=torch.float32, device="cpu", requires_grad=True)
