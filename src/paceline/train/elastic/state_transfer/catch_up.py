@@ -1,8 +1,9 @@
-"""Catch-up of a receiver: it replays the rounds that others committed after the snapshot, and then enters a view.
+"""The catch-up of a receiver, which replays the rounds committed after the snapshot and then enters a view.
 
-With logical shards it runs the script's loop on the others' results (`LoopCatchUp`). A receiver in a DDP loop cannot
-run forward and backward with the others, so it repeats their optimizer steps before the script's loop begins
-(`OptimizerCatchUp`). It receives the remaining state, such as buffers, scheduler and loader, when it enters the view.
+With logical shards, the receiver runs the script's loop on the others' results (`LoopCatchUp`). In a DDP loop, it
+cannot take part in the others' forward and backward passes. It repeats their optimizer steps before the script's loop
+begins (`OptimizerCatchUp`), and receives the remaining state, such as buffers, scheduler and loader, when it enters the
+view.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ _TRIES, _MORE_TRIES = 4, 16
 class AdmissionTest:
     """Decides when a receiver can be admitted.
 
-    That is when it has caught up, or when it never will because its loop is no faster than theirs. In the latter case,
-    the others wait while it replays the missing rounds.
+    A receiver is admitted when it has caught up, or when it has tried for so long that it is not expected to catch up,
+    because its loop is no faster than the members'. In the latter case, the members wait while the receiver replays the
+    missing rounds.
 
     >>> AdmissionTest().is_near(0), AdmissionTest().is_near(2)
     (True, False)
@@ -76,23 +78,23 @@ class AdmissionTest:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the receiver has tried for so long that it is admitted in any case."""
+        """Whether the receiver has tried for so long that it is admitted without having caught up."""
         return self._first is not None and self._taken > _TRIES * self._first + _MORE_TRIES
 
 
 class SendersLostError(Exception):
-    """No sender serves the results any longer."""
+    """No sender is left that serves the results."""
 
 
 class RemoteLog:
-    """The results of the rounds since a snapshot, which the senders serve.
+    """The results of the rounds after a snapshot, fetched from the senders.
 
     Args:
-        senders: The connections to the senders' children, which serve equal results.
-        on_near: A function that is called with the round whenever the receiver can be admitted.
-        check: A function that is called while waiting, and may raise an error.
+        senders: The connections to the senders' children, all of which serve the same results.
+        on_near: A function that is called with the round when the receiver can be admitted.
+        check: A function that is called during waits, and may raise an error.
         may_come: A function that returns whether a receiver that has caught up may be admitted. It is called until it
-            returns True.
+            returns True. Default: always True.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class RemoteLog:
     ) -> None:
         self._senders = senders
         self._on_near, self._check, self._may_come = on_near, check, may_come
-        self._generation = 0  # the last view that, according to the log, the others have entered
+        self._generation = 0  # the last view entered by the members according to the log
         self._pursuit = AdmissionTest()
         self._is_near = False
         self._next: tuple[RoundResult | ViewEntered, Values] | None = None
@@ -112,11 +114,11 @@ class RemoteLog:
 
     @property
     def is_near(self) -> bool:
-        """Whether the receiver can be admitted to the next view of the others."""
+        """Whether the receiver can be admitted to the members' next view."""
         return self._is_near
 
     def follow(self, round_number: int) -> tuple[LogItem, Values]:
-        """Returns the next item of a DDP loop up to the result of the round, including optimizer steps.
+        """Returns the next log item of a round in a DDP loop; the last item of a round is its result.
 
         Raises:
             SendersLostError: No sender is left.
@@ -132,7 +134,10 @@ class RemoteLog:
         return item, values
 
     def next(self, round_number: int) -> RoundResult | ViewEntered:
-        """Returns the next item of the members, which have finished all rounds before `round_number`.
+        """Returns the members' next result or view, without removing a result.
+
+        Args:
+            round_number: The receiver's next round.
 
         Raises:
             SendersLostError: No sender is left.
@@ -148,20 +153,20 @@ class RemoteLog:
         return item
 
     def take(self, round_number: int) -> tuple[RoundResult, Values]:
-        """Returns the result of the round.
+        """Removes and returns the result of a round.
 
         Raises:
             SendersLostError: No sender is left.
         """
         while not isinstance(self.next(round_number), RoundResult):
-            pass  # the members entered a view in the middle of a batch, in which no worker is admitted
+            pass  # skips a view in the middle of a batch, which admits no worker
         assert self._next is not None
         (item, values), self._next = self._next, None
         assert isinstance(item, RoundResult)
         return item, values
 
     def was_left_out(self) -> None:
-        """Records that the admitting view broke; the receiver must report again that it is near."""
+        """Records that the receiver was not admitted, and must report again when it is near."""
         self._is_near = False
 
     def close(self) -> None:
@@ -183,7 +188,7 @@ class RemoteLog:
     def _get_from(self, sender: Connection, round_number: int) -> tuple[LogItem, Values]:
         sender.sendall(REQUEST.pack(RequestKind.ITEM, round_number, self._generation, self._steps))
         for other in self._senders[1:]:
-            with contextlib.suppress(OSError):  # detected again when this sender is needed
+            with contextlib.suppress(OSError):  # a lost sender is detected when it is needed
                 other.sendall(REQUEST.pack(RequestKind.FORGET, round_number, 0, self._steps))
         while True:
             while not select.select([sender], [], [], _LOOK_S)[0]:
@@ -229,11 +234,11 @@ def _receive(sender: Connection, head: RoundResult | OptimizerStep) -> Values:
     return values
 
 
-_ENDING_S = 1.0  # time for which a receiver without senders waits for a message that the job has ended
+_ENDING_S = 1.0  # time for which a receiver without senders waits for the message that the job has ended
 
 
 class CatchUp:
-    """The common part of both kinds of catch-up: reporting that the receiver is near, and entering the admitting view.
+    """The base of both kinds of catch-up, which reports that the receiver is near and enters the admitting view.
 
     Args:
         connection: The worker's connection to its launcher.
@@ -262,16 +267,16 @@ class CatchUp:
         self._connection.send(CaughtUp(round_number))
 
     def _check(self) -> None:
-        """Ends this worker if it was ordered to end."""
+        """Ends this worker if it was ordered to exit."""
         if (order := self._connection.dismissed) is not None:
             self._end(order.reason, order.code)
 
     def _comes_in(self, generation: int, holds: Callable[[], int]) -> bool:
-        """Enters the others' view, or a forced view that replaced it; returns False if that excludes this worker.
+        """Enters the members' view, or a forced view that replaced it; returns False if this worker is left out.
 
         Args:
-            generation: The generation of the view.
-            holds: A function that returns the round whose preceding state this worker has.
+            generation: The generation of the members' view.
+            holds: A function that returns the round before which this worker has the state.
         """
         after = generation - 1
         while True:
@@ -292,7 +297,7 @@ class CatchUp:
 
 
 class LoopCatchUp(CatchUp):
-    """Supplies the script's loop with the others' results until this worker is admitted."""
+    """Feeds the others' results to the script's loop until this worker is admitted."""
 
     def result(self, round_number: int, state: int) -> tuple[Values, int]:
         """Returns the committed result of the round, and its digest.
@@ -313,7 +318,7 @@ class LoopCatchUp(CatchUp):
         return values, committed.digest
 
     def until_batch(self, round_number: int) -> BatchAssignment | None:
-        """Returns the others' assignment of the batch that begins now, or None if this worker has been admitted."""
+        """Returns the members' assignment of the next batch, or None if this worker has been admitted."""
         while True:
             self._check()
             try:
@@ -328,7 +333,7 @@ class LoopCatchUp(CatchUp):
             self._replay.was_left_out()
 
     def give_up(self, reason: str) -> NoReturn:
-        """Ends this worker, which can no longer catch up; with the launcher's reason, if the job has ended."""
+        """Ends this worker because it can no longer catch up. If the job has ended, the launcher's reason is used."""
         until_s = time.monotonic() + _ENDING_S
 
         def found() -> list[Dismissed]:
@@ -340,9 +345,9 @@ class LoopCatchUp(CatchUp):
         self._end(order.reason, order.code)
 
 
-_LARGE = 128 << 20  # bytes of a state above which the digest of a part takes more than a millisecond
-_SMALL = 16 << 20  # bytes of a state whose digest takes about 2 ms, for which the others may wait
-_COMPARING_S = 2.0  # maximum delay of admission until all parts have been compared
+_LARGE = 128 << 20  # size in bytes above which the digest of a sixteenth of the state takes more than a millisecond
+_SMALL = 16 << 20  # size in bytes up to which members wait for a digest of the whole state, which takes about 2 ms
+_COMPARING_S = 2.0  # maximum delay of the admission for the comparison of all parts
 
 
 class OptimizerCatchUp(CatchUp):
@@ -353,12 +358,12 @@ class OptimizerCatchUp(CatchUp):
         received: The result of the transfer, whose state has been restored.
         enter: A function that enters a view.
         end: A function that ends this worker with a reason and an exit code.
-        registry: The state.
-        steps: The optimizer steps.
+        registry: This worker's state.
+        steps: The hooks that repeat optimizer steps.
 
     Attributes:
         holds: The round before which this worker has the entire state, or FRESH while it lacks a part.
-        has_strayed: Whether the worker's state differs from the others', or cannot become equal.
+        has_strayed: Whether the worker's state differs from that of the others, or cannot become equal.
     """
 
     def __init__(
@@ -393,8 +398,8 @@ class OptimizerCatchUp(CatchUp):
         """Returns when this worker is in a view with the others.
 
         Raises:
-            StateDivergedError: This worker's state is not that of the others.
-            SendersLostError: No sender serves the steps any longer.
+            StateDivergedError: This worker's state differs from that of the others.
+            SendersLostError: No sender is left.
         """
         try:
             while True:
@@ -415,23 +420,23 @@ class OptimizerCatchUp(CatchUp):
             self._replay.close()
 
     def strays(self, reason: str) -> None:
-        """Reports, once, why this worker needs the entire state, for which the others have to wait."""
+        """Reports once why this worker needs the entire state, for which the others have to wait."""
         if not self.has_strayed:
             self.has_strayed = True
             sys.stderr.write(f"paceline: {self._connection} needs the whole state, and the others wait: {reason}\n")
 
     def _may_come(self) -> bool:
-        """Returns whether the comparison of states that delays the others on entry is complete, or takes too long."""
+        """Returns whether all parts of the state have been compared, or the comparison has taken too long."""
         if self._caught_up_s is None:
             self._caught_up_s = time.monotonic()
         is_compared = self._is_small or not self._course.unchecked
         return is_compared or time.monotonic() - self._caught_up_s > _COMPARING_S
 
     def _until_next_view(self, *, or_near: bool = False) -> ViewEntered | None:
-        """Repeats the steps before the next view of the others; with `or_near`, only until this worker is near.
+        """Repeats the steps before the members' next view; with `or_near`, returns None as soon as this worker is near.
 
-        Once it is near, the others wait in their next view until it has made the last step before that view, so it runs
-        at normal priority.
+        Once this worker is near, the others wait in their next view until it has repeated the last step before that
+        view. It must then run at normal priority.
         """
         while not (or_near and self._replay.is_near):
             self._check()

@@ -1,9 +1,9 @@
-"""Optimizer steps in a DDP loop: captured at the members, and repeated at a receiver.
+"""Optimizer steps in a DDP loop, which members capture and a receiver repeats.
 
 A step is determined by the gradients at the call of `optimizer.step()`, after clipping and unscaling, by the options of
-the parameter groups, such as the learning rate, and by the optimizer's state, which a receiver has.
+the parameter groups, such as the learning rate, and by the optimizer's state. The receiver already has this state.
 
-`StateDivergence` detects, as a pure state machine, that a receiver's state no longer equals the others'.
+`StateDivergence`, a pure state machine, detects that a receiver's state differs from that of the members.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from paceline.train.module_tensors import memory_of
 
 
 class StateDivergedError(Exception):
-    """The receiver's state does not equal the others', or cannot become equal."""
+    """The receiver's state differs from that of the members, or cannot become equal."""
 
 
 class StateDivergence:
-    """Compares a receiver's history, a snapshot and the members' later steps, with that of the members.
+    """Compares the steps that a receiver has repeated since the snapshot with the history of the members.
 
-    A member that has committed a round may be lost before any other is informed, and the others then commit another
-    result. Each step therefore contains the result that it followed, and each round contains the previous result. A
-    receiver that has made a step that the others did not make detects that.
+    A sender may commit a round and be lost before any other member commits it, and the others may then commit a
+    different result. Each step therefore contains the digest of the result that preceded it, and each round contains
+    the digest of the previous result. With these digests, a receiver detects a step that the others did not perform.
 
     Args:
         round_number: The round that follows the snapshot.
         committed: The digest of the previous round's result.
-        windows: The number of parts into which the state is divided, one of which is compared in each round.
-        is_large: Whether the comparison of a part is so expensive that each part is compared only once.
+        windows: The number of parts into which the state is divided. Each round compares one of them.
+        is_large: Whether the state is so large that each part is compared only once. Default: False.
     """
 
     def __init__(self, round_number: int, committed: int, windows: int, *, is_large: bool = False) -> None:
         self.round = round_number
         self.committed = committed
-        self.unchecked = frozenset(range(windows))  # parts that have not been compared since the first step
+        self.unchecked = frozenset(range(windows))  # parts not compared after the first step
         self._windows = windows
         self._is_large = is_large
         self._has_stepped = False
@@ -53,7 +53,7 @@ class StateDivergence:
         """Records a step that is about to be repeated.
 
         Raises:
-            StateDivergedError: The step cannot be repeated, or the others did not make an earlier one.
+            StateDivergedError: The step cannot be repeated, or the others did not perform an earlier step.
         """
         if item.obstacle:
             raise StateDivergedError(item.obstacle)
@@ -64,11 +64,15 @@ class StateDivergence:
         self._has_stepped = True
 
     def compares(self, round_number: int) -> bool:
-        """Returns whether a part of the receiver's state before a round is compared with the members'."""
+        """Returns whether a round compares a part of the receiver's state with that of the members."""
         return not self._is_large or (self._has_stepped and round_number % self._windows in self.unchecked)
 
     def passes(self, item: RoundResult, state: int | None) -> None:
-        """Records a committed round, and the digest of a part of the receiver's state before it (None if not compared).
+        """Records a committed round.
+
+        Args:
+            item: The round's result.
+            state: The digest of a part of the receiver's state before the round, or None if it is not compared.
 
         Raises:
             StateDivergedError: The members' state was different.
@@ -98,7 +102,7 @@ OnStep = Callable[[OptimizerStep, list[memoryview]], None]
 
 @dataclass(frozen=True)
 class _GradientNote:
-    """A gradient in a certain round. Its memory and version alone do not identify it, since they may be reused."""
+    """Identifies a gradient in a certain round. Memory and version alone do not suffice because they may be reused."""
 
     round: int
     gradient: weakref.ref[torch.Tensor] | None
@@ -119,10 +123,10 @@ class _GradientNote:
 
 
 class OptimizerStepHooks:
-    """Intercepts each step of `optimizers` before it is made.
+    """Intercepts each step of `optimizers` before it is performed.
 
     Attributes:
-        on_step: A function that is called with each step of this worker, or None without receivers.
+        on_step: A function that is called with each step of this worker, or None if there are no receivers.
         at: The next round, and the digest of the previous round's result.
     """
 
@@ -151,13 +155,13 @@ class OptimizerStepHooks:
             optimizer.step()
         except StateDivergedError:
             raise
-        except Exception as error:  # hooks and optimizers of the script may raise any
+        except Exception as error:  # the script's hooks and optimizers may raise any exception
             raise StateDivergedError(f"a step of the optimizer {item.optimizer!r} failed: {error!r}") from error
         finally:
             self._again = None
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
-        """Records the gradients of these parameters, since receivers have them too."""
+        """Records that receivers have the current gradients of these parameters."""
         for param in params:
             self._notes[id(param)] = _GradientNote.of(self.at[0], param.grad)
 
@@ -166,7 +170,7 @@ class OptimizerStepHooks:
         self._notes.clear()
 
     def are_noted(self, param: torch.Tensor) -> bool:
-        """Returns whether a parameter's gradient was recorded in this round and has not changed since."""
+        """Returns whether a parameter's gradient was recorded in this round and has not changed since then."""
         note = self._notes.get(id(param))
         return note is not None and note.round == self.at[0] and note.is_of(param.grad)
 
@@ -191,14 +195,14 @@ def _layout(gradient: torch.Tensor) -> MemoryLayout | None:
 
 
 def _closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Returns the closure passed to `step`; the first argument is the optimizer."""
+    """Returns the closure among the arguments of `step`, of which the first is the optimizer."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def _describe(
     name: str, optimizer: torch.optim.Optimizer, at: tuple[int, int], closure: object
 ) -> tuple[OptimizerStep, list[memoryview]]:
-    """Returns a step in the form in which it is logged, without copying the gradients."""
+    """Returns the log item for a step and the memory of its tensors, which are not copied."""
     if closure is not None:
         return OptimizerStep(*at, name, obstacle=_CLOSURE), []
     if getattr(optimizer, "grad_scale", None) is not None:
@@ -217,7 +221,7 @@ def _describe(
 
 
 def _take_over(optimizer: torch.optim.Optimizer, item: OptimizerStep, values: Values) -> None:
-    """Sets the gradients and options of a member's step.
+    """Sets an optimizer's gradients and options to those of a member's step.
 
     Raises:
         StateDivergedError: The gradients or options do not fit the optimizer.

@@ -1,6 +1,6 @@
-"""The receiver of a state transfer: it requests chunks from all senders concurrently, and verifies each of them.
+"""The receiver of a state transfer, which requests chunks from all senders concurrently and verifies each chunk.
 
-`ViewAdmission` requests that a worker without state may join, either directly by a view or after a transfer.
+`ViewAdmission` requests to join for a worker without state, which enters a view either directly or after a transfer.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
 )
 from paceline.train.elastic.worker.launcher_connection import LauncherConnection
 
-_PATIENCE_S = 30.0  # maximum pause of a sender within a message
-_DUPLICATE_S = 1.0  # time for a sender to finish a chunk that has arrived from another one
+_PATIENCE_S = 30.0  # maximum pause within a message from a sender
+_DUPLICATE_S = 1.0  # time for a sender to finish a chunk that another sender has already delivered
 _LOOK_S = 0.02
 
 
 class ReceivedState:
-    """The result of a transfer: the state, its description, and connections for the later results."""
+    """The result of a transfer: the state, its description, and the connections that serve later results."""
 
     def __init__(self, contents: SnapshotContents, state: Any, senders: list[Connection]) -> None:
         self.contents = contents
@@ -56,7 +56,7 @@ class ReceivedState:
         self._state = state
 
     def take_state(self) -> Any:
-        """Returns the state and drops this object's reference to it, since it is large."""
+        """Returns the state and drops this object's reference to it, which allows its memory to be freed."""
         state, self._state = self._state, None
         return state
 
@@ -125,7 +125,7 @@ class StateReceiver:
                 self._get_chunks(offer.sender, connection, room)
                 return
         except (OSError, BrokenTransferError, AuthenticationError, RuntimeError):
-            pass  # the other senders serve its chunks
+            pass  # other senders serve the missing chunks
         self._lost(offer.sender)
 
     def _connect(self, offer: TransferOffer) -> Connection:
@@ -138,7 +138,7 @@ class StateReceiver:
         return connection
 
     def _room_for(self, contents: SnapshotContents) -> _ReceiveBuffers | None:
-        """Returns the buffers, or None if this sender's snapshot differs from the first one's."""
+        """Returns the buffers, or None if this sender's snapshot differs from that of the first sender."""
         with self._changed:
             if self._room is None:
                 self._room = _ReceiveBuffers.of(contents)
@@ -183,7 +183,7 @@ class StateReceiver:
             connection.close()
 
     def _finish(self, room: _ReceiveBuffers) -> ReceivedState | None:
-        for sender, thread in self._tried.items():  # one may be sending a chunk that arrived from another
+        for sender, thread in self._tried.items():  # a sender may still send a duplicate chunk
             thread.join(_DUPLICATE_S)
             if thread.is_alive():
                 self._lost(sender)
@@ -197,16 +197,16 @@ class StateReceiver:
     def _close(self) -> None:
         for connection in list(self._connected.values()):
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # its thread ends
+                connection.shutdown(socket.SHUT_RDWR)  # stops the thread that receives from it
             connection.close()
         self._connected.clear()
 
 
-_MOST_TRANSFERS = 3  # failed transfers after which the others have to wait while the worker receives the state
+_MOST_TRANSFERS = 3  # number of failed transfers after which the others wait while the worker receives the state
 
 
 class ViewAdmission:
-    """Requests to join, and waits for the answer."""
+    """Requests to join the job, and waits for the admission."""
 
     def __init__(self, connection: LauncherConnection) -> None:
         self._connection = connection
@@ -227,14 +227,17 @@ class ViewAdmission:
         self._connection.send(self._ready)
 
     def has_failed(self, *, may_learn: bool) -> None:
-        """Repeats the request after a failed transfer. Without `may_learn`, the others wait while the worker receives
-        the state.
+        """Repeats the request after a failed transfer.
+
+        Args:
+            may_learn: Whether to try another transfer while the others train. If False, or after too many failures, the
+                others wait while the worker receives the state.
         """
         self._failed = self._failed + 1 if may_learn else _MOST_TRANSFERS
         self.ask_again()
 
     def await_admission(self, after: int) -> View | Dismissed | ReceivedState:
-        """Waits for a view with a generation greater than `after`, the order to end, or a transfer that succeeds.
+        """Waits for a view with a generation greater than `after`, the order to exit, or a successful transfer.
 
         Raises:
             LauncherLostError: The launcher has ended.
@@ -264,7 +267,7 @@ class ViewAdmission:
         return dismissed if dismissed is not None else self._connection.latest_view(after)
 
     def _has_a_place(self, after: int) -> bool:
-        """Returns whether a transfer is unnecessary, because a view contains this worker or it was ordered to end."""
+        """Returns whether a transfer is unnecessary, because a view contains this worker or it must exit."""
         answer = self._answer(after)
         return isinstance(answer, Dismissed) or (answer is not None and self._connection.name in answer.members)
 

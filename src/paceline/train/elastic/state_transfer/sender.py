@@ -1,4 +1,4 @@
-"""The sender's side of state transfers: a member takes snapshots by forking, and logs later results."""
+"""The sending side of state transfers. A member takes snapshots by forking, and logs later results."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from paceline.train.elastic.worker.launcher_connection import LauncherConnection
 from paceline.train.elastic.worker.training_state import TrainingState
 from paceline.train.module_tensors import memory_of
 
-_GROWS = 2.0  # the total is reported again when it has grown by this factor...
-_LEAST_S = 1.0  # ... and by this many seconds
+_GROWS = 2.0  # the total wait is reported again after it has grown by this factor and by `_LEAST_S`
+_LEAST_S = 1.0  # minimum growth of the total wait between two reports, in seconds
 
 
 @dataclass
 class ReceiverDelays:
-    """The accumulated waits for one slow receiver, and the sentences that report them."""
+    """The accumulated waits for one slow receiver, and their reports to the user."""
 
     receiver: str
     count: int = 0
@@ -59,7 +59,7 @@ class ReceiverDelays:
     _reported_s: float = -1.0  # the total at the last report
 
     def waited(self, for_s: float) -> str | None:
-        """Adds a wait; returns a sentence for the user after the first wait and whenever the total has grown enough."""
+        """Adds a wait; returns a report for the user if this is the first wait or the total has grown enough."""
         self.count += 1
         self.total_s += for_s
         if self._reported_s >= 0 and self.total_s < max(_GROWS * self._reported_s, self._reported_s + _LEAST_S):
@@ -67,7 +67,7 @@ class ReceiverDelays:
         return self._report()
 
     def over(self) -> str | None:
-        """Returns a final sentence for the user, unless the total was already reported."""
+        """Returns a final report for the user, or None if the total was already reported."""
         return self._report() if self.total_s > max(self._reported_s, 0.0) else None
 
     def _report(self) -> str:
@@ -78,21 +78,21 @@ class ReceiverDelays:
 
 
 _LEAST_LOG_BYTES = 64 << 20
-_STUCK_S = 10.0  # time after which a receiver that reads nothing is dropped
+_STUCK_S = 10.0  # time without any progress after which a receiver is dropped
 _LOOK_S = 0.005
 
 
 class Snapshot:
-    """A copy-on-write snapshot of the training state, taken by forking. Closing it kills the child and frees its
-    memory.
+    """A copy-on-write snapshot of the training state, taken by forking.
 
-    The child shares the state's memory until this process changes it, so the snapshot takes as much memory as the
-    training changes during its lifetime, at most the size of the state. The log may take the same amount. When the log
-    is full, training waits for the receiver.
+    Closing the snapshot kills the child and frees its memory. The child shares the memory of the state until this
+    process changes it. The snapshot therefore needs additional memory for the part of the state that changes during its
+    lifetime, at most the size of the state. The log may need the same amount. When the log is full, training waits for
+    the receiver.
 
     Args:
         number: The number of the transfer.
-        registry: The state.
+        registry: The state of this worker.
         round_number: The next round, as in `SnapshotContents`.
         committed: The digest of the previous round's result.
         dealt: The latest batch assignment.
@@ -155,19 +155,19 @@ class Snapshot:
         return True
 
     def log(self, item: LogItem, tensors: Sequence[memoryview] = ()) -> None:
-        """Appends an item for the receiver; closes the snapshot if memory is exhausted."""
+        """Appends an item to the receiver's log; closes the snapshot if memory is exhausted."""
         try:
             self._size = append(self._log, item, tensors)
             self._line.send(b"+")
         except BlockingIOError:
-            pass  # earlier wake-ups are still pending
+            pass  # earlier notifications are still pending
         except OSError:
             self.close()
 
     def make_room(self) -> bool:
-        """If the log has grown too long, waits until the receiver has all of it; returns whether it waited.
+        """If the log has grown too long, waits until the receiver has read all of it; returns whether it waited.
 
-        A receiver that does not connect, or reads nothing, is dropped.
+        A receiver that has not connected, or reads nothing for some time, is dropped.
         """
         if self._log < 0 or self._size - self._progress.done <= self._most:
             return False
@@ -182,7 +182,7 @@ class Snapshot:
         return True
 
     def close(self) -> None:
-        """Ends the child. Idempotent."""
+        """Kills the child and frees the log. Idempotent."""
         if self._child:
             os.kill(self._child, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -198,13 +198,13 @@ KEY = "transfer of an elastic job"
 
 
 class StateSender:
-    """The transfers that this member serves; usually there are none.
+    """The transfers that this member serves. Usually there are none.
 
     Args:
         connection: The worker's connection to its launcher.
-        registry: The state.
-        steps: The optimizer steps of a DDP loop, which are sent to receivers instead of the results of rounds; None
-            otherwise.
+        registry: The state of this worker.
+        steps: The hooks for the optimizer steps of a DDP loop, which receivers get instead of the results of rounds, or
+            None for other loops.
     """
 
     def __init__(
@@ -218,11 +218,18 @@ class StateSender:
 
     @property
     def is_sender(self) -> bool:
-        """Whether there are any transfers."""
+        """Whether this member serves any transfer."""
         return bool(self._given)
 
     def begin_batch(self, agreed: int, round_number: int, committed: int, dealt: BatchAssignment) -> None:
-        """Begins the transfers that all members have been informed of, whose numbers are at most `agreed`."""
+        """Waits for slow receivers, and begins the transfers that all members have received.
+
+        Args:
+            agreed: The largest number of such a transfer.
+            round_number: The next round.
+            committed: The digest of the previous round's result.
+            dealt: The latest batch assignment.
+        """
         for number, snapshot in list(self._given.items()):
             began_s = time.monotonic()
             if snapshot.make_room():
@@ -241,7 +248,7 @@ class StateSender:
         before: int,
         dealt: BatchAssignment,
     ) -> None:
-        """Logs a round for the receivers."""
+        """Logs the result of a round for the receivers."""
         if not self._given:
             return
         if self._steps is not None:
@@ -264,7 +271,7 @@ class StateSender:
             self._forget(number)
 
     def _watch_steps(self, round_number: int, committed: int) -> None:
-        """Logs optimizer steps from now on if there are receivers."""
+        """Starts or stops logging optimizer steps, depending on whether there are receivers."""
         if self._steps is None:
             return
         self._steps.at = round_number, committed
@@ -288,14 +295,14 @@ class StateSender:
         try:
             key = derive_key(job_secret(), KEY)
             if chosen_level() == "encrypt":
-                identity_of(key)  # before the fork, so that the child of a threaded process does not load OpenSSL
+                identity_of(key)  # loads OpenSSL before the fork, because a threaded process's child must not
             listener = listen(_own_host(), 0, job_secret())
             host, port = listener.getsockname()[:2]
             self._given[transfer.number] = Snapshot(
                 transfer.number, self._registry, round_number, committed, dealt, listener, key
             )
             self._delays[transfer.number] = ReceiverDelays(transfer.receiver)
-            if self._steps is not None and len(self._given) == 1:  # earlier receivers may have other gradients
+            if self._steps is not None and len(self._given) == 1:  # earlier receivers may have different gradients
                 self._steps.at = round_number, committed
                 self._steps.note(self._registry.parameters)
             address = f"{host}:{port}"

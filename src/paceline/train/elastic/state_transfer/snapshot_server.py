@@ -1,11 +1,11 @@
-"""The sender's forked child: it serves its snapshot, and the sender's log, to one receiver.
+"""The sender's forked child, which serves its snapshot and the sender's log to one receiver.
 
-It is a fork of a process with threads, so it uses nothing that another thread may have left in an inconsistent state:
-neither torch nor the group, and only those inherited descriptors that belong to it.
+The child is forked from a process with threads. It uses nothing that another thread may have left in an inconsistent
+state: neither torch nor the group, and only the inherited descriptors that belong to it.
 
-The log, which contains the results of the rounds since the snapshot, is an anonymous memory file. The sender appends
-without waiting, and the child reads the amount of data from the file's size. The child frees the memory of results that
-the receiver has.
+The log contains the results of the rounds after the snapshot, in an anonymous memory file. The sender appends items
+without waiting, and the child determines the amount of data from the file size. The child frees the memory of results
+that the receiver has.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from paceline.train.elastic.state_transfer.transfer_protocol import (
     send_head,
 )
 
-_LENGTH = struct.Struct("<Q")  # of the head, which follows
-_PIECES = 512  # the largest number of pieces per system call
+_LENGTH = struct.Struct("<Q")  # the length of the head, which follows
+_PIECES = 512  # maximum number of buffers per system call
 _PUNCH_HOLE = 0x03  # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE
 _libc = ctypes.CDLL(None)
 
@@ -97,13 +97,13 @@ class LogEntry:
 
 
 class LogReader:
-    """The child's view of a log. Reads do not move the file offset at which the sender writes."""
+    """Reads a log in the child, without moving the file offset at which the sender writes."""
 
     def __init__(self, log: int) -> None:
         self.file = log
         self._entries: list[LogEntry] = []
         self._stop = 0
-        self._done = 0  # the end of the freed memory
+        self._done = 0  # the offset up to which memory has been freed
 
     @property
     def ahead(self) -> int:
@@ -115,7 +115,7 @@ class LogReader:
 
         Args:
             round_: The round.
-            generation: The latest view whose entry by the members was sent to the receiver.
+            generation: The latest `ViewEntered` generation that the receiver has.
             steps: The number of optimizer steps of this round that the receiver has.
         """
         self._read()
@@ -135,7 +135,7 @@ class LogReader:
         """Frees the memory of all entries before a round.
 
         Returns:
-            The offset up to which a receiver with `steps` optimizer steps of that round has the log.
+            The offset up to which the receiver has the log, given that it has `steps` optimizer steps of that round.
         """
         self._read()
         kept = [entry for entry in self._entries if entry.item.round >= round_]
@@ -177,7 +177,7 @@ _MOST_DESCRIPTORS = 1 << 20
 
 @dataclass(frozen=True)
 class ServedSnapshot:
-    """The resources of a snapshot's child.
+    """The resources of the child that serves a snapshot.
 
     Attributes:
         number: The number of the transfer.
@@ -186,7 +186,8 @@ class ServedSnapshot:
         memories: The snapshot's buffers.
         listener: The listener to which the receiver connects.
         log: The descriptor of the sender's log.
-        line: A socket to the sender: a byte means that the log has grown, and end of file that the sender has ended.
+        line: A socket to the sender. A byte means that the log has grown, and end of file means that the sender has
+            ended.
         progress: The memory through which the child reports to the sender.
     """
 
@@ -201,7 +202,7 @@ class ServedSnapshot:
 
 
 class TransferProgress:
-    """Memory shared by a sender and its child, in which the child reports the receiver's progress."""
+    """Memory shared by a sender and its child, through which the child reports the receiver's progress."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -209,16 +210,16 @@ class TransferProgress:
 
     @property
     def done(self) -> int:
-        """The size of the beginning of the log that is no longer needed."""
+        """The offset in the log before which nothing is needed any longer."""
         return self._numbers[0]
 
     @property
     def sent(self) -> int:
-        """The number of messages sent; 0 before the receiver has connected."""
+        """The number of progress reports so far, or 0 before the receiver has connected."""
         return self._numbers[1]
 
     def more(self, done: int) -> None:
-        """Records that a message was sent, and that the log is no longer needed up to `done`."""
+        """Records progress, and that the log is no longer needed up to `done`."""
         self._numbers[0] = done
         self._numbers[1] += 1
 
@@ -229,10 +230,10 @@ class TransferProgress:
 
 
 def serve_in_child(served: ServedSnapshot, sender_pid: int) -> NoReturn:
-    """Serves one receiver in a newly forked process, and ends the process, which never outlives the sender."""
+    """Serves one receiver in a newly forked process, which then exits. The process never outlives the sender."""
     try:
         die_with_parent(sender_pid)
-        gc.disable()  # the sender closes its own garbage
+        gc.disable()  # only the sender may finalize inherited objects
         _keep_only([served.listener.fileno(), served.log, served.line.fileno()])
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -240,7 +241,7 @@ def serve_in_child(served: ServedSnapshot, sender_pid: int) -> NoReturn:
     except (OSError, BrokenTransferError):
         pass  # the receiver or the sender has disconnected
     finally:
-        lower_thread_priority()  # freeing the memory takes time, too
+        lower_thread_priority()  # freeing the memory takes time
         os._exit(0)
 
 
@@ -280,22 +281,22 @@ def _await_receiver(served: ServedSnapshot) -> Connection | None:
 
 
 class SnapshotServer:
-    """The connection with the receiver."""
+    """Serves a snapshot and the log over the connection to the receiver."""
 
     def __init__(self, served: ServedSnapshot, receiver: Connection) -> None:
         self._served, self._receiver = served, receiver
         self._layout = ChunkLayout(served.contents.sizes, CHUNK_BYTES)
         self._log = LogReader(served.log)
-        self._awaited: tuple[int, int, int] | None = None  # a round, a generation and a number of steps
+        self._awaited: tuple[int, int, int] | None = None  # requested round, generation and number of steps
         self._request = memoryview(bytearray(REQUEST.size))
-        self._is_near = False  # whether the receiver has been near
-        self._passed = 0, 0  # the receiver's round, and the number of that round's steps it has
+        self._is_near = False  # whether the receiver has ever been near
+        self._passed = 0, 0  # the receiver's round, and its number of steps in that round
 
     def run(self) -> None:
-        """Answers until the receiver or the sender disconnects, at low priority until the receiver is near.
+        """Answers requests until the receiver or the sender disconnects, at low priority until the receiver is near.
 
-        From then on the others may already be in the next view, and wait until the receiver has the last result before
-        that view.
+        Once the receiver is near, the members may already be in the next view, and wait until the receiver has the last
+        result before that view.
 
         Raises:
             BrokenTransferError, OSError: The receiver or the sender has disconnected.
@@ -311,12 +312,12 @@ class SnapshotServer:
             pass
 
     def _goes_on(self) -> bool:
-        """Waits for a request or a new log entry, and answers; returns False if the sender has ended."""
+        """Waits for a request or a new log entry and answers; returns False if the sender has ended."""
         ready, _, _ = select.select([self._receiver, self._served.line], [], [])
         if self._served.line in ready:
             if not self._served.line.recv(4096):
                 return False
-            self._tell_sender()  # the receiver may have the new entry from another sender
+            self._tell_sender()  # another sender may have served the new entry
         if self._awaited is not None:
             self._give_awaited()
         if self._receiver in ready:
@@ -357,7 +358,7 @@ class SnapshotServer:
         self._awaited = None
         item = entry.item
         self._is_near = self._is_near or isinstance(item, ViewEntered) or self._log.ahead <= NEAR
-        if isinstance(item, OptimizerStep):  # digested in the child, so that the members need not wait
+        if isinstance(item, OptimizerStep):  # the child computes the digest to spare the members
             item = msgspec.structs.replace(item, digest=self._log.digest_of(entry))
         send_head(self._receiver, item, self._log.ahead)
         self._send_log(entry.body, entry.stop)

@@ -1,8 +1,8 @@
 """The messages between a receiver and a sender's child, and the division of a snapshot into chunks.
 
-Both ends first prove that they hold the job's secret. A request is a struct of fixed size. An answer is a frame: the
-length of its head, the number of further results that the sender has, the head (msgpack), and a body whose length is in
-the head.
+Both ends first prove that they hold the job's secret. A request is a struct of fixed size. A response is a frame that
+consists of the length of its head, the number of further results at the sender, the head (msgpack), and a body whose
+length is in the head.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from paceline.train.elastic.worker.agreement import BatchAssignment
 
 
 class MissingChunks:
-    """The chunks that a receiver still needs, and the senders that were asked for them.
+    """The chunks that a receiver still needs, and the senders from which it has requested them.
 
-    When all remaining chunks have been requested, they are requested again from idle senders, so that a slow sender
+    When all remaining chunks have been requested, idle senders receive the same requests again. A slow sender therefore
     does not delay the transfer.
 
     >>> chunks = MissingChunks(2)
@@ -43,7 +43,7 @@ class MissingChunks:
         return not self._missing
 
     def next_for(self, sender: str) -> int | None:
-        """Returns the next chunk to request from this sender, or None if all remaining ones were requested from it."""
+        """Returns the next chunk to request from `sender`, or None if it was asked for all remaining chunks."""
         while self._waiting:
             chunk = self._waiting.pop()
             if chunk in self._missing:
@@ -64,7 +64,7 @@ class MissingChunks:
         return is_new
 
     def lost(self, sender: str) -> None:
-        """Returns the chunks that were requested only from this sender to the queue."""
+        """Puts the chunks that were requested only from this sender back into the queue."""
         for chunk, senders in list(self._asked.items()):
             senders.discard(sender)
             if not senders:
@@ -73,7 +73,7 @@ class MissingChunks:
 
 
 class ChunkLayout:
-    """The location of chunks: the buffers form one sequence of bytes, which is cut every `chunk_bytes` bytes.
+    """The locations of the chunks. The concatenated buffers are cut every `chunk_bytes` bytes.
 
     >>> ChunkLayout([3, 0, 4], 5).spans(0)
     [(0, 0, 3), (2, 0, 2)]
@@ -88,7 +88,7 @@ class ChunkLayout:
         self.count = -(-self.nbytes // chunk_bytes)
 
     def spans(self, chunk: int) -> list[tuple[int, int, int]]:
-        """Returns a chunk's parts: a buffer, and the range of bytes within it."""
+        """Returns the parts of a chunk as tuples (buffer index, first byte, end of the byte range)."""
         start, stop = chunk * self._chunk_bytes, min((chunk + 1) * self._chunk_bytes, self.nbytes)
         buffer, found = bisect_right(self._ends, start), []
         while start < stop:
@@ -103,7 +103,7 @@ class ChunkLayout:
 
 CHANNEL = "transfer"  # the name of the channel in the handshake
 CHUNK_BYTES = 4 << 20
-NEAR = 1  # a receiver that lacks at most this number of results has caught up
+NEAR = 1  # maximum number of missing results of a receiver that has caught up
 REQUEST = struct.Struct("<QQQQ")  # a RequestKind and three numbers
 FRAME = struct.Struct("<QQ")
 _LARGEST_HEAD = 1 << 30
@@ -112,9 +112,9 @@ _LARGEST_HEAD = 1 << 30
 class RequestKind(IntEnum):
     """The kinds of requests, each with up to three numbers."""
 
-    CHUNK = 1  # (number): this chunk
-    ITEM = 2  # (round, generation, steps): the next log item of the round, after that view and that number of steps
-    FORGET = 3  # (round, -, steps): no answer; the receiver has all earlier rounds and that number of steps of this one
+    CHUNK = 1  # (number): requests a chunk
+    ITEM = 2  # (round, generation, steps): requests the next log item of the round after this view and these steps
+    FORGET = 3  # (round, -, steps): reports that the receiver has all earlier rounds and these steps; has no response
 
 
 class _FrameHead(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -140,7 +140,7 @@ class SnapshotContents(_FrameHead, frozen=True):
 
 
 class SnapshotChunk(_FrameHead, frozen=True):
-    """A part of the concatenated buffers; the body has its bytes."""
+    """A chunk of the concatenated buffers, whose bytes form the body."""
 
     number: int
     nbytes: int
@@ -152,7 +152,7 @@ class RoundResult(_FrameHead, frozen=True):
 
     Attributes:
         round: The round.
-        nbytes: The length of the body, which holds the contiguous tensors. In a DDP loop there are none.
+        nbytes: The length of the body in bytes. The body holds the contiguous tensors; in a DDP loop it is empty.
         tensors: The tensors' dtypes and shapes.
         digest: The digest of the result.
         state: The members' digest of a part of their state before the round.
@@ -170,13 +170,14 @@ class RoundResult(_FrameHead, frozen=True):
 
 
 class OptimizerStep(_FrameHead, frozen=True):
-    """An optimizer step in a DDP loop that is about to be made.
+    """An optimizer step in a DDP loop that is about to be performed.
 
     Attributes:
         round: The next round.
         after: The digest of the previous round's result.
         optimizer: The name of the optimizer.
-        nbytes: The length of the body, which holds the gradients and then the tensors of the options, contiguous.
+        nbytes: The length of the body in bytes. The body holds the contiguous gradients and then the tensors in the
+            options.
         tensors: The dtypes and shapes of these tensors.
         has_gradient: For each parameter in the order of the groups, whether it has a gradient.
         options: The encoded options of the groups, such as the learning rate.
@@ -196,7 +197,7 @@ class OptimizerStep(_FrameHead, frozen=True):
 
 
 class ViewEntered(_FrameHead, frozen=True):
-    """The sender's members enter another view before the round."""
+    """The sender enters a new view with these members before the round."""
 
     round: int
     generation: int
@@ -204,7 +205,7 @@ class ViewEntered(_FrameHead, frozen=True):
 
 
 class NothingYet(_FrameHead, frozen=True):
-    """The receiver has caught up; the sender sends the requested item as soon as it is logged."""
+    """The receiver has caught up, and will get the requested item as soon as it is logged."""
 
 
 LogItem = RoundResult | OptimizerStep | ViewEntered
@@ -254,10 +255,10 @@ def send_head(connection: Connection, head: FrameHead, ahead: int = 0) -> None:
 
 
 def receive_head(connection: Connection) -> tuple[FrameHead, int]:
-    """Receives a frame up to its body; returns the head, and the number of further results at the sender.
+    """Receives a frame up to its body; returns the head and the number of further results at the sender.
 
     Raises:
-        BrokenTransferError, OSError: The sender disconnected, or sent something else.
+        BrokenTransferError, OSError: The sender disconnected, or sent an invalid frame.
     """
     prefix = memoryview(bytearray(FRAME.size))
     receive_into(connection, prefix)
@@ -270,7 +271,7 @@ def receive_head(connection: Connection) -> tuple[FrameHead, int]:
 
 
 def receive_into(connection: Connection, memory: memoryview) -> None:
-    """Fills `memory` with the next bytes.
+    """Fills `memory` with the next bytes from the connection.
 
     Raises:
         BrokenTransferError, OSError: The other end disconnected.
