@@ -19,12 +19,12 @@ class LocalRegion:
 
     Attributes:
         name: the name of the tensor.
-        dtype: the tensor's type, by safetensors' name.
+        dtype: the safetensors name of the tensor's dtype.
         shape: the shape of the whole tensor.
         region: the region.
         nbytes: the size of the region in bytes.
-        elements: a function that returns the elements, row-major and contiguous. Nothing else reads the memory, so
-            nothing is copied before it is needed.
+        elements: a function that returns the elements, row-major and contiguous. It copies them only when called, if at
+            all.
     """
 
     name: str
@@ -42,8 +42,8 @@ class CapturedObject:
     Attributes:
         state: the state.
         value: the state without its tensors.
-        tensors: the tensors of the state, by name.
-        is_everywhere: whether every rank has the object, rather than only the ranks of a pipeline's stage.
+        tensors: the tensors in the state, by name.
+        is_everywhere: whether every rank has the object. False if only the ranks of a pipeline stage have it.
     """
 
     state: object
@@ -53,11 +53,11 @@ class CapturedObject:
 
 
 class OfferedRegion(NamedTuple):
-    """A region of a tensor that this rank has and other ranks may have too.
+    """A region that this rank has and other ranks may also have.
 
     Attributes:
         held: the region.
-        of_first: whether the ranks' elements may differ, so that the first rank's are saved.
+        of_first: whether the elements may differ between ranks. If so, those on the first rank are saved.
     """
 
     held: LocalRegion
@@ -69,13 +69,13 @@ class CapturedState:
     """The state of a training loop on one rank.
 
     Attributes:
-        is_first: whether this is rank 0, whose buffers and positions of loaders are saved.
+        is_first: whether this is rank 0, whose buffers and loader positions are saved.
         everywhere: the tensors that are the same on every rank.
-        held: the regions of tensors that only this rank contributes.
-        offered: the regions of tensors of a model divided among ranks, which other ranks may have too.
+        held: the tensor regions that only this rank contributes.
+        offered: the tensor regions of a divided model that other ranks may also have.
         values: the plain values that are the same on every rank, or that only this rank has.
-        objects: the objects that are compared between ranks, and saved for each rank if they differ.
-        layers: for each pipeline, by name, the layers that this rank has and the number of all layers.
+        objects: the objects that are compared between ranks, and saved separately for each rank if they differ.
+        layers: for each pipeline, by name, the names of this rank's layers and the total number of layers.
     """
 
     is_first: bool = True
@@ -92,18 +92,18 @@ class CapturedState:
         self.everywhere[name] = tensor.detach()
 
     def add_of_first(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds a tensor that may differ between ranks; rank 0's is saved."""
+        """Adds a tensor that may differ between ranks. The tensor on rank 0 is saved."""
         require_dense(name, tensor)
         if self.is_first:
             self.held.append(whole_of(name, tensor.detach()))
 
     def offer(self, held: LocalRegion, *, of_first: bool = False) -> None:
-        """Adds a region of a tensor that other ranks may have too."""
+        """Adds a tensor region that other ranks may also have."""
         if _is_needed(held):
             self.offered.append(OfferedRegion(held, of_first))
 
     def hold(self, held: Sequence[LocalRegion]) -> None:
-        """Adds regions of tensors that only this rank contributes."""
+        """Adds tensor regions that only this rank contributes."""
         self.held += filter(_is_needed, held)
 
     def add_tree(self, name: str, value: object) -> None:
@@ -136,18 +136,18 @@ class CapturedState:
 
 
 def _is_needed(held: LocalRegion) -> bool:
-    """Returns whether a region must be saved: one without elements only if its whole tensor has none."""
+    """Returns whether a region must be saved. An empty region is saved only if the whole tensor is empty."""
     return held.nbytes > 0 or prod(held.shape) == 0
 
 
 def whole_of(name: str, tensor: torch.Tensor) -> LocalRegion:
-    """Returns the region that is a whole tensor."""
+    """Returns the region that covers a whole tensor."""
     shape = tuple(tensor.shape)
     return LocalRegion(name, name_of(tensor.dtype), shape, whole(shape), tensor.nbytes, lambda: flat(tensor))
 
 
 def cut(held: LocalRegion, start: int, stop: int) -> list[LocalRegion]:
-    """Returns the regions that make up the bytes `start` to `stop` (multiples of the element size) of a region."""
+    """Returns the regions that form the bytes `start` to `stop` (multiples of the element size) of a region."""
     if (start, stop) == (0, held.nbytes):
         return [held]
     size = held.nbytes // count(held.region)
@@ -165,16 +165,16 @@ def _section(held: LocalRegion, region: Region, first: int, last: int) -> LocalR
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements in row-major order; copies them only if memory order differs."""
+    """Returns the elements in row-major order, and copies them only if their order in memory differs."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().view(-1)
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
-    """Requires that a checkpoint can hold a tensor.
+    """Checks that a checkpoint can hold a tensor.
 
     Raises:
-        TypeError: the tensor is sparse, quantized, distributed by another library, or of an unknown type.
+        TypeError: the tensor is sparse, quantized or distributed by another library, or has an unsupported dtype.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)

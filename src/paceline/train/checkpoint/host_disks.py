@@ -1,7 +1,7 @@
-"""Checkpoints on disks that hosts do not share: each host has the files of its own ranks, and a manifest of all files.
+"""Checkpoints on disks that hosts do not share. Each host stores its own ranks' files and a manifest of all files.
 
-`found_disks` finds the ranks that see the same directory, `begin` begins a checkpoint on every disk, and
-`newest_spread` finds the newest checkpoint whose files are all on the disk of some rank.
+`found_disks` finds the ranks that access the same directory, `begin` begins a checkpoint on every disk, and
+`newest_spread` finds the newest checkpoint of which every file is on the disk of some rank.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from paceline.train.checkpoint.rank_channel import CollectiveChannel, result_of_
 
 @dataclass(frozen=True)
 class Disks:
-    """The disks that the ranks see.
+    """The disks that the ranks use.
 
     Attributes:
-        of: for each rank, the first of the ranks that see the same directory.
+        of: for each rank, the first of the ranks that use the same directory.
         rank: this rank.
     """
 
@@ -36,16 +36,16 @@ class Disks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank that sees its directory, and therefore publishes checkpoints there."""
+        """Whether this is the first rank that uses its directory, and therefore publishes checkpoints there."""
         return self.of[self.rank] == self.rank
 
     def sharers(self, rank: int) -> list[int]:
-        """Returns the ranks that see the same directory as `rank`, including `rank`."""
+        """Returns the ranks that use the same directory as `rank`, including `rank`."""
         return [other for other, first in enumerate(self.of) if first == self.of[rank]]
 
 
 def found_disks(root: Root, channel: CollectiveChannel) -> Disks:
-    """Finds the ranks that see the same directory: each creates a file there and looks for the others' files.
+    """Finds the ranks that use the same directory: each rank creates a file there and looks for the others' files.
 
     Raises:
         CheckpointError: a rank cannot write to its directory; raised on every rank.
@@ -87,10 +87,10 @@ def begin(
     channel: CollectiveChannel,
     least_sequence: int = 0,
 ) -> Draft:
-    """Returns the draft that rank 0 begins on its disk and that the first rank of each other disk joins there.
+    """Begins a checkpoint on every disk: rank 0 creates the draft, and the first rank on each other disk joins it.
 
     Args:
-        nbytes: the bytes that each rank will write.
+        nbytes: the number of bytes that each rank will write.
         least_sequence: the smallest sequence number that the checkpoint may get.
 
     Raises:
@@ -125,7 +125,7 @@ def abandon(root: Root, draft: Draft, disks: Disks | None, rank: int) -> None:
     """Removes a failed checkpoint from this rank's disk, if this rank publishes checkpoints there.
 
     Args:
-        disks: the disks of the hosts; None if all ranks share one.
+        disks: the disks of the hosts, or None if all ranks share one.
     """
     if rank == 0 if disks is None else disks.is_first:
         root.abandon(draft)
@@ -133,14 +133,14 @@ def abandon(root: Root, draft: Draft, disks: Disks | None, rank: int) -> None:
 
 @dataclass(frozen=True)
 class SpreadCheckpoint:
-    """A checkpoint whose files are on several disks, each visible to at least one rank.
+    """A checkpoint whose files are on several disks, each accessible to at least one rank.
 
     Attributes:
         token: the checkpoint's token, which is the same on all disks.
         sequence: the checkpoint's sequence number.
-        name: the checkpoint's name on this rank's disk; None if no part of it is on that disk.
-        holders: for each file, the ranks that see it.
-        describer: the first rank whose disk has the checkpoint's manifest, if other disks lack it; otherwise -1.
+        name: the checkpoint's name on this rank's disk, or None if no part of it is on that disk.
+        holders: for each file, the ranks that can read it.
+        describer: the first rank whose disk has the checkpoint's manifest, or -1 if every disk has it.
     """
 
     token: str
@@ -151,7 +151,7 @@ class SpreadCheckpoint:
 
 
 class AbsentCheckpoint:
-    """Represents a checkpoint of which this rank's disk has no part."""
+    """A checkpoint that has no part on this rank's disk."""
 
     nbytes_read = 0
 
@@ -166,7 +166,7 @@ class AbsentCheckpoint:
 def newest_spread(
     root: Root, disks: Disks, channel: CollectiveChannel, damaged: Mapping[str, str]
 ) -> tuple[SpreadCheckpoint | None, dict[str, str]]:
-    """Returns the newest checkpoint whose files ranks can see, and the reasons why newer ones were skipped, by token.
+    """Returns the newest checkpoint whose files ranks can read, and the reasons why newer ones were skipped, by token.
 
     Args:
         damaged: the faults of checkpoints that are known to be damaged, by token.
@@ -209,7 +209,7 @@ def newest_spread(
 def _spread(
     root: Root, disks: Disks, channel: CollectiveChannel, which: tuple[int, str], names: Mapping[int, str]
 ) -> tuple[SpreadCheckpoint, str | None]:
-    """Returns a checkpoint, given its sequence and token, and the name of a file of it that no rank sees."""
+    """Returns the checkpoint with a given sequence and token, and the name of a file that no rank can read, if any."""
 
     def files() -> bytes:
         if channel.rank not in names:

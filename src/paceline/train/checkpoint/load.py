@@ -1,7 +1,7 @@
 """Loads a checkpoint into the objects of a training loop, on any number of ranks.
 
-`load` loads a given checkpoint, a checkpoint of another library, or the newest one in a directory. `load_newest`, which
-`CheckpointManager` uses, skips checkpoints that turn out to be damaged. Both read from a disk that all ranks share, or
+`load` loads a given checkpoint, a checkpoint from another library, or the newest checkpoint in a directory.
+`load_newest`, which `CheckpointManager` uses, skips damaged checkpoints. Both read from a disk that all ranks share, or
 from the disks of the hosts.
 """
 
@@ -33,7 +33,7 @@ from paceline.train.checkpoint.save_plan import agreed_numberings
 from paceline.train.checkpoint.state_restorer import StateRestorer, load_foreign
 from paceline.train.checkpoint.training_state import TrainingState
 
-_FOREIGN = "foreign:"  # the prefix of the path of a checkpoint of another library
+_FOREIGN = "foreign:"  # prefixed to the path of a checkpoint from another library
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Loaded:
 
     Attributes:
         step: the step with which the checkpoint was saved, or None.
-        nbytes_read: the bytes that this rank has read.
+        nbytes_read: the number of bytes that this rank has read.
     """
 
     step: int | None
@@ -59,29 +59,31 @@ def load(
 ) -> int | None:
     """Loads a checkpoint into `state`; every rank calls this. A different number of ranks may have saved it.
 
-    Modules, optimizers, tensors and everything with `load_state_dict` are filled in place, and plain values are
-    replaced in the dict. Each byte that all ranks need is read by one rank and sent to the others. Each rank reads its
-    own part of state that is divided among the ranks, such as ZeRO's.
+    Modules, optimizers, tensors and all other objects with `load_state_dict` are restored in place, and plain values
+    are replaced in the dict. Data that all ranks need is read once, by one of the ranks, and sent to the others. State
+    that is divided among the ranks, as by ZeRO, is read by each rank for itself.
 
     Args:
         state: the objects, by the names with which they were saved; some names may be missing. None is replaced with
-            the saved value, which for an object is the result of its `state_dict`.
-        path: the directory that was given to `save`, whose newest complete checkpoint is loaded, or one of its
-            checkpoints; or a checkpoint of another library: a file of `torch.save`, a directory of
+            the saved value. The saved value of an object is the result of its `state_dict`.
+        path: the directory that was passed to `save`, whose newest complete checkpoint is loaded; a single checkpoint
+            in it; or a checkpoint from another library, which is a file written by `torch.save`, a directory written by
             `torch.distributed.checkpoint`, or a safetensors file.
         strict: whether everything in the state must be in the checkpoint, and modules must have the same parameters.
-            A module without parameters, buffers and extra state may be missing.
-        group: the ranks; the default group if None. A process without a group loads alone.
-        shared: whether all ranks share the disk. With False each rank reads the files on its own disk, and fetches the
-            others from ranks that see them. A checkpoint counts if all its files are on the disks of these ranks.
+            A module without parameters, buffers and extra state may be missing. Default: True.
+        group: the ranks that load, or None for the default group. A process without a group loads alone. Default: None.
+        shared: whether all ranks share the disk. If False, each rank reads the files on its own disk, and fetches all
+            other files from ranks that can read them. A checkpoint is complete if each of its files is on the disk of
+            some rank. Default: True.
 
     Returns:
-        The step with which the checkpoint was saved; None if it was saved without one.
+        The step with which the checkpoint was saved, or None if it was saved without a step.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or it contains other objects; raised on every rank.
-        CheckpointDamagedError: a file does not hold the bytes that were written. State that was already loaded stays
-            loaded.
+        CheckpointError: there is no complete checkpoint, or the checkpoint does not match `state`; raised on every
+            rank.
+        CheckpointDamagedError: the contents of a file have changed since it was written. State that was already loaded
+            stays loaded.
 
     Example::
 
@@ -115,14 +117,14 @@ def _found(where: str | os.PathLike[str]) -> str:
 
 
 def load_from(state: TrainingState, where: str, channel: CollectiveChannel, *, strict: bool = True) -> Loaded:
-    """Loads the checkpoint whose path or address is `where`, the same on every rank."""
+    """Loads the checkpoint whose path or address is `where`, which must be the same on every rank."""
     return load_by(state, lambda: open_checkpoint(where), channel, strict=strict)
 
 
 def load_by(
     state: TrainingState, opener: Callable[[], Checkpoint], channel: CollectiveChannel, *, strict: bool = True
 ) -> Loaded:
-    """Loads the checkpoint that `opener` opens, the same on every rank."""
+    """Loads the checkpoint that `opener` opens, which must be the same on every rank."""
     with ExitStack() as closing:
         opened: list[Checkpoint] = []
 
@@ -171,14 +173,14 @@ def load_newest(
     """Loads the newest undamaged checkpoint into `state`.
 
     Args:
-        disks: the disks of the hosts; None if all ranks share one.
+        disks: the disks of the hosts, or None if all ranks share one.
 
     Returns:
-        The result of loading, and the faults of newer checkpoints that were skipped, by name; None if there is no
-        checkpoint.
+        The result of loading and the faults of newer checkpoints that were skipped, by name (by token if `disks` is
+        given), or None if there is no checkpoint.
 
     Raises:
-        CheckpointError: there are checkpoints but none is complete, or the newest complete one contains other objects.
+        CheckpointError: there are checkpoints but none is complete, or the newest complete one does not match `state`.
     """
     damaged: dict[str, str] = {}
     if disks is None:
@@ -199,10 +201,10 @@ def load_newest(
 
 
 def _newest_undamaged(root: Root, channel: CollectiveChannel, damaged: dict[str, str]) -> str | None:
-    """Returns the newest checkpoint that is not known to be damaged; None if there are no checkpoints at all.
+    """Returns the name of the newest checkpoint that is not known to be damaged, or None if there are no checkpoints.
 
     Args:
-        damaged: the faults of damaged checkpoints, by name; rank 0 adds those that it finds.
+        damaged: the faults of damaged checkpoints, by name. Rank 0 adds the faults that it finds.
 
     Raises:
         CheckpointError: there are checkpoints but none is complete; raised on every rank.
@@ -224,10 +226,10 @@ def _newest_undamaged(root: Root, channel: CollectiveChannel, damaged: dict[str,
 
 
 def newest_sequence(root: Root, disks: Disks | None, channel: CollectiveChannel) -> int:
-    """Returns the sequence of the newest complete checkpoint on disk; 0 if there is none or the disk cannot be read.
+    """Returns the sequence number of the newest complete checkpoint on disk, or 0 if none can be read.
 
     Args:
-        disks: the disks of the hosts; None if all ranks share one.
+        disks: the disks of the hosts, or None if all ranks share one.
     """
 
     def look() -> bytes:

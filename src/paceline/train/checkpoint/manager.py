@@ -1,6 +1,6 @@
 """CheckpointManager: saves a training run at intervals, keeps the newest checkpoints, and restores the newest one.
 
-On SIGTERM it saves the current step and then ends the process.
+On SIGTERM, it saves the current step and then exits.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from paceline.train.checkpoint.training_state import TrainingState, elastic_of, 
 from paceline.train.elastic.worker.elastic_state import ElasticState
 from paceline.train.gradient_use import GRADIENT_USE
 
-# The errors of an unfinished checkpoint in an elastic job, whose workers may die. They have already been printed.
+# The errors raised for an unfinished checkpoint when workers of an elastic job die. They have already been printed.
 _OF_LOST_WORKERS = (CheckpointError, CollectiveError, StoreError)
 
 
 class CheckpointManager:
     """Saves the state of a training run at intervals, and restores the newest complete checkpoint after a restart.
 
-    The same script continues after a crash, a time limit or preemption, even with a different number of ranks; this
-    includes `paceline run --max-restarts` and elastic jobs. When any rank receives SIGTERM, all ranks save the current
-    step and end with exit code 143.
+    The same script continues after a crash, a time limit or preemption, even with a different number of ranks. This
+    also works with `paceline run --max-restarts` and in elastic jobs. When any rank receives SIGTERM, all ranks save
+    the current step and exit with code 143.
 
-    Gradients are not saved, except those of an `ElasticState` in the middle of an accumulation. A RuntimeWarning lists,
-    once, the parameters whose gradients no optimizer has used yet.
+    Gradients are not saved, except for those of an `ElasticState` in the middle of an accumulation. If the state has
+    other gradients that no optimizer has used yet, one RuntimeWarning lists their parameters.
 
     Args:
-        path: the directory.
-        every: the interval between checkpoints, as a timedelta or as a number of steps; steps that are multiples of the
-            number are saved. If None, every step is saved.
-        keep: the number of checkpoints to keep.
-        asynchronous: whether the training continues while a checkpoint is written.
-        group: the ranks; the default group if None.
-        shared: whether all ranks share the disk. With False each host has the parts of its own ranks, and ranks whose
-            disk lacks parts fetch them from the others; elastic jobs do not support this.
+        path: the directory for the checkpoints.
+        every: the interval between checkpoints, as a timedelta or as a number of steps. With a number, every step that
+            is a multiple of it is saved. If None, every step is saved. Default: None.
+        keep: the number of checkpoints to keep. Default: 3.
+        asynchronous: whether training continues while a checkpoint is written. Default: True.
+        group: the ranks that save, or None for the default group. Default: None.
+        shared: whether all ranks share the disk. If False, each host stores the parts of its own ranks, and ranks fetch
+            parts that are missing on their disk from other ranks. Elastic jobs do not support False. Default: True.
         peer_copies: the number of other hosts whose launchers keep a copy of each part in memory, in addition to the
-            launcher of the rank's own host; with 0, no copies are kept. `restore` loads the newest complete checkpoint,
-            whether in memory or on disk. All ranks must be started by `paceline run`.
+            launcher on the rank's own host. If 0, no copies are kept. `restore` loads the newest complete checkpoint,
+            whether in memory or on disk. Requires that `paceline run` has started all ranks. Default: 0.
 
     Example::
 
@@ -91,10 +91,10 @@ class CheckpointManager:
         self._copies = PeerCopies(self._root.storage.describe(), peer_copies) if peer_copies else None
         self._every, self._keep, self._asynchronous, self._group = every, keep, asynchronous, group
         self._shared = shared
-        self._disks: Disks | None = None  # found at the first use, if the hosts do not share one
+        self._disks: Disks | None = None  # determined at first use if the hosts do not share a disk
         self._saved: int | None = None  # the last saved step
         self._saved_s = time.monotonic()
-        self._latest: tuple[int, TrainingState] = 0, {}  # the last step of an elastic job
+        self._latest: tuple[int, TrainingState] = 0, {}  # the latest step and state of an elastic job
         self._signals = EndingSignals()
         self._is_elastic = False
         self._has_warned = False
@@ -109,13 +109,11 @@ class CheckpointManager:
         if error is None:
             self.close()
         else:
-            with contextlib.suppress(
-                CheckpointError
-            ):  # it was already printed; the error that ends the block is raised instead
+            with contextlib.suppress(CheckpointError):  # already printed; the error from the block takes precedence
                 self.close()
 
     def should_save(self, step: int) -> bool:
-        """Returns whether `save` would save this step, according to this rank alone."""
+        """Returns whether a checkpoint of this step is due on this rank, regardless of the other ranks."""
         if self._saved == step:
             return False
         if isinstance(self._every, timedelta):
@@ -128,14 +126,14 @@ class CheckpointManager:
         Args:
             step: the number of the completed step.
             state: the objects, as for `paceline.save`.
-            force: whether to save in any case.
+            force: whether to save even if no checkpoint is due. Default: False.
 
         Returns:
-            Whether a checkpoint was written, or is being written.
+            Whether a checkpoint was written or is being written.
 
         Raises:
             CheckpointError: this checkpoint or the previous one could not be written; raised on every rank.
-            SystemExit: a rank has received SIGTERM, and the checkpoint is on disk.
+            SystemExit: a rank has received SIGTERM. The checkpoint is on disk.
         """
         elastic = elastic_of(state)
         if elastic is not None and elastic.rounds is not None:
@@ -149,7 +147,7 @@ class CheckpointManager:
         if ends:
             if not is_saved:
                 BACKGROUND.finish()
-            if channel.rank == 0:  # before `close` waits for the copies in memory
+            if channel.rank == 0:  # printed before `close` waits for the copies in memory
                 sys.stderr.write(f"paceline: asked to end; the checkpoint of step {step} is in {self._where()}\n")
             self.close()
             raise SystemExit(self._signals.exit_code)
@@ -158,15 +156,15 @@ class CheckpointManager:
     def restore(self, state: TrainingState) -> int | None:
         """Loads the newest complete checkpoint into `state`, as `paceline.load` does; every rank calls this.
 
-        Prints to stderr the newer checkpoints that were skipped, and why; with `peer_copies`, also whether the
-        checkpoint was loaded from memory.
+        Reports newer checkpoints that were skipped, and the reasons, on stderr. With `peer_copies`, it also reports
+        whether the checkpoint was loaded from memory.
 
         Returns:
-            The step of the checkpoint; None if there is no checkpoint.
+            The step of the checkpoint, or None if there is no checkpoint.
 
         Raises:
-            CheckpointError: there are checkpoints but none is complete, or the newest complete one contains other
-                objects.
+            CheckpointError: there are checkpoints but none is complete, or the newest complete one does not match
+                `state`.
         """
         BACKGROUND.finish()
         channel = channel_of(self._group)
@@ -194,13 +192,13 @@ class CheckpointManager:
         return self._disks
 
     def close(self) -> None:
-        """Waits for the checkpoint that is being written, and restores the signal handler; idempotent.
+        """Waits for the checkpoint that is being written, and restores the signal handler. Idempotent.
 
         In an elastic job, workers may die, join or leave while the last checkpoint is written. A remaining worker then
-        writes it alone; if that fails too, the previous checkpoint stays the newest.
+        writes the checkpoint alone. If that also fails, the previous checkpoint remains the newest.
 
         Raises:
-            CheckpointError: the checkpoint could not be written, in a job that is not elastic.
+            CheckpointError: the checkpoint could not be written. Not raised in an elastic job.
         """
         self._signals.close()
         if not self._is_elastic:
@@ -228,7 +226,7 @@ class CheckpointManager:
         asynchronous: bool,
         may_copy: bool = True,
     ) -> None:
-        """Writes a checkpoint; without `may_copy`, launchers keep no copy in memory."""
+        """Writes a checkpoint. If `may_copy` is False, launchers keep no copy in memory."""
         self._warn_of_gradients(step, state, channel)
         least_sequence = 0 if self._copies is None else self._copies.least_sequence()
         plan = plan_save(state, self._root, step, channel, self._own_disks(channel), least_sequence)
@@ -241,7 +239,7 @@ class CheckpointManager:
         self._saved, self._saved_s = step, time.monotonic()
 
     def _warn_of_gradients(self, step: int, state: TrainingState, channel: CollectiveChannel) -> None:
-        """Warns once if the state is saved in the middle of an accumulation, whose gradients are not saved."""
+        """Warns once if the state has accumulated gradients, which are not saved."""
         if self._has_warned or channel.rank > 0:
             return
         if names := unsaved_gradients(state):
@@ -259,7 +257,7 @@ class CheckpointManager:
     def _write_and_copy(
         self, plan: SavePlan, channel: CollectiveChannel, asynchronous: bool, copies: PeerCopies
     ) -> None:
-        """Writes and replicates the current state; the replication always runs concurrently with the training."""
+        """Writes and replicates the current state. The replication always runs in the background."""
         plan = staged(self._root, plan, channel)
         sender = copies.sender(plan, channel)
         if asynchronous:
@@ -270,7 +268,7 @@ class CheckpointManager:
         write(self._root, plan, self._keep, channel)
 
     def _save_elastic(self, elastic: ElasticState, step: int, state: TrainingState, force: bool) -> bool:
-        """Saves in a separate round, which the remaining workers repeat if a worker dies in it."""
+        """Saves in a separate round, which the remaining workers repeat if a worker dies during the round."""
         if isinstance(self._every, timedelta):
             raise ValueError(
                 "every is a timedelta, but the workers of an elastic job have no clock in common; give steps"
@@ -296,7 +294,7 @@ class CheckpointManager:
         return True
 
     def _save_alone(self) -> None:
-        """Saves the last step on this worker alone when all workers of an elastic job end; each has the whole state."""
+        """Saves the last step on this worker alone before the workers of an elastic job exit. Each has all state."""
         with contextlib.suppress(*_OF_LOST_WORKERS):
             BACKGROUND.finish()
         step, state = self._latest
@@ -305,7 +303,7 @@ class CheckpointManager:
             sys.stderr.write(f"paceline: the job is to end; the checkpoint of step {step} is in {self._where()}\n")
 
     def _write_again(self) -> None:
-        """Writes the last saved step on this worker alone, if the state is unchanged and no checkpoint of it exists."""
+        """Writes the latest step on this worker alone if it should have been saved but has no checkpoint."""
         step, state = self._latest
         if self._saved == step and not self._is_saved(step):
             self._write(step, state, SingleRank(), asynchronous=False, may_copy=False)
@@ -320,23 +318,23 @@ class CheckpointManager:
 
 
 class EndingSignals:
-    """Records a SIGTERM, so that the loop can end after the step; a second one ends the process immediately."""
+    """Records a SIGTERM, which lets the loop end after the current step. A second one ends the process immediately."""
 
     def __init__(self) -> None:
         self.has_arrived = False
         self._before: signal._HANDLER = None
-        # Python installs handlers only in the main thread; a loop in another thread does not receive the signal.
+        # Python allows handlers only in the main thread. A loop in another thread does not receive the signal.
         self._is_installed = threading.current_thread() is threading.main_thread()
         if self._is_installed:
             self._before = signal.signal(signal.SIGTERM, self._note)
 
     @property
     def exit_code(self) -> int:
-        """The exit code that shells report for a process that SIGTERM ended."""
+        """The exit code that shells report for a process terminated by SIGTERM."""
         return 128 + signal.SIGTERM
 
     def close(self) -> None:
-        """Restores the previous handler, unless another one has been installed since; idempotent."""
+        """Restores the previous handler, unless the script has installed another one in the meantime. Idempotent."""
         if self._is_installed and signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
         self._is_installed = False

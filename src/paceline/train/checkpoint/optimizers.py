@@ -1,7 +1,8 @@
-"""Captures optimizers, whose state in a checkpoint is that of one optimizer of the whole model.
+"""Captures optimizers. A checkpoint holds the state of an optimizer for the whole model, even if ranks divide it.
 
-Optimizers key their state by the number of the parameter. On the ranks of a pipeline each optimizer numbers its own
-parameters, so the ranks agree on a `Numbering`: the numbers in the optimizer of the undivided model.
+The state of an optimizer is keyed by parameter numbers. On each rank of a pipeline, the optimizer numbers only its own
+parameters. The ranks therefore agree on a `Numbering`, which maps these to the numbers in the undivided model's
+optimizer.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from paceline.train.zero.optimizer_state import to_state_dict
 from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 
 Outline = dict[str, list[list[int]]]
-"""For each optimizer of a pipeline, the positions of this rank's parameters in the whole model, by parameter group."""
+"""The positions of this rank's parameters in the whole model, by pipeline optimizer and parameter group."""
 
 
 class Numbering:
-    """The numbers that the parameters of all ranks have in the optimizer of the undivided model.
+    """The parameter numbers in the optimizer of the undivided model.
 
     Args:
-        groups: the positions of the parameters in the model, for each parameter group.
+        groups: for each parameter group, the positions in the model of all ranks' parameters.
 
     >>> numbering = Numbering([[0, 2, 3], [1]])
     >>> numbering.of([3, 1])
@@ -45,22 +46,22 @@ class Numbering:
         self.groups = [self.of(positions) for positions in groups]
 
     def of(self, positions: Sequence[int]) -> list[int]:
-        """Returns the numbers of the parameters at these positions of the model."""
+        """Returns the numbers of the parameters at these positions in the model."""
         return [self._number_of[position] for position in positions]
 
     def of_own(self, optimizer: Optimizer) -> list[list[int]]:
-        """Returns the numbers of this rank's parameters, for each group."""
+        """Returns the numbers of this rank's parameters for each group."""
         return [self.of(positions) for positions in _positions(optimizer)]
 
     def of_all(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Returns this rank's groups, converted to those of the undivided model's optimizer."""
+        """Converts this rank's parameter groups to those of the undivided model's optimizer."""
         return [
             {**_without_names(group), "params": list(numbers)}
             for group, numbers in zip(groups, self.groups, strict=True)
         ]
 
     def own_of(self, groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Returns the groups of the undivided model's optimizer with this rank's parameters only.
+        """Restricts the parameter groups of the undivided model's optimizer to this rank's parameters.
 
         Raises:
             CheckpointError: the groups belong to another model.
@@ -79,7 +80,7 @@ def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
     """Returns the encoded `Outline` of this rank's optimizers, given its objects by name.
 
     Raises:
-        TypeError: an optimizer has parameters of a pipeline and other parameters.
+        TypeError: an optimizer has both parameters of a pipeline and other parameters.
     """
     outline: Outline = {}
     for name, value in entries:
@@ -97,10 +98,10 @@ def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
 
 
 def agreed(outlines: Sequence[bytes]) -> dict[str, Numbering]:
-    """Returns the numbering of each optimizer of a pipeline, given the encoded outlines of all ranks.
+    """Returns the numbering for each pipeline optimizer, given the encoded outlines of all ranks.
 
     Raises:
-        CheckpointError: the ranks have different optimizers, or different groups.
+        CheckpointError: the ranks have different optimizers or different parameter groups.
     """
     everyone = [msgspec.json.decode(outline, type=Outline) for outline in outlines]
     for rank, outline in enumerate(everyone):
@@ -122,7 +123,7 @@ def agreed(outlines: Sequence[bytes]) -> dict[str, Numbering]:
 
 
 def _joined(name: str, everyone: Sequence[list[list[int]]]) -> list[list[int]]:
-    """Returns the groups of all ranks together."""
+    """Merges the parameter groups of all ranks."""
     groups = [sorted(set(chain.from_iterable(groups))) for groups in zip(*everyone, strict=True)]
     listed = list(chain.from_iterable(groups))
     if len(set(listed)) != len(listed):
@@ -147,10 +148,10 @@ def capture_optimizer(name: str, optimizer: Optimizer, into: CapturedState, numb
     """Adds an optimizer to the captured state.
 
     Args:
-        numbering: the numbering of a pipeline's optimizer; None for an optimizer that has all parameters of the model.
+        numbering: the numbering of a pipeline optimizer, or None for an optimizer with all parameters of the model.
 
     Raises:
-        TypeError: the ranks' parts of the optimizer's state cannot be assembled.
+        TypeError: the ranks' parts of the optimizer state cannot be assembled.
     """
     parameters = parameters_of(optimizer)
     numbers = list(range(len(parameters))) if numbering is None else list(chain(*numbering.of_own(optimizer)))
@@ -183,7 +184,7 @@ def _add_groups(name: str, groups: list[dict[str, Any]], into: CapturedState, nu
 
 
 def _offer(name: str, value: object, layout: ShardLayout, into: CapturedState) -> None:
-    """Adds an optimizer's value for a parameter that only some ranks have, or that is divided among ranks."""
+    """Adds an optimizer value that belongs to a parameter divided among ranks, or present only on some of them."""
     tensors: dict[str, torch.Tensor] = {}
     taken = take_apart(name, value, tensors)
     if not isinstance(value, torch.Tensor):
@@ -207,14 +208,14 @@ def _capture_partitioned(name: str, optimizer: PartitionedOptimizer, into: Captu
                     into.hold(layout.local_regions(full, value))
             elif shard.is_first_part and (layout.is_on_first_rank if layout.is_divided else is_contributor):
                 if isinstance(value, torch.Tensor):
-                    layout.applies_to(value, full)  # raises where a tensor cannot be saved
+                    layout.applies_to(value, full)  # raises TypeError if the tensor cannot be saved
                 into.hold_tree(full, value)
 
 
 def own_groups(
     groups: list[Mapping[str, Any]], optimizer: Optimizer, numbering: Numbering | None
 ) -> list[dict[str, Any]]:
-    """Returns the groups of the whole model's optimizer with this rank's parameters only."""
+    """Restricts the parameter groups of the whole model's optimizer to this rank's parameters."""
     return [dict(group) for group in groups] if numbering is None else numbering.own_of(groups, optimizer)
 
 
@@ -225,7 +226,7 @@ def own_state_dict(
 
     Raises:
         CheckpointError: the `state_dict` belongs to another model's optimizer.
-        TypeError: the optimizer is a ZeRO optimizer, which only checkpoints of Paceline can restore in parts.
+        TypeError: the optimizer is a ZeRO optimizer. Its parts can be restored only from a Paceline checkpoint.
     """
     if isinstance(optimizer, PartitionedOptimizer):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Assignment of bytes to the ranks that write or read them, so that each byte is written or read once.
+"""Assignment of each byte to exactly one rank, which writes it.
 
 Each rank computes the same assignment from the same numbers, without communication.
 """
@@ -13,11 +13,11 @@ from typing import NamedTuple
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.regions import Region, untiled
 
-ALIGNMENT_NBYTES = 1 << 20  # of cuts within a tensor; smaller tensors are left whole
+ALIGNMENT_NBYTES = 1 << 20  # alignment of cuts within a tensor; smaller tensors are not cut
 
 
 class ByteRange(NamedTuple):
-    """The bytes of item number `item` from `start` to before `stop`."""
+    """The bytes of item number `item` from `start` (inclusive) to `stop` (exclusive)."""
 
     item: int
     start: int
@@ -27,7 +27,7 @@ class ByteRange(NamedTuple):
 def assign_bytes(
     sizes: Sequence[int], loads: Sequence[int], alignment: int = ALIGNMENT_NBYTES
 ) -> list[list[ByteRange]]:
-    """Assigns the bytes of items to ranks so that all ranks have about the same total.
+    """Assigns the bytes of items to ranks such that all ranks have about the same total.
 
     The items are concatenated, and cut at multiples of `alignment` within an item, or between items.
 
@@ -37,7 +37,7 @@ def assign_bytes(
         alignment: the granularity of cuts, in bytes.
 
     Returns:
-        The ranges of each rank. Items without bytes are assigned too, so that each item has a rank.
+        The ranges of each rank. Each empty item is also assigned to one rank.
 
     >>> assign_bytes([4, 8], [0, 0], alignment=2)  # doctest: +NORMALIZE_WHITESPACE
     [[ByteRange(item=0, start=0, stop=4), ByteRange(item=1, start=0, stop=2)],
@@ -74,7 +74,7 @@ def _cut(wanted: int, size: int, alignment: int) -> int:
 
 
 def _quotas(total: int, loads: Sequence[int]) -> list[int]:
-    """Divides `total` bytes among the ranks so that the largest load becomes as small as possible.
+    """Divides `total` bytes among the ranks such that the largest resulting load is as small as possible.
 
     >>> _quotas(6, [0, 4, 20])
     [5, 1, 0]
@@ -93,15 +93,15 @@ def _quotas(total: int, loads: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Offer:
-    """A region of a tensor that a rank has and other ranks may have too.
+    """A region of a tensor that a rank has and other ranks may also have.
 
     Attributes:
         name: the name of the tensor.
-        dtype: the tensor's type, by safetensors' name.
+        dtype: the safetensors name of the tensor's dtype.
         shape: the shape of the whole tensor.
         region: the region.
         nbytes: the size of the region in bytes.
-        of_first: whether the ranks' elements may differ, so that the first rank's are written.
+        of_first: whether the elements may differ between ranks. If so, those on the first rank are written.
     """
 
     name: str
@@ -117,15 +117,15 @@ def assign_offers(
 ) -> list[list[ByteRange]]:
     """Assigns the bytes of offered regions to the ranks that offer them.
 
-    Regions that few ranks have are assigned first, so that regions of many ranks go to the ranks with little to write.
+    Regions that few ranks have are assigned first. The regions that many ranks have then balance the loads.
 
     Args:
         offers: the offers of each rank.
-        loads: the number of bytes that each rank writes in any case.
+        loads: the number of other bytes that each rank must write.
         alignment: the granularity of cuts, in bytes.
 
     Returns:
-        For each rank, the ranges of its offers; `item` is the index of an offer in the rank's list.
+        For each rank, the ranges that it writes; `item` is the index of an offer in the rank's list.
 
     Raises:
         CheckpointError: the ranks' regions of a tensor do not cover it exactly.

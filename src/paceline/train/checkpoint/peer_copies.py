@@ -42,7 +42,7 @@ from paceline.train.checkpoint.save import outgoing_of
 from paceline.train.checkpoint.save_plan import SavePlan
 from paceline.train.checkpoint.training_state import TrainingState
 
-_OTHER_HOST_TIMEOUT_S = 3.0  # for the cache of another host, which may have been lost
+_OTHER_HOST_TIMEOUT_S = 3.0  # timeout for the cache of another host, which may have been lost
 _UNREACHABLE = (OSError, ValueError, PacelineError)
 
 
@@ -51,10 +51,10 @@ class _Introduction:
     """A rank's report to the others before a replication.
 
     Attributes:
-        root: this rank's path of the directory of checkpoints.
-        location: the cache of this rank's launcher; None if it cannot be reached.
-        whole: the sequence and token of the newest checkpoint that, according to this rank, all caches have.
-        why: the reason why there is no location.
+        root: this rank's path of the checkpoint directory.
+        location: the cache of this rank's launcher, or None if it cannot be reached.
+        whole: the sequence number and token of the newest checkpoint that all caches have according to this rank.
+        why: the reason why `location` is None.
     """
 
     root: str
@@ -67,30 +67,30 @@ class PeerCopies:
     """The replicas of one manager's checkpoints.
 
     Args:
-        path: the directory on the disk.
-        count: the number of other hosts that keep each part.
+        path: the checkpoint directory on disk.
+        count: the number of other hosts that keep a copy of each part.
     """
 
     def __init__(self, path: str, count: int) -> None:
         self._path, self._count = path, count
-        self._own = os.environ.get(VARIABLE, "")  # the address of this host's cache; empty without a launcher
+        self._own = os.environ.get(VARIABLE, "")  # the address of this host's cache, or "" without a launcher
         self._location: CacheLocation | None = None
-        self._whole: tuple[int, str] | None = None  # sequence and token of the newest checkpoint that all caches have
+        self._whole: tuple[int, str] | None = None  # sequence and token of the newest checkpoint in all caches
         self._has_warned = False
         self._why_not = ""  # the reason why the newest replicas were not restored
 
     def least_sequence(self) -> int:
-        """Returns the smallest sequence number with which the next checkpoint counts as newer than the replicas."""
+        """Returns the smallest sequence number that makes the next checkpoint newer than the replicas."""
         return 0 if self._whole is None else self._whole[0] + 1
 
     def sender(self, plan: SavePlan, channel: CollectiveChannel) -> Callable[[], None] | None:
-        """Returns a function that replicates a checkpoint, to be called in a separate thread; every rank calls this.
+        """Returns a function that replicates a checkpoint in a separate thread; every rank calls this.
 
         Args:
-            plan: the plan of this rank's part, in memory that does not change during the replication.
+            plan: the plan for this rank's part. Its memory must not change during the replication.
 
         Returns:
-            The function; None if a rank cannot reach a launcher.
+            The function, or None if a rank cannot reach its launcher.
         """
         everyone = [
             msgspec.json.decode(data, type=_Introduction) for data in results_of_all(self._introduction, channel)
@@ -120,7 +120,7 @@ class PeerCopies:
         return partial(self._replicate, replication, channels)
 
     def _replicate(self, replication: Replication, channels: tuple[RankChannel, RankChannel]) -> None:
-        """Replicates a checkpoint; prints an error, since the checkpoint on the disk does not depend on it."""
+        """Replicates a checkpoint. Errors are only printed: the checkpoint on disk does not depend on the replicas."""
         try:
             replicate_checkpoint(replication, channels, dial)
         except _UNREACHABLE as error:
@@ -156,14 +156,14 @@ class PeerCopies:
         """Loads the newest complete checkpoint in memory, unless the disk has a newer one; every rank calls this.
 
         Args:
-            newest_on_disk: a function that returns the sequence of the newest complete checkpoint on disk. Every rank
-                calls it.
+            newest_on_disk: a function that returns the sequence number of the newest complete checkpoint on disk. Every
+                rank calls it.
 
         Returns:
-            The result of loading; None if the checkpoint must be loaded from disk.
+            The result of loading, or None if the checkpoint must be loaded from disk.
 
         Raises:
-            CheckpointError: the checkpoint contains other objects; raised on every rank.
+            CheckpointError: the checkpoint does not match `state`; raised on every rank.
         """
         self._whole = None
         root = channel.broadcast(self._path.encode()).decode()
@@ -195,13 +195,13 @@ class PeerCopies:
         return loaded
 
     def report_disk_restore(self, step: int | None, channel: CollectiveChannel) -> None:
-        """Prints on rank 0 that the checkpoint was read from disk instead, and why."""
+        """Prints on rank 0 that the checkpoint was restored from disk, and why no replica was used."""
         if channel.rank == 0:
             why = f" ({self._why_not})" if self._why_not else ""
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
 
     def _inventories(self, root: str, channel: CollectiveChannel) -> bytes:
-        """Returns the inventory of this host's cache; a single rank adds the inventories of the caches listed there."""
+        """Returns the inventory of this host's cache. A job with one rank adds those of the caches listed in it."""
         found: list[Inventory] = []
         if self._own:
             with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:
@@ -218,10 +218,10 @@ class PeerCopies:
 
 
 class _CacheReader:
-    """Opens a checkpoint in caches for one rank, which reads each file from its own host's cache if possible.
+    """Opens a cached checkpoint on one rank, which reads each file from its own host's cache if possible.
 
     Args:
-        own_inventories: the inventories that this rank fetched, the one of its own host first.
+        own_inventories: the inventories that this rank fetched, beginning with that of its own host.
         inventories: the inventories of all ranks.
         closing: the stack that closes the connections.
     """
@@ -260,7 +260,7 @@ class _CacheReader:
         return Checkpoint(source, "")
 
     def _client(self, holders: Sequence[str]) -> CacheClient:
-        """Returns a connection to one of these caches, preferably to this host's."""
+        """Returns a connection to one of these caches, preferably to the one on this host."""
         vault = self._own_vault if self._own_vault in holders else holders[0]
         if vault not in self._clients:
             address = self._own if vault == self._own_vault else self._addresses[vault]

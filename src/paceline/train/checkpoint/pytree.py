@@ -1,8 +1,8 @@
 """Conversion of states between nested containers of tensors and the plain values and bytes of a checkpoint.
 
-`take_apart` separates the tensors of a tree from its plain values, and `put_together` is the inverse. A checkpoint
-holds plain values of a few types: an object of a subclass, such as a Counter, is saved as the plain type, and
-`with_classes_of` restores the class from the state into which it is loaded.
+`take_apart` separates the tensors in a tree from its plain values, and `put_together` is the inverse. A checkpoint
+holds plain values of a few types. Objects of subclasses, such as a Counter, are saved as the plain type;
+`with_classes_of` takes their classes from the state into which a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _OURS = {torchs: name for name, torchs in _TORCHS.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Returns the safetensors name of a type.
+    """Returns the safetensors name of a dtype.
 
     Raises:
-        TypeError: a checkpoint cannot hold tensors of this type.
+        TypeError: a checkpoint cannot hold tensors with this dtype.
     """
     if dtype not in _OURS:
         raise TypeError(f"a checkpoint cannot hold tensors of {dtype}; it holds {', '.join(_OURS.values())}")
@@ -56,10 +56,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def type_of(name: str) -> torch.dtype:
-    """Returns the type with the safetensors name `name`.
+    """Returns the dtype with the safetensors name `name`.
 
     Raises:
-        TypeError: this version of torch does not have the type.
+        TypeError: this version of torch does not have the dtype.
     """
     if name not in _TORCHS:
         raise TypeError(
@@ -69,7 +69,7 @@ def type_of(name: str) -> torch.dtype:
 
 
 def memory_with(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the CPU; the view keeps the tensor alive."""
+    """Returns a view of the memory of a contiguous CPU tensor. The view keeps the tensor alive."""
     if tensor.numel() == 0:
         return memoryview(b"")
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -78,18 +78,18 @@ def memory_with(tensor: torch.Tensor) -> memoryview:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor as bytes in the same memory."""
+    """Returns a contiguous tensor as a one-dimensional uint8 tensor that shares its memory."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-_PLAIN = (bool, int, float, complex)  # bool first, since it is an int
-_DUPLICATE = "%"  # no escaped key ends with it
+_PLAIN = (bool, int, float, complex)  # bool must precede int, its base class
+_DUPLICATE = "%"  # no escaped key ends with this character
 
 
 def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> object:
     """Returns `value` with its tensors replaced by references, and adds the tensors to `tensors` by name."""
     if isinstance(value, torch.Tensor):
-        while name in tensors:  # for example for the keys 1 and "1" of one dict
+        while name in tensors:  # for example, if a dict has the keys 1 and "1"
             name += _DUPLICATE
         tensors[name] = value
         return TensorRef(name)
@@ -106,9 +106,9 @@ def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> ob
 
 
 def _plain(value: object) -> object:
-    """Returns a number or text as its plain type, instead of a subclass such as NumPy's or an enumeration."""
+    """Converts a number or string of a subclass, such as a NumPy scalar or an enumeration member, to the plain type."""
     if isinstance(value, str):
-        return str.__str__(value)  # str() of a member of an enumeration is its name
+        return str.__str__(value)  # str() of an enumeration member returns its name
     for kind in _PLAIN:
         if isinstance(value, kind):
             make: Any = kind
@@ -117,7 +117,7 @@ def _plain(value: object) -> object:
 
 
 def put_together(value: object, tensor_of: Callable[[str], torch.Tensor]) -> object:
-    """Returns the tree that was given to `take_apart`, with plain containers."""
+    """Returns the tree that was passed to `take_apart`, with plain containers."""
     if isinstance(value, TensorRef):
         return tensor_of(value.name)
     if isinstance(value, DType):
@@ -131,7 +131,7 @@ def put_together(value: object, tensor_of: Callable[[str], torch.Tensor]) -> obj
 
 
 def with_classes_of(value: Any, like: Any) -> Any:
-    """Returns `value` with the container classes of `like`."""
+    """Converts the containers in `value` to the classes of those in `like`."""
     if isinstance(value, dict) and isinstance(like, Mapping):
         items = {key: with_classes_of(member, like.get(key)) for key, member in value.items()}
         if type(like) is dict or not isinstance(like, dict):

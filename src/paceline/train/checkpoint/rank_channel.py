@@ -1,8 +1,8 @@
-"""Channels by which the ranks that save or load a checkpoint exchange bytes.
+"""Channels through which the ranks that save or load a checkpoint exchange bytes.
 
-The training thread uses collectives of the group (`GroupChannel`), or nothing in a process without a group
-(`SingleRank`). A thread that writes in the background uses the job's store (`StoreChannel`), because the group's
-collectives belong to the training thread.
+The training thread uses the group's collectives (`GroupChannel`), or no communication in a process without a group
+(`SingleRank`). A thread that writes in the background uses the job's store (`StoreChannel`), because only the training
+thread may call the group's collectives.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from paceline.errors import CheckpointError, StoreError, StoreTimeoutError
 from paceline.train.checkpoint.rank_results import decode_result, encode_result
 
 _VALUE, _DIED = b"+", b"-"
-_CHECK_S = 0.5  # between checks of whether a rank that has not written its key yet is still alive
-_LAST_WAIT_S = 10.0  # for which rank 0 waits until the other ranks have read its last key
+_CHECK_S = 0.5  # interval between liveness checks on a rank whose key is still missing
+_LAST_WAIT_S = 10.0  # maximum time for which rank 0 waits until the other ranks have read its last key
 
 
 class SingleRank:
@@ -44,23 +44,23 @@ class SingleRank:
 
 
 class GroupChannel:
-    """A channel over the collectives of `group`, for the thread that trains."""
+    """A channel over the collectives of `group`, for the training thread."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.rank, self.size, self.me = group.rank(), group.size(), f"rank {group.me.rank}"
 
     def all_gather(self, mine: bytes) -> list[bytes]:
-        """Returns the bytes of every rank, on every rank."""
+        """Gathers the bytes of all ranks on every rank."""
         return self.group.all_gather_bytes(mine)
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """Returns the bytes of every rank on rank 0, and an empty list on the others."""
+        """Gathers the bytes of all ranks on rank 0; returns an empty list on the other ranks."""
         everyone = self.group.all_gather_bytes(mine)
         return everyone if self.rank == 0 else []
 
     def broadcast(self, data: bytes) -> bytes:
-        """Returns the bytes of rank 0."""
+        """Sends the bytes of rank 0 to all ranks, and returns them."""
         return self.group.all_gather_bytes(data if self.rank == 0 else b"")[0]
 
 
@@ -68,7 +68,7 @@ CollectiveChannel: TypeAlias = GroupChannel | SingleRank
 
 
 def channel_of(group: ProcessGroup | None) -> CollectiveChannel:
-    """Returns the channel of the training thread to the ranks of `group`, or of the default group if there is one."""
+    """Returns the training thread's channel for `group`, or for the default group (if any) if `group` is None."""
     if group is None and find_world() is None:
         return SingleRank()
     return GroupChannel(given_or_default(group))
@@ -93,13 +93,16 @@ def result_of_first(work: Callable[[], bytes], channel: CollectiveChannel) -> by
 
 
 class StoreChannel:
-    """A channel over keys of the job's store, for a thread other than the training thread; each method is called once.
+    """A channel over keys in the job's store, for threads other than the training thread. Each method is called once.
 
-    A rank that dies leaves a last will in the store, so the others do not wait for it until they time out.
+    Each rank registers a last will, which the store publishes if the rank dies. The others then fail without waiting
+    for the timeout.
 
     Args:
-        token: a text that is the same on all ranks, and different for each channel.
-        timeout_s: the time in seconds that a rank waits for the others.
+        group: the ranks.
+        store: the job's store.
+        token: a string that is the same on all ranks and different for each channel.
+        timeout_s: the time that a rank waits for each of the others, in seconds.
     """
 
     def __init__(self, group: ProcessGroup, store: Store, token: str, timeout_s: float) -> None:
@@ -114,10 +117,10 @@ class StoreChannel:
                 store.set_last_will(self._broadcast, _DIED)
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """Returns the bytes of every rank on rank 0, and an empty list on the others.
+        """Gathers the bytes of all ranks on rank 0; returns an empty list on the other ranks.
 
         Raises:
-            CheckpointError: a rank has died, or timed out.
+            CheckpointError: a rank has died or timed out.
         """
         self._set(self._gathered[self.rank], mine)
         if self.rank > 0:
@@ -128,10 +131,10 @@ class StoreChannel:
         return everyone
 
     def broadcast(self, data: bytes) -> bytes:
-        """Returns the bytes of rank 0, which waits until the others have read them.
+        """Sends the bytes of rank 0 to all ranks, and returns them. Rank 0 waits until the others have read them.
 
         Raises:
-            CheckpointError: rank 0 has died, or timed out.
+            CheckpointError: rank 0 has died or timed out.
         """
         if self.rank > 0:
             received = self._get(self._broadcast, 0)
@@ -146,7 +149,7 @@ class StoreChannel:
         return f"{self._broadcast}/{rank}"
 
     def _await_readers(self) -> None:
-        """Waits until all live ranks have read the broadcast, because the store may end with this process."""
+        """Waits until all ranks have read the broadcast, because this process may serve the store."""
         keys = [self._read_key_of(rank) for rank in range(1, self.size)]
         deadline = time.monotonic() + min(self._timeout_s, _LAST_WAIT_S)
         with contextlib.suppress(CheckpointError, StoreError):
@@ -221,5 +224,5 @@ class StoreChannel:
 
 
 def background_channel(channel: GroupChannel, token: str) -> StoreChannel:
-    """Returns a channel for one thread of each rank; every rank calls this in its training thread."""
+    """Returns a channel for one background thread on each rank; every rank calls this in its training thread."""
     return StoreChannel(channel.group, default_world().store, token, to_seconds(channel.group.timeout))

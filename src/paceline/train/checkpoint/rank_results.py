@@ -1,6 +1,6 @@
-"""Results of ranks, or their errors, as bytes, and the protocol of the channels by which ranks exchange them.
+"""The ranks' results or errors, encoded as bytes, and the protocol of the channels that exchange them.
 
-This module does not import torch, since `peer_memory` uses it.
+This module does not import torch, because launchers import it through `peer_memory`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class RankChannel(Protocol):
     me: str
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """Returns the bytes of every rank on rank 0, and an empty list on the others."""
+        """Gathers the bytes of all ranks on rank 0; returns an empty list on the other ranks."""
         ...
 
     def broadcast(self, data: bytes) -> bytes:
-        """Returns the bytes of rank 0."""
+        """Sends the bytes of rank 0 to all ranks, and returns them."""
         ...
 
 
 def encode_result(work: Callable[[], bytes], me: str) -> bytes:
     """Calls `work` and encodes its result or its error for other ranks; `decode_result` is the inverse.
 
-    An error that names no rank is prefixed with this one's name, `me`.
+    If the error message does not begin with a rank, the name of this rank, `me`, is prefixed.
     """
     try:
         return _SUCCESS + work()
@@ -48,7 +48,7 @@ def encode_result(work: Callable[[], bytes], me: str) -> bytes:
         return _DAMAGE + _prefixed(me, str(error))
     except (CheckpointError, OSError, TypeError, ValueError) as error:
         return _FAILURE + _prefixed(me, str(error))
-    except Exception as error:  # raised by the user's code; the other ranks must not wait for this one
+    except Exception as error:  # the user's code may raise any error, and other ranks must receive it
         return _FAILURE + _prefixed(me, f"{error!r}\n{traceback.format_exc()}")
 
 
@@ -65,7 +65,7 @@ def decode_result(answer: bytes) -> bytes:
 
 
 def require_success(answers: list[bytes]) -> bytes:
-    """Raises the first error among encoded results; returns b"" if all ranks succeeded."""
+    """Raises the first error in the encoded results; returns b"" if all ranks succeeded."""
     for answer in answers:
         decode_result(answer)
     return b""
@@ -77,7 +77,7 @@ def is_success(answer: bytes) -> bool:
 
 
 def fault_of(answer: bytes) -> str | None:
-    """Returns the error of a rank's work; None if it succeeded."""
+    """Returns the error message of a rank's work, or None if the work succeeded."""
     return None if is_success(answer) else answer[1:].decode()
 
 

@@ -1,9 +1,9 @@
-"""Reads the regions of tensors that ranks request from a checkpoint.
+"""Reads the tensor regions that ranks request from a checkpoint.
 
-A `LoadPlan` collects the requests of a rank, with the memory for their results. `fill` reads them from a disk that all
-ranks share: regions that all ranks request are read once and broadcast, and each rank reads the rest by itself. `fetch`
-reads them from the disks of several hosts: each rank reads the files on its own disk, and receives the rest from ranks
-that see the other files.
+A `LoadPlan` collects a rank's requests and the memory for their results. `fill` reads from a disk that all ranks share:
+regions that all ranks request are read once and broadcast, and each rank reads its other regions itself. `fetch` reads
+from the disks of several hosts: each rank reads the files on its own disk, and receives the rest from ranks that can
+read the other files.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from paceline.train.checkpoint.rank_channel import CollectiveChannel, GroupChann
 from paceline.train.checkpoint.rank_results import encode_result, is_success, require_success
 
 _AFTER_SEPARATOR = chr(ord(SEPARATOR) + 1)
-_EXCHANGED_AT_ONCE_NBYTES = 64 << 20  # bytes in one message, unless a single piece is larger
-_BROADCAST_AT_ONCE_NBYTES = 256 << 20  # bytes in one call, so that ranks do not wait until another has read everything
+_EXCHANGED_AT_ONCE_NBYTES = 64 << 20  # maximum size of a message, unless a single piece is larger
+_BROADCAST_AT_ONCE_NBYTES = 256 << 20  # size above which a broadcast is split into several calls
 
 
 @dataclass(frozen=True)
 class ReadItem:
-    """A region of a tensor, to be read.
+    """A request to read a region of a tensor.
 
     Attributes:
         name: the name of the tensor.
         region: the region.
-        memory: the memory for the elements: of the saved type, contiguous, on the CPU.
-        by_all: whether every rank requests the same region, so that it is read once and sent to the others.
+        memory: the destination, a contiguous CPU tensor with the saved dtype.
+        by_all: whether every rank requests the same region. If so, one rank reads it and sends it to the others.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ReadItem:
 
 
 class LoadPlan:
-    """Collects a rank's requests; once they have been read, `finish` calls the finalizers."""
+    """Collects a rank's requests, and the finalizers that `finish` calls once everything has been read."""
 
     def __init__(self, checkpoint: Checkpoint | AbsentCheckpoint, rank: int) -> None:
         self.checkpoint = checkpoint
@@ -73,7 +73,7 @@ class LoadPlan:
         return {full[len(name) + 1 :]: full for full in self._names[first:stop]}
 
     def has(self, name: str) -> bool:
-        """Returns whether the checkpoint has a tensor or value with this name, or within it."""
+        """Returns whether the checkpoint has a tensor or value with this name, or with a name within it."""
         return any(full in self.tensors or full in self.values for full in self._candidates(name)) or bool(
             self.names_below(name)
         )
@@ -101,16 +101,17 @@ class LoadPlan:
         region: Region | None = None,
         by_all: bool = True,
     ) -> None:
-        """Requests a tensor, or a region of it, to be copied into `target`.
+        """Requests that a tensor, or a region of it, is read into `target`.
 
         Args:
-            target: the destination, of any type and device.
-            shape: the shape of the whole tensor; that of `target` if None.
-            region: the region; the whole tensor if None.
-            by_all: whether all ranks request the same region.
+            name: the name of the tensor.
+            target: the destination, with any dtype and on any device.
+            shape: the shape of the whole tensor, or None for the shape of `target`.
+            region: the region, or None for the whole tensor.
+            by_all: whether all ranks request the same region. Default: True.
 
         Raises:
-            CheckpointError: the checkpoint has the tensor with another shape, or has no tensor with this name.
+            CheckpointError: the tensor in the checkpoint has a different shape, or there is no tensor with this name.
         """
         if (saved := self.tensors.get(name)) is None:
             raise CheckpointError(
@@ -137,7 +138,7 @@ class LoadPlan:
         self.add_finalizer(copy)
 
     def region(self, name: str, region: Region, *, by_all: bool = False) -> torch.Tensor:
-        """Requests a region; returns the memory into which its elements will be read."""
+        """Requests a region; returns the tensor into which its elements will be read."""
         try:
             memory = torch.empty(count(region), dtype=type_of(self.tensors[name].dtype), device="cpu")
         except RuntimeError as error:  # torch is out of memory
@@ -149,19 +150,19 @@ class LoadPlan:
         return memory
 
     def tensor(self, name: str, *, by_all: bool = True) -> torch.Tensor:
-        """Requests a whole tensor; returns the memory into which it will be read, with the tensor's shape."""
+        """Requests a whole tensor; returns the tensor into which it will be read."""
         shape = self.tensors[name].shape
         return self.region(name, whole(shape), by_all=by_all).view(shape)
 
     def tree(self, name: str, *, by_all: bool = True) -> Callable[[], Any]:
         """Requests the tree with this name; returns a function that returns the tree once it has been read.
 
-        If each rank saved its own tree, this rank's tree is read, or rank 0's if this rank saved none. An object that
-        was saved in parts, such as a module, is returned as a dict, as `state_dict` would.
+        If each rank saved its own tree, this reads the tree from this rank, or from rank 0 if this rank saved none. For
+        an object that was saved in parts, such as a module, the tree is a dict like the result of `state_dict`.
 
         Args:
             name: the name of the tree.
-            by_all: whether all ranks request the same tree, unless each rank saved its own.
+            by_all: whether all ranks request the same tree. Ignored if each rank saved its own tree. Default: True.
 
         Raises:
             CheckpointError: the checkpoint has nothing with this name.
@@ -189,7 +190,7 @@ class LoadPlan:
 
 
 def _with_numbers(state: dict[object, Any]) -> dict[object, Any]:
-    """Returns a state; the keys of an optimizer's state are converted from text to parameter numbers."""
+    """Converts the keys in the state of an optimizer to parameter numbers; returns other states unchanged."""
     groups = state.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) and "params" in group for group in groups):
         return state
@@ -197,7 +198,7 @@ def _with_numbers(state: dict[object, Any]) -> dict[object, Any]:
 
 
 def number_of(key: str) -> int | str:
-    """Converts a text to a parameter's number in an optimizer's state; returns other keys unchanged."""
+    """Converts a key of digits to a parameter number; returns other keys unchanged."""
     return int(key) if key.isdigit() else key
 
 
@@ -223,7 +224,7 @@ def fill(plan: LoadPlan, channel: CollectiveChannel) -> None:
     """Reads all requested regions from a disk that all ranks share; every rank calls this.
 
     Raises:
-        CheckpointError: the ranks' requests for regions that all ranks need differ, or a rank could not read.
+        CheckpointError: the ranks' `by_all` requests differ, or a rank could not read a file.
         CheckpointDamagedError: a file has changed since it was written; raised on every rank.
     """
     by_all = [item for item in plan.items if item.by_all and item.memory.numel()]
@@ -252,7 +253,7 @@ def fill(plan: LoadPlan, channel: CollectiveChannel) -> None:
 
 
 def _owned_ranges(by_all: Sequence[ReadItem], plan: LoadPlan, size: int) -> list[_OwnedRange]:
-    """Assigns the bytes of items to ranks in order, about the same number to each."""
+    """Assigns the bytes of the items to the ranks in order, with about the same number for each rank."""
     parts = [(item, start, stop) for item in by_all for start, stop in _whole_blocks(item, plan)]
     total = sum(stop - start for _, start, stop in parts)
     ranges, before = [], 0
@@ -264,7 +265,7 @@ def _owned_ranges(by_all: Sequence[ReadItem], plan: LoadPlan, size: int) -> list
 
 
 def _whole_blocks(item: ReadItem, plan: LoadPlan) -> list[tuple[int, int]]:
-    """Returns the bytes of a whole tensor, cut between blocks that have digests, so that no block is read twice."""
+    """Returns the byte ranges of a whole tensor, cut at the boundaries of blocks to avoid reading a block twice."""
     size = item.memory.element_size()
     total = item.memory.numel() * size
     regions = [piece.region for piece in plan.tensors[item.name].pieces]
@@ -311,14 +312,14 @@ def _broadcast(ranges: Sequence[_OwnedRange], channel: GroupChannel) -> None:
 
 @dataclass(frozen=True)
 class PieceRequest:
-    """A request for the elements of a region that one piece of a tensor has.
+    """A request for the elements that a region has in common with one piece of a tensor.
 
     Attributes:
         server: the rank that serves the request.
         name: the name of the tensor.
         piece: the index of the piece in the manifest.
         region: the region.
-        nbytes: the size of the answer in bytes.
+        nbytes: the size of the response in bytes.
     """
 
     server: int
@@ -331,14 +332,14 @@ class PieceRequest:
 def fetch(plan: LoadPlan, holders: Mapping[str, Sequence[int]], channel: CollectiveChannel) -> None:
     """Reads all requested regions from the disks of several hosts; every rank calls this.
 
-    The ranks first exchange their requests, and then the pieces in rounds. In each round a rank sends to one rank and
-    receives from one rank.
+    The ranks first exchange their requests, and then the pieces in rounds. In each round, every rank sends to one rank
+    and receives from one rank.
 
     Args:
-        holders: for each file, the ranks that see it.
+        holders: for each file, the ranks that can read it.
 
     Raises:
-        CheckpointError: a rank could not read.
+        CheckpointError: a rank could not read a file.
         CheckpointDamagedError: a file has changed since it was written; raised on every rank.
     """
     items = [item for item in plan.items if item.memory.numel()]
@@ -366,7 +367,10 @@ def fetch(plan: LoadPlan, holders: Mapping[str, Sequence[int]], channel: Collect
 def _missing(
     item: ReadItem, plan: LoadPlan, holders: Mapping[str, Sequence[int]], files_here: set[str], rank: int
 ) -> Iterator[PieceRequest]:
-    """Yields requests for an item's pieces that this rank's disk lacks, in turn to the ranks that see a file."""
+    """Yields requests for the pieces of an item that are not on this rank's disk.
+
+    The requests for consecutive pieces go to different ranks among those that can read the file.
+    """
     entry = plan.tensors[item.name]
     for index, piece in enumerate(entry.pieces):
         if piece.file not in files_here and (parts := copies(entry.shape, piece.region, item.region)):
@@ -386,7 +390,7 @@ def _exchange(
     """Sends the pieces that rank `target` requested, and receives those that this rank requested from rank `source`.
 
     Returns:
-        The encoded error if this rank could not read; None otherwise.
+        The encoded error if this rank could not read a piece, or None.
     """
     fault: bytes | None = None
     outgoing = _batches([request.nbytes for request in asked])
@@ -431,7 +435,7 @@ def _put(plan: LoadPlan, own: Sequence[tuple[ReadItem, PieceRequest]], received:
 
 
 def _batches(sizes: Sequence[int]) -> list[range]:
-    """Returns ranges of consecutive indices whose bytes are sent in one message.
+    """Returns, for each message, the range of indices whose bytes it contains.
 
     >>> _batches([60 << 20, 8 << 20, 1, 100 << 20])
     [range(0, 1), range(1, 3), range(3, 4)]

@@ -1,6 +1,6 @@
-"""Saving a checkpoint: every rank writes its part, and rank 0 publishes the checkpoint once all parts are on disk.
+"""Saves checkpoints. Every rank writes its part, and rank 0 publishes the checkpoint once all parts are on disk.
 
-With `asynchronous` a copy of the state is taken first (`Staging`), and a thread writes it while the training continues
+With `asynchronous`, the state is copied first (`Staging`), and a thread writes the copy while training continues
 (`SaveHandle`). A process writes one checkpoint at a time (`BACKGROUND`).
 """
 
@@ -46,8 +46,8 @@ from paceline.train.checkpoint.save_plan import SavePlan, plan_save
 from paceline.train.checkpoint.training_state import TrainingState
 from paceline.train.elastic.process_priority import lower_thread_priority
 
-_CHUNK_NBYTES = 16 << 20  # the bytes that one thread copies at a time
-_MOST_THREADS = 4  # more threads do not copy faster
+_CHUNK_NBYTES = 16 << 20  # number of bytes that one thread copies at a time
+_MOST_THREADS = 4  # more threads would not copy faster
 
 
 def save(
@@ -62,28 +62,28 @@ def save(
 ) -> SaveHandle | None:
     """Saves the state of a training loop as a checkpoint in the directory `path`; every rank calls this.
 
-    Every rank writes its part: an equal share of the state that all ranks have, such as a model's parameters, and its
-    own part of divided state, such as ZeRO's or the layers of a `Pipeline`. The checkpoint becomes visible atomically
-    when all of it is on disk. Only then are older ones removed, so there is always a complete one. Any number of ranks
-    can load it.
+    Every rank writes an equal share of the state that all ranks have, such as a model's parameters. It also writes its
+    own part of divided state, such as ZeRO shards or the layers of a `Pipeline`. The checkpoint becomes visible
+    atomically when all of it is on disk. Older checkpoints are removed only after that, so a complete checkpoint always
+    exists. Any number of ranks can load it.
 
-    Buffers of modules and positions of loaders are those of the first rank. All other state is saved for each rank if
-    it differs between ranks.
+    Module buffers and loader positions are saved from the first rank. Other state that differs between ranks is saved
+    for each rank.
 
     Args:
         state: the objects by name: modules (plain, or in `DistributedDataParallel` or `LogicalShards`), optimizers,
-            everything with `state_dict` and `load_state_dict`, tensors, plain values, and dicts of these.
+            all other objects with `state_dict` and `load_state_dict`, tensors, plain values, and dicts of these.
         path: the directory. It is created if it does not exist.
-        step: the number of the training step, for the checkpoint's name.
-        keep: the number of checkpoints to keep in the directory.
-        group: the ranks; the default group if None. A process without a group saves alone.
-        asynchronous: whether to return once a copy of the state has been taken. A thread then writes the copy at a low
-            priority, and the next save waits for it.
-        shared: whether all ranks share the disk. With False each host has the parts of its own ranks, and `load` with
-            `shared=False` fetches parts that a host lacks from the others.
+        step: the number of the training step, which becomes part of the checkpoint's name, or None. Default: None.
+        keep: the number of checkpoints to keep in the directory. Default: 1.
+        group: the ranks that save, or None for the default group. A process without a group saves alone. Default: None.
+        asynchronous: whether to return once the state has been copied. A low-priority thread then writes the copy, and
+            the next save waits for it. Default: False.
+        shared: whether all ranks share the disk. If False, each host stores the parts of its own ranks, and `load` with
+            `shared=False` fetches parts that are missing on a host from other hosts. Default: True.
 
     Returns:
-        None or, with `asynchronous`, a handle with the methods `wait` and `done`.
+        A handle with the methods `wait` and `done` if `asynchronous` is True, else None.
 
     Raises:
         CheckpointError: the state cannot be saved, or a rank could not write its part; raised on every rank.
@@ -112,15 +112,15 @@ def write(root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel) -> 
 
 
 def write_later(root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel) -> SaveHandle:
-    """Copies this rank's part, and returns while a thread writes it; every rank calls this."""
+    """Copies this rank's part, and starts a thread that writes the copy; every rank calls this."""
     return write_staged(root, staged(root, plan, channel), keep, channel)
 
 
 def staged(root: Root, plan: SavePlan, channel: CollectiveChannel) -> SavePlan:
-    """Returns the plan with a copy of everything that this rank writes; every rank calls this.
+    """Returns the plan with copies of the regions that this rank writes; every rank calls this.
 
     Raises:
-        CheckpointError: a rank has no memory for its copy; raised on every rank.
+        CheckpointError: a rank has too little memory for its copy; raised on every rank.
     """
     copies: list[LocalRegion] = []
 
@@ -129,7 +129,7 @@ def staged(root: Root, plan: SavePlan, channel: CollectiveChannel) -> SavePlan:
         return b""
 
     try:
-        # No rank continues before all have made their copies: ranks may share the memory that the next step changes.
+        # All ranks wait until every rank has its copies, because they may share memory that the next step changes.
         results_of_all(copy, channel)
     except BaseException:
         abandon(root, plan.draft, plan.disks, channel.rank)
@@ -140,10 +140,10 @@ def staged(root: Root, plan: SavePlan, channel: CollectiveChannel) -> SavePlan:
 def write_staged(
     root: Root, plan: SavePlan, keep: int, channel: CollectiveChannel, beside: Callable[[], None] | None = None
 ) -> SaveHandle:
-    """Returns while a thread writes a staged plan; every rank calls this.
+    """Starts a thread that writes a staged plan, and returns its handle; every rank calls this.
 
     Args:
-        beside: a function that another thread runs at the same time. It must not raise.
+        beside: a function that another thread runs at the same time, or None. It must not raise an error.
     """
     channels: list[RankChannel] = [channel, channel]
     if isinstance(channel, GroupChannel):
@@ -170,12 +170,12 @@ def _write_own_part(root: Root, plan: SavePlan, channel: RankChannel) -> bytes:
 
 
 def outgoing_of(held: LocalRegion) -> WriteItem:
-    """Returns the item for `write_part` that writes a region."""
+    """Returns a region as an item for `write_part`."""
     return WriteItem(held.name, held.dtype, held.shape, held.region, lambda: memory_with(held.elements().cpu()))
 
 
 def _publish_on_one(root: Root, plan: SavePlan, written: bytes, keep: int, channel: RankChannel) -> None:
-    """Publishes the checkpoint on the disk that all ranks share; rank 0 does so.
+    """Publishes the checkpoint, on rank 0, on the disk that all ranks share.
 
     Args:
         written: the encoded result of writing this rank's part.
@@ -207,9 +207,10 @@ def _publish_on_one(root: Root, plan: SavePlan, written: bytes, keep: int, chann
 def _publish_on_each(
     root: Root, plan: SavePlan, disks: Disks, written: bytes, keep: int, channels: tuple[RankChannel, RankChannel]
 ) -> None:
-    """Publishes the checkpoint on each disk, by the disk's first rank, once all ranks have written their parts.
+    """Publishes the checkpoint on each disk once all ranks have written their parts.
 
-    A checkpoint that becomes visible only on some disks does not count, because files of it are missing.
+    The first rank on each disk publishes the checkpoint there. A checkpoint that becomes visible on only some of the
+    disks is incomplete and ignored.
 
     Raises:
         CheckpointError: a rank failed; raised on every rank.
@@ -247,30 +248,33 @@ class SaveHandle:
     """A checkpoint that a thread is writing.
 
     Args:
-        beside: a function that another thread runs at the same time; `wait` waits for both. It must not raise.
+        work: a function that writes the checkpoint.
+        name: the name of the checkpoint, for messages.
+        beside: a function that another thread runs at the same time, or None. `wait` waits for both functions. It must
+            not raise an error.
     """
 
     def __init__(self, work: Callable[[], None], name: str, beside: Callable[[], None] | None = None) -> None:
         self.name = name
         self._work, self._beside = work, beside
         self._error: BaseException | None = None
-        # The thread is not a daemon, so a process that ends completes its last checkpoint.
+        # The thread is not a daemon, so the process completes its last checkpoint before it exits.
         self._thread = threading.Thread(target=self._run, name="paceline-checkpoint")
         self._thread.start()
 
     def done(self) -> bool:
-        """Returns whether the checkpoint has been written, or has failed."""
+        """Returns whether the write has completed or failed."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the checkpoint has been written, and returns whether it has.
+        """Waits until the checkpoint has been written; returns False after `timeout`.
 
         Args:
-            timeout: the maximum time to wait, in seconds; no limit if None. The group's timeout applies to the write
-                itself.
+            timeout: the maximum time to wait, in seconds, or None for no limit. The group's timeout applies to the
+                write itself. Default: None.
 
         Raises:
-            CheckpointError: a rank failed; raised on every rank, once.
+            CheckpointError: a rank failed. Raised once on every rank.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -294,22 +298,25 @@ class SaveHandle:
             del self._work, self._beside
 
     def _start_beside(self) -> Callable[[], None] | None:
-        """Starts `beside` in a thread; returns a function that waits for it, or `beside` if no thread can start."""
+        """Starts `beside` in a thread and returns a function that waits for it.
+
+        Returns `beside` itself if no thread can be started.
+        """
         if self._beside is None:
             return None
         thread = threading.Thread(target=self._beside, name="paceline-copies")
         try:
             thread.start()
         except RuntimeError:
-            return self._beside  # other ranks wait for this work
+            return self._beside  # must run in any case: other ranks wait for it
         return thread.join
 
 
 class Staging:
-    """Memory for copies, reused for the next checkpoint, since allocating it costs more than the copy itself.
+    """Memory for copies, reused for later checkpoints because allocating it takes longer than the copy itself.
 
-    Tensors on a device are copied in the order of the program's streams, and the program does not wait: its later work
-    on the device follows the copies, and only the thread that writes them waits for the device.
+    Tensors on a device are copied asynchronously on the current streams, so later work on the device follows the
+    copies. Only the thread that writes the copies waits for the device.
     """
 
     def __init__(self) -> None:
@@ -317,10 +324,10 @@ class Staging:
         self._copied: list[AcceleratorEvent] = []  # events after the latest copies, one for each device
 
     def copied(self, held: Sequence[LocalRegion]) -> list[LocalRegion]:
-        """Copies regions into this memory, overwriting earlier copies, and returns them with the copied elements.
+        """Copies regions into this memory, overwriting earlier copies; returns the regions with the copied elements.
 
         Raises:
-            CheckpointError: there is no memory for the copies.
+            CheckpointError: there is too little memory for the copies.
         """
         starts, total = _laid_out(held)
         for event in self._copied:
@@ -347,20 +354,20 @@ def _once_passed(events: Sequence[AcceleratorEvent], copy: torch.Tensor) -> torc
 
 
 def _pinned_memory_of(nbytes: int) -> torch.Tensor:
-    """Returns aligned page-locked memory, for asynchronous copies, or ordinary memory if there is none.
+    """Returns aligned page-locked memory for asynchronous copies, or ordinary memory if none can be locked.
 
     Raises:
         CheckpointError: there is too little memory.
     """
     try:
         memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError:  # more than the system allows the device's driver to lock
+    except RuntimeError:  # exceeds the memory that the device's driver may lock
         return _memory_of(nbytes)
     return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
 
 
 def _memory_of(nbytes: int) -> torch.Tensor:
-    """Returns aligned memory, in huge pages if available, which can be written to disks in larger pieces.
+    """Returns aligned memory, in huge pages if available, which disks accept in larger writes.
 
     Raises:
         CheckpointError: there is too little memory.
@@ -373,13 +380,13 @@ def _memory_of(nbytes: int) -> torch.Tensor:
             "asynchronous=False none is needed"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # the kernel may lack huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _laid_out(held: Sequence[LocalRegion]) -> tuple[list[int], int]:
-    """Returns the offset of each copy and the total size; the files' layout is used, so that writes can be direct."""
+    """Returns the offset of each copy and the total size. The layout matches that of the files, for direct writes."""
     starts: dict[int, int] = {}
     offset = 0
     for members in in_files(held):
@@ -391,11 +398,11 @@ def _laid_out(held: Sequence[LocalRegion]) -> tuple[list[int], int]:
 
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, LocalRegion]]) -> list[torch.device]:
-    """Copies the elements of the regions; returns the devices whose current streams still have copies to make."""
+    """Copies the elements of the regions; returns the devices on which copies are still in progress."""
     devices: dict[torch.device, None] = {}
     threads = min(_MOST_THREADS, _cores_to_spare())
     is_small = sum(held.nbytes for _, held in pairs) < _CHUNK_NBYTES
-    with ThreadPoolExecutor(max(1, threads), "paceline-copying") as pool:  # starts threads only when there is work
+    with ThreadPoolExecutor(max(1, threads), "paceline-copying") as pool:  # starts threads on demand
         works = []
         for copy, held in pairs:
             elements = held.elements()
@@ -413,27 +420,27 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, LocalRegion]]) -> list[torch.d
 
 
 def _cores_to_spare() -> int:
-    """Returns the number of cores that this rank may use if the other ranks of its host use as many."""
+    """Returns this rank's share of the usable cores, divided equally among the ranks on its host."""
     return _core.usable_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class Background:
-    """The checkpoint that this process is writing in the background, and the memory for its copy."""
+    """The background save of this process, and the memory for its copies."""
 
     def __init__(self) -> None:
         self.staging = Staging()
         self._handle: SaveHandle | None = None
 
     def start(self, work: Callable[[], None], name: str, beside: Callable[[], None] | None = None) -> SaveHandle:
-        """Starts a thread that writes a checkpoint; the arguments are those of `SaveHandle`."""
+        """Starts a thread that writes a checkpoint; see `SaveHandle` for the arguments."""
         self._handle = SaveHandle(work, name, beside)
         return self._handle
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written, if there is one.
+        """Waits for the checkpoint that is being written, if any.
 
         Raises:
-            CheckpointError: the checkpoint could not be written, and the error has not been raised yet.
+            CheckpointError: the checkpoint could not be written, and the error has not been raised before.
         """
         handle, self._handle = self._handle, None
         if handle is not None:

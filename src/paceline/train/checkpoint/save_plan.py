@@ -1,7 +1,7 @@
-"""SavePlan: a rank's part of a save; the ranks compare their states and agree on the rank that writes each byte.
+"""SavePlan: a rank's part of a save. The ranks compare their states, and assign each byte to a rank that writes it.
 
-No data is copied or written yet; rank 0 creates the directory of the draft. Each rank reports its state in a
-`RankReport`, and computes the same plan from the reports of all ranks.
+Planning copies and writes no data, except that rank 0 creates the draft's directory. Each rank describes its state in a
+`RankReport`, and all ranks compute the same assignment from these reports.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class SavePlan:
 
     Attributes:
         draft: the checkpoint that is being written.
-        held: the regions of tensors that this rank writes.
+        held: the tensor regions that this rank writes.
         values: the plain values that this rank contributes.
-        disks: the disks of the hosts; None if all ranks share one.
+        disks: the disks of the hosts, or None if all ranks share one. Default: None.
     """
 
     draft: Draft
@@ -52,13 +52,13 @@ class RankReport:
     """A rank's report to the others before a save.
 
     Attributes:
-        fault: the reason why the rank's state cannot be saved; None if it can be saved.
+        fault: the reason why the rank's state cannot be saved, or None.
         step: the step that the rank saves.
-        tensors: the name, type and shape of each tensor that every rank has.
-        offered: the regions of tensors that several ranks may have.
-        nbytes: the bytes that only this rank has.
+        tensors: the name, dtype and shape of each tensor that every rank has.
+        offered: the tensor regions that several ranks may have.
+        nbytes: the number of bytes that only this rank has.
         objects: the digests of objects that may differ between ranks, by name.
-        layers: for each pipeline, the layers that the rank has and the number of layers in the whole pipeline.
+        layers: for each pipeline, by name, the names of the rank's layers and the total number of layers.
     """
 
     fault: str | None
@@ -81,8 +81,9 @@ def plan_save(
     """Returns this rank's plan and begins the checkpoint; every rank calls this.
 
     Args:
-        disks: the disks of the hosts; None if all ranks share one.
-        least_sequence: the smallest sequence number that the checkpoint may get; rank 0's value is used.
+        disks: the disks of the hosts, or None if all ranks share one. Default: None.
+        least_sequence: the smallest sequence number that the checkpoint may get. If all ranks share one disk, rank 0's
+            value is used, else the largest value of any rank. Default: 0.
 
     Raises:
         CheckpointError: a rank's state cannot be saved, the ranks' tensors differ, or there is too little space; raised
@@ -134,7 +135,7 @@ def plan_save(
 
 
 def agreed_numberings(state: TrainingState, channel: CollectiveChannel) -> dict[str, Numbering]:
-    """Returns the numberings of the optimizers of pipelines, by name; every rank calls this.
+    """Returns the numberings of the pipeline optimizers, by name; every rank calls this.
 
     Raises:
         CheckpointError: the ranks' optimizers or parameter groups differ; raised on every rank.
@@ -143,7 +144,7 @@ def agreed_numberings(state: TrainingState, channel: CollectiveChannel) -> dict[
 
 
 def _begin_on_one(root: Root, step: int | None, nbytes: int, channel: CollectiveChannel, least_sequence: int) -> Draft:
-    """Returns the draft that rank 0 begins on the disk that all ranks share."""
+    """Begins a checkpoint, on rank 0, on the disk that all ranks share; returns its draft on every rank."""
     return Draft.from_bytes(
         result_of_first(lambda: root.begin(step, nbytes=nbytes, least_sequence=least_sequence).to_bytes(), channel)
     )
@@ -195,10 +196,10 @@ def _require_all_layers(reports: Sequence[RankReport]) -> None:
 
 
 def _settle_objects(captured: CapturedState, digests: Sequence[Mapping[str, str]], rank: int) -> None:
-    """Decides, for each object, whether one state is saved for all ranks or one for each rank.
+    """Decides for each object whether to save one state for all ranks or a separate state for each rank.
 
     Args:
-        captured: the state of this rank, to which the values and tensors of objects are added.
+        captured: the state of this rank, to which the objects' values and tensors are added.
         digests: the digests of each rank's objects, by name.
     """
     for name, known in captured.objects.items():

@@ -1,8 +1,8 @@
-"""ShardLayout: the region of an undivided parameter that a rank holds, for a parameter or for a shard of an optimizer.
+"""ShardLayout: the region of an undivided parameter that a rank holds.
 
 `parallelize_module` narrows a parameter in one dimension, and ZeRO cuts the result into runs of elements in memory
-order. A `ShardLayout` describes both together; it is computed once for each parameter or shard and passed on. It is not
-stored on the parameter, which may be moved or divided differently later.
+order. A `ShardLayout` describes the combination of both. It is computed once for each parameter or optimizer shard and
+passed on, but not stored on the parameter, which may be moved or divided differently later.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from paceline.train.zero.shards import Shard
 
 @dataclass(frozen=True)
 class RunPart:
-    """The elements `start` to `stop` of a run, which make up one region of the undivided parameter.
+    """The elements `start` to `stop` of a run, which form one region of the undivided parameter.
 
     Attributes:
-        start: the first element of the run.
-        stop: the element after the last.
+        start: the index of the first element in the run.
+        stop: the index after the last element.
         region: the region of the parameter.
         in_memory: the shape of the elements in memory order.
         order: for each dimension of the parameter, the corresponding dimension of `in_memory`.
@@ -47,7 +47,7 @@ class RunPart:
     order: tuple[int, ...]
 
     def row_major(self, run: torch.Tensor) -> torch.Tensor:
-        """Returns the part's elements in the region's row-major order; copies them only if memory order differs."""
+        """Returns the part's elements in row-major order, and copies them only if their order in memory differs."""
         return self._permuted(run).contiguous().view(-1)
 
     def fill(self, run: torch.Tensor, elements: torch.Tensor) -> None:
@@ -62,12 +62,14 @@ class RunPart:
 def parts_of_run(
     shape: Sequence[int], strides: Sequence[int], start: int, stop: int, begin: Sequence[int] | None = None
 ) -> list[RunPart]:
-    """Returns the regions that the elements `start` to `stop` in memory order make up, for a tensor without gaps.
+    """Returns the regions formed by the elements `start` to `stop`, in memory order, of a tensor without gaps.
 
     Args:
+        shape: the shape of the tensor.
         strides: the strides of the tensor, in elements.
-        begin: the offset of the tensor in a larger tensor of which it is a block. The regions are then those of the
-            larger tensor.
+        start: the index of the first element in memory order.
+        stop: the index after the last element.
+        begin: the offset of the tensor within a larger tensor, whose regions are then returned, or None. Default: None.
 
     >>> [part.region for part in parts_of_run([2, 3], [3, 1], 1, 5)]
     [Flat(start=1, stop=5)]
@@ -99,9 +101,9 @@ class ShardLayout:
     Attributes:
         shape: the shape of the undivided parameter.
         local_shape: the shape of the tensor that this rank holds, one-dimensional for a run of elements.
-        region: the region, if this rank's elements form one region in row-major order; None if they are scattered.
-        parts: for scattered elements, the regions that they form, in memory order; otherwise ().
-        weight_slice: the slice that `parallelize_module` gave this rank; None if it did not divide the parameter.
+        region: the region, if this rank's elements form one region in row-major order, or None if they are scattered.
+        parts: the regions that scattered elements form, in memory order, or () if `region` is set.
+        weight_slice: the slice that `parallelize_module` assigned to this rank, or None if the parameter is undivided.
     """
 
     shape: tuple[int, ...]
@@ -120,7 +122,7 @@ class ShardLayout:
 
     @staticmethod
     def of_shard(shard: Shard) -> ShardLayout:
-        """Returns the layout of a shard, even while its parameter is freed."""
+        """Returns the layout of a shard, even if its parameter is currently freed."""
         weight_slice = slice_of(shard.param)
         shape = tuple(shard.shape) if weight_slice is None else weight_slice.shape
         local_shape = tuple(shard.run_shape)
@@ -147,7 +149,7 @@ class ShardLayout:
         """Returns the regions of the undivided tensor `name` whose elements this rank holds.
 
         Args:
-            name: the name of the parameter, or of an optimizer's tensor with one value for each of its elements.
+            name: the name of the parameter, or of an optimizer tensor with one value for each element.
             elements: this rank's elements, of shape `local_shape`.
         """
         dtype, elements = name_of(elements.dtype), elements.detach()
@@ -169,7 +171,7 @@ class ShardLayout:
         """Returns this rank's slice of an undivided tensor.
 
         Raises:
-            CheckpointError: the tensor has another shape.
+            CheckpointError: the tensor has a different shape from the undivided parameter.
         """
         cut = self.weight_slice
         if cut is None:
@@ -182,10 +184,10 @@ class ShardLayout:
         return undivided.narrow(cut.dim, cut.start, cut.stop - cut.start)
 
     def applies_to(self, tensor: torch.Tensor, name: str) -> bool:
-        """Returns whether a tensor that an optimizer keeps for the parameter is divided like the parameter.
+        """Returns whether an optimizer tensor that belongs to the parameter is divided like the parameter.
 
         Raises:
-            TypeError: the tensor is neither divided like the parameter nor the same on all ranks that have parts of it.
+            TypeError: the parameter is divided, and the tensor has neither its local shape nor a single element.
         """
         if not self.is_divided or tensor.shape == self.local_shape:
             return self.is_divided
@@ -209,7 +211,7 @@ def _offset_of(weight_slice: WeightSlice) -> tuple[int, ...]:
 
 
 def is_divided(value: nn.Module | Optimizer) -> bool:
-    """Returns whether a model, or the model of an optimizer, is divided by `Pipeline` or `parallelize_module`."""
+    """Returns whether `Pipeline` or `parallelize_module` divides the given model, or that of the given optimizer."""
     if isinstance(value, Pipeline):
         return True
     return any(
@@ -227,16 +229,16 @@ def parameters_of(value: nn.Module | Optimizer) -> list[torch.Tensor]:
 def is_first_of(parameters: Iterable[torch.Tensor]) -> bool:
     """Returns whether this is the first of the ranks among which `parallelize_module` divided these parameters.
 
-    Undivided parameters are the same on all of these ranks, so only the first rank contributes its shards of them.
+    All of these ranks have the same undivided parameters, and only the first rank contributes its shards of them.
     """
     return all(cut.group.rank() == 0 for parameter in parameters if (cut := slice_of(parameter)) is not None)
 
 
 def require_fit(name: str, module: nn.Module | None, value: object) -> None:
-    """Requires that a model, or the model of an optimizer, can be assembled from the ranks' parts.
+    """Checks that a model, or the model of an optimizer, can be assembled from the ranks' parts.
 
     Raises:
-        TypeError: the model cannot be assembled; the message contains the reason.
+        TypeError: the model cannot be assembled. The message contains the reason.
     """
     if isinstance(value, SharedModelOptimizer) and is_divided(value):
         raise TypeError(
@@ -256,7 +258,7 @@ def require_fit(name: str, module: nn.Module | None, value: object) -> None:
 
 
 def require_undivided(name: str, module: nn.Module | None, value: object) -> None:
-    """Requires that a model or an optimizer of an elastic job is not divided among ranks.
+    """Checks that a model or an optimizer in an elastic job is not divided among ranks.
 
     Raises:
         TypeError: the model or optimizer is divided.

@@ -1,7 +1,7 @@
-"""StateRestorer: restores the objects of a training loop from a `LoadPlan` or from a checkpoint of another library.
+"""StateRestorer: restores the objects of a training loop from a `LoadPlan` or a checkpoint from another library.
 
-`StateRestorer` requests everything that the objects need from the plan, and registers finalizers that load the results
-into the objects. `load_foreign` needs no plan, since every rank reads a foreign checkpoint by itself.
+`StateRestorer` requests all data for the objects from the plan, and registers finalizers that load the results into the
+objects. `load_foreign` needs no plan, because every rank reads the entire foreign checkpoint itself.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 from paceline.train.zero.sharded_parameters import ShardedParameters, sharded_parameters_of
 
 Later = Callable[[], Any]
-"""Returns a value once everything has been read."""
+"""A function that returns a value once everything has been read."""
 
 
 class StateRestorer:
-    """Requests everything that the objects of a state need, and restores the objects once it has been read.
+    """Requests the data for the objects in a state, and restores the objects once the data has been read.
 
     Args:
         plan: the plan to which the requests are added.
-        strict: whether modules must have the same names as the checkpoint, which must contain everything in the state.
-        contexts: the stack of contexts that stay open while parameters are written to.
-        numberings: the numberings of the optimizers of pipelines, by name.
+        strict: whether the checkpoint must contain everything in the state, and the same parameter names in modules.
+        contexts: the stack of contexts that stay open while parameters are written.
+        numberings: the numberings of the pipeline optimizers, by name.
     """
 
     def __init__(self, plan: LoadPlan, strict: bool, contexts: ExitStack, numberings: Mapping[str, Numbering]) -> None:
@@ -58,10 +58,10 @@ class StateRestorer:
         self._where = plan.checkpoint.describe()
 
     def request(self, state: TrainingState, name: str = "") -> None:
-        """Requests everything in `state`, whose plain values are replaced when the plan finishes.
+        """Requests everything in `state`. When the plan finishes, the plain values in `state` are replaced.
 
         Raises:
-            CheckpointError: something in the state is not in the checkpoint, or has a different shape there.
+            CheckpointError: an object is not in the checkpoint, or has a different shape there.
         """
         for key, value in state.items():
             inner = join(name, key)
@@ -148,7 +148,7 @@ class StateRestorer:
             )
 
     def _request_local(self, name: str, target: torch.Tensor, layout: ShardLayout) -> None:
-        """Requests this rank's elements of a parameter, to be copied into `target`."""
+        """Requests that this rank's elements of a parameter are read into `target`."""
         if layout.region is not None:
             self._plan.into(name, target, shape=layout.shape, region=layout.region, by_all=False)
             return
@@ -163,11 +163,11 @@ class StateRestorer:
 
 
 class OptimizerRestorer:
-    """Requests the state of optimizers, and loads the state once it has been read.
+    """Requests the state of optimizers, and loads it once it has been read.
 
     Args:
         plan: the plan to which the requests are added.
-        numberings: the numberings of the optimizers of pipelines, by name.
+        numberings: the numberings of the pipeline optimizers, by name.
     """
 
     def __init__(self, plan: LoadPlan, numberings: Mapping[str, Numbering]) -> None:
@@ -177,7 +177,7 @@ class OptimizerRestorer:
         """Requests the state of an optimizer.
 
         Raises:
-            CheckpointError: the checkpoint has something else with this name.
+            CheckpointError: the checkpoint has no optimizer with this name.
         """
         if not self._plan.has(join(name, "param_groups")):
             raise CheckpointError(
@@ -224,7 +224,7 @@ class OptimizerRestorer:
         self._plan.add_finalizer(load)
 
     def _kept(self, name: str, layout: ShardLayout | None, *, by_all: bool) -> Later:
-        """Requests an optimizer's value for a parameter; for a divided parameter, only this rank's region."""
+        """Requests an optimizer value that belongs to a parameter, or only this rank's region if it is divided."""
         entry = self._plan.tensors.get(name)
         if entry is None or layout is None or not layout.is_divided or entry.shape != layout.shape:
             return self._plan.tree(name, by_all=by_all)
@@ -259,7 +259,7 @@ class OptimizerRestorer:
         return state
 
     def _elements_of(self, name: str, layout: ShardLayout) -> torch.Tensor:
-        """Returns memory into which this rank's elements of a tensor of the undivided shape will be read."""
+        """Requests this rank's elements of a tensor; returns the tensor into which they will be read."""
         if layout.region is not None:
             return self._plan.region(name, layout.region).view(layout.local_shape)
         reads = [self._plan.region(name, part.region) for part in layout.parts]
@@ -270,7 +270,7 @@ class OptimizerRestorer:
 
 
 def _fill_later(plan: LoadPlan, part: RunPart, run: torch.Tensor, read: torch.Tensor) -> None:
-    """Copies the elements of a part into a run once they have been read."""
+    """Adds a finalizer that copies the elements of a part into a run."""
 
     def fill() -> None:
         with torch.no_grad():
@@ -294,16 +294,17 @@ def load_foreign(
 ) -> None:
     """Loads a foreign checkpoint into `state`; every rank calls this.
 
-    A file that is itself the `state_dict` of a model is loaded into the only module of `state`. For a model that is
+    If the checkpoint is itself the `state_dict` of a model, it is loaded into the only module in `state`. If a model is
     divided among ranks, each rank loads its part.
 
     Args:
         state: the objects, by the names with which they were saved.
-        numberings: the numberings of the optimizers of pipelines, by name.
+        foreign: the checkpoint.
+        numberings: the numberings of the pipeline optimizers, by name.
         strict: the argument of `paceline.load`.
 
     Raises:
-        CheckpointError: something in the state is not in the file.
+        CheckpointError: an object in `state` is not in the checkpoint, or does not match it.
     """
     tree = state_of(foreign)
     modules = [name for name, value in state.items() if module_of(value) is not None]
@@ -345,7 +346,7 @@ def _adopt_all(
         elif isinstance(value, Optimizer) and is_divided(value):
             load_optimizer(value, own_state_dict(full, found, value, numberings.get(full)))
         elif isinstance(value, Stateful):
-            # ZeRO's optimizers have no state_dict without the other ranks.
+            # A ZeRO optimizer cannot return its state_dict without the other ranks.
             needs_ranks = hasattr(value, "consolidate_state_dict")
             value.load_state_dict(found if needs_ranks else with_classes_of(found, value.state_dict()))
         else:
@@ -358,7 +359,7 @@ def _needs_dict(value: object, module: nn.Module | None) -> bool:
 
 
 def _adopt_module(module: nn.Module, found: Mapping[str, Any], strict: bool) -> None:
-    if all(key.startswith(_PREFIX) for key in found):  # the module was saved with its wrapper
+    if all(key.startswith(_PREFIX) for key in found):  # the module was saved in a DistributedDataParallel
         found = {key.removeprefix(_PREFIX): value for key, value in found.items()}
     with ExitStack() as contexts:
         sharded = sharded_parameters_of(module)
@@ -371,7 +372,7 @@ def _adopt_module(module: nn.Module, found: Mapping[str, Any], strict: bool) -> 
 
 
 def _own_part(module: nn.Module, found: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-    """Returns this rank's part of the `state_dict` of an undivided model, under this rank's names.
+    """Returns this rank's part of the `state_dict` of an undivided model, keyed by this rank's names.
 
     Raises:
         CheckpointError: the `state_dict` belongs to another model.

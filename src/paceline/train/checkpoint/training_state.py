@@ -1,6 +1,6 @@
-"""Captures the objects of a training loop: modules, optimizers, loaders and all other objects with a state.
+"""Captures the objects of a training loop: modules, optimizers, loaders and all other objects with state.
 
-`TrainingState` is the mapping that `paceline.save` takes, and `RandomState` an object for it.
+`TrainingState` is the mapping that `paceline.save` takes, and `RandomState` is an object that it can contain.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from paceline.train.zero.sharded_parameters import ShardedParameters, sharded_pa
 
 
 class RandomState:
-    """The state of this process's random number generators in a checkpoint: Python's, torch's and NumPy's.
+    """The state of this process's random number generators (Python, torch and NumPy), for use in a checkpoint.
 
     If the process has used an accelerator, such as CUDA, the generators of all its devices are saved, beginning with
-    that of the current device. On loading, the first one is restored on the current device of the loading process.
+    that of the current device. On loading, the first saved state is restored on the current device.
 
-    Each rank saves its own state and gets it back when the checkpoint is loaded; additional ranks get rank 0's.
+    Each rank saves its own state and loads it again. Ranks for which no state was saved load that of rank 0.
 
     Example::
 
@@ -57,7 +57,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets the generators; generators that are missing in the state are left unchanged."""
+        """Restores the generators. Generators that are missing in the state are left unchanged."""
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
         torch.set_rng_state(state["torch"])
@@ -86,15 +86,15 @@ _WRAPPERS = (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.Da
 
 
 def capture(state: TrainingState, is_first: bool, numberings: Mapping[str, Numbering] = _NONE) -> CapturedState:
-    """Returns this rank's contribution to a checkpoint of `state`; nothing is copied.
+    """Returns this rank's contribution to a checkpoint of `state`, without copying data.
 
     Args:
         state: the objects and plain values by name.
-        is_first: whether this is rank 0, whose buffers and positions of loaders are saved.
-        numberings: the numberings of the optimizers of pipelines, by name.
+        is_first: whether this is rank 0, whose buffers and loader positions are saved.
+        numberings: the numberings of the pipeline optimizers, by name.
 
     Raises:
-        TypeError: the state contains something that a checkpoint cannot hold; the message names it.
+        TypeError: the state contains an object that a checkpoint cannot hold. The message contains its name.
     """
     into = CapturedState(is_first)
     for name, value in entries(state):
@@ -106,7 +106,7 @@ def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the objects and values of a state with their names, including those in dicts and in an ElasticState.
 
     Raises:
-        TypeError: a name is not a text.
+        TypeError: a name is empty or not a string.
     """
     for key, value in state.items():
         if not isinstance(key, str) or not (key or name):
@@ -124,7 +124,7 @@ def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def holds_objects(value: dict[Any, Any]) -> bool:
-    """Returns whether a dict holds anything that is loaded in place, rather than only plain values."""
+    """Returns whether a dict contains tensors or objects, which are loaded in place, and not only plain values."""
     return any(
         holds_objects(member)
         if isinstance(member, dict)
@@ -134,7 +134,7 @@ def holds_objects(value: dict[Any, Any]) -> bool:
 
 
 def module_of(value: object) -> nn.Module | None:
-    """Returns the model inside any wrappers; None if `value` is not a model."""
+    """Returns the model inside any wrappers, or None if `value` is not a model."""
     if isinstance(value, LogicalShards):
         return value.module
     while isinstance(value, _WRAPPERS):
@@ -143,18 +143,18 @@ def module_of(value: object) -> nn.Module | None:
 
 
 def keys_in_whole(module: nn.Module) -> Set[str]:
-    """Returns the keys of a module's `state_dict`; for a `Pipeline`, those of the undivided model."""
+    """Returns the keys of a module's `state_dict`, or of the undivided model's if the module is a `Pipeline`."""
     return module.whole.keys if isinstance(module, Pipeline) else module.state_dict(keep_vars=True).keys()
 
 
 def may_be_missing(value: object) -> bool:
-    """Returns whether a checkpoint may lack an object: a module without state, or gradients of an accumulation."""
+    """Returns whether a checkpoint may lack an object, which must be a module without state or pending gradients."""
     module = module_of(value)
     return isinstance(value, PendingGradients) or (module is not None and not keys_in_whole(module))
 
 
 def key_in_whole(module: nn.Module, key: str) -> str:
-    """Converts a key of a module's `state_dict` to the key in the undivided model's."""
+    """Converts a key of a module's `state_dict` to the key in the undivided model's `state_dict`."""
     return module.whole.key_of(key) if isinstance(module, Pipeline) else key
 
 
@@ -166,7 +166,7 @@ def _capture(name: str, value: object, into: CapturedState, numbering: Numbering
     elif isinstance(value, torch.optim.Optimizer):
         capture_optimizer(name, value, into, numbering)
     elif isinstance(value, (StatefulLoader, ShardLoader)):
-        if into.is_first:  # in the last step of an epoch, rank 0's position is that of all
+        if into.is_first:  # rank 0's position counts, even in the last step of an epoch
             into.values[name] = _only_plain(name, value.state_dict())
     elif isinstance(value, torch.Tensor):
         into.add_tensor(name, value)
@@ -191,7 +191,7 @@ def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:
     if isinstance(module, Pipeline):
         into.layers[name] = [layer for layer, _ in module.named_children()], len(module.whole.names)
     if not keys_in_whole(module):
-        into.values[name] = {}  # so that the checkpoint contains the name
+        into.values[name] = {}  # records the name of a module without state
     is_contributor = is_first_of(module.parameters())
     for key, value in module.state_dict(keep_vars=True).items():
         full = join(name, key_in_whole(module, key))
@@ -221,7 +221,7 @@ def _capture_module(name: str, module: nn.Module, into: CapturedState) -> None:
 
 
 def unsaved_gradients(state: TrainingState) -> list[str]:
-    """Returns the parameters whose gradients no optimizer has used yet, and which a checkpoint does not contain.
+    """Returns the names of parameters whose gradients no optimizer has used and a checkpoint would not contain.
 
     Before the first observed step, gradients of parameters with optimizer state are assumed to have been used.
     """

@@ -1,6 +1,6 @@
-"""Checkpoint: reads any region of any tensor of a checkpoint, and verifies its digests.
+"""Checkpoint: reads any region of any tensor in a checkpoint, and verifies its digests.
 
-`listing_of` lists the checkpoints of a root with their faults, and `export` writes tensors of a checkpoint as one
+`listing_of` lists the checkpoints in a root with their faults, and `export` writes tensors from a checkpoint as one
 safetensors file.
 """
 
@@ -42,33 +42,33 @@ from paceline.train.checkpoint.format.storage import (
     storage_error,
 )
 
-_MOST_NBYTES = 4 << 30  # the size limit of a manifest, which has some tens of bytes for each MiB of the checkpoint
-_CHUNK_NBYTES = 64 << 20  # the bytes that are exported at a time
+_MOST_NBYTES = 4 << 30  # maximum size of a manifest, which takes some tens of bytes for each MiB of the checkpoint
+_CHUNK_NBYTES = 64 << 20  # number of bytes that are exported at a time
 Progress: TypeAlias = Callable[[int, int], None]
 
 
 class Checkpoint:
-    """An open checkpoint, which no save removes until it is closed.
+    """An open checkpoint. Saves do not remove it until it is closed.
 
     Attributes:
         manifest: the manifest.
         name: the name of the checkpoint's directory.
-        nbytes_read: the bytes read so far.
+        nbytes_read: the number of bytes read so far.
     """
 
     def __init__(self, storage: ReadableStorage, name: str) -> None:
-        """Opens a checkpoint in a storage; the name "" is the storage itself.
+        """Opens a checkpoint in a storage. The name "" denotes the storage itself.
 
         Raises:
             CheckpointDamagedError: the checkpoint has no complete manifest.
-            CheckpointError: its manifest has another version, or cannot be read.
+            CheckpointError: the manifest has an unsupported version, or cannot be read.
         """
         self.name = name
         self.nbytes_read = 0
         self._storage = storage
         self._files: dict[str, InputFile] = {}
         self._hold: Hold | None = None
-        with contextlib.suppress(OSError):  # reading the manifest raises the reason
+        with contextlib.suppress(OSError):  # reading the manifest raises the error
             self._hold = storage.share(name)
         try:
             self.manifest: Manifest = read_manifest(storage, name)
@@ -83,7 +83,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Closes the files and allows saves to remove the checkpoint; idempotent."""
+        """Closes the files and allows saves to remove the checkpoint. Idempotent."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -106,7 +106,7 @@ class Checkpoint:
         return entry
 
     def read(self, name: str, region: Region | None = None) -> bytearray:
-        """Returns a tensor's bytes, or those of a region of it; see `read_into`."""
+        """Returns the bytes of a tensor, or of a region of it; see `read_into`."""
         entry = self.entry(name)
         buffer = bytearray(count(whole(entry.shape) if region is None else region) * ITEMSIZE[entry.dtype])
         self.read_into(name, region, memoryview(buffer))
@@ -120,18 +120,19 @@ class Checkpoint:
         *,
         files: Container[str] | None = None,
     ) -> None:
-        """Fills a buffer with a region of a tensor; reads only the blocks that contain elements of the region.
+        """Fills a buffer with a region of a tensor. Reads only the blocks that contain elements of the region.
 
         Args:
-            region: the region; the whole tensor if None.
-            buffer: the destination, writable, contiguous and of the region's size.
-            files: the files to read; elements in other files are left out. All files if None.
+            name: the name of the tensor.
+            region: the region, or None for the whole tensor.
+            buffer: the destination, which must be writable, contiguous and as large as the region.
+            files: the files to read, or None for all files. Elements in other files are skipped. Default: None.
 
         Raises:
             CheckpointDamagedError: a file is missing, truncated or changed.
             CheckpointError: a file cannot be read.
             KeyError: the checkpoint has no tensor with this name.
-            ValueError: the buffer has another size.
+            ValueError: the buffer and the region differ in size.
         """
         entry = self.entry(name)
         wanted = whole(entry.shape) if region is None else region
@@ -153,7 +154,7 @@ class Checkpoint:
                     blocks.copy(part.source * itemsize, target[first : first + size])
 
     def read_piece(self, name: str, number: int, region: Region) -> bytearray:
-        """Returns the elements of a region that are in one piece of a tensor, in order; raises like `read_into`."""
+        """Returns the elements of a region that one piece of a tensor contains; raises the errors of `read_into`."""
         entry = self.entry(name)
         piece, itemsize = entry.pieces[number], ITEMSIZE[entry.dtype]
         parts = copies(entry.shape, piece.region, region)
@@ -167,11 +168,11 @@ class Checkpoint:
         return buffer
 
     def verify(self, progress: Progress | None = None) -> list[str]:
-        """Reads every byte in this directory; returns all faults, each with its file and tensor.
+        """Reads all files in this directory; returns all faults, each with its file and tensor.
 
         Args:
             progress: a function that is called after each tensor with the number of bytes read and the total number of
-                bytes.
+                bytes, or None. Default: None.
         """
         files = self.manifest.files_here()
         unfit = {name: fault for name in files if (fault := self._fault_of_file(name)) is not None}
@@ -189,7 +190,7 @@ class Checkpoint:
         return faults
 
     def _fault_of_file(self, name: str) -> str | None:
-        """Returns the fault if the size or header of a file differs from the manifest; None otherwise."""
+        """Returns the fault if the size or header of a file differs from the manifest, else None."""
         entry = self.manifest.files[name]
         try:
             nbytes = self._storage.size(self._path(name))
@@ -206,7 +207,7 @@ class Checkpoint:
         return None
 
     def read_bytes(self, file: str, offset: int, buffer: memoryview, what: str) -> None:
-        """Fills a buffer with bytes of a file; error messages describe them as `what`."""
+        """Fills a buffer with bytes from a file; error messages describe the bytes as `what`."""
         try:
             if file not in self._files:
                 self._files[file] = self._storage.open(self._path(file))
@@ -232,7 +233,7 @@ class Checkpoint:
 
 
 class _Blocks:
-    """The blocks of one piece. The last block that was needed only in part is cached, since reads are in order."""
+    """Reads the blocks of one piece in order. Caches the last block of which only a part was needed."""
 
     def __init__(self, checkpoint: Checkpoint, tensor: str, piece: Piece, nbytes: int) -> None:
         self._checkpoint, self._tensor, self._piece = checkpoint, tensor, piece
@@ -241,7 +242,7 @@ class _Blocks:
         self._kept: tuple[int, memoryview] | None = None
 
     def copy(self, offset: int, target: memoryview) -> None:
-        """Fills a buffer from a byte offset in the piece."""
+        """Fills a buffer with the bytes from an offset in the piece."""
         done = 0
         while done < len(target):
             index, within = divmod(offset + done, self._size)
@@ -290,10 +291,10 @@ class _Blocks:
 
 
 def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint by its path or address, or the newest complete one of a root.
+    """Opens the checkpoint at a path or address, or the newest complete checkpoint if that is a root.
 
     Raises:
-        CheckpointError: there is no complete checkpoint; the message contains the faults of all others.
+        CheckpointError: there is no complete checkpoint. The message contains the faults of all checkpoints.
     """
     storage = open_storage(where)
     if storage.size(FILE) is not None:
@@ -308,7 +309,7 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
             break
         try:
             return Checkpoint(storage, name)
-        except CheckpointDamagedError as error:  # also if a save has just removed it in favor of a newer one
+        except CheckpointDamagedError as error:  # a concurrent save may also have removed the checkpoint
             damaged[name] = str(error)
     faults = "; ".join(f"{listing.name}: {listing.fault or damaged[listing.name]}" for listing in listings)
     raise CheckpointError(f"{storage.describe()} has no whole checkpoint" + (f" ({faults})" if faults else ""))
@@ -318,14 +319,14 @@ def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:
     """Returns the manifest of a checkpoint.
 
     Raises:
-        CheckpointDamagedError: there is no manifest, or it is truncated or was changed.
-        CheckpointError: the manifest has another version, or cannot be read.
+        CheckpointDamagedError: the manifest is missing, truncated or changed.
+        CheckpointError: the manifest has an unsupported version, or cannot be read.
     """
     return manifest_json.from_bytes(*_manifest_text(storage, directory))
 
 
 def _manifest_text(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
-    """Returns the content of the manifest's file, and the file's name for error messages."""
+    """Returns the content of the manifest file, and its name for error messages."""
     name = f"{directory}/{FILE}" if directory else FILE
     try:
         return read_file(storage, name), storage.describe(name)
@@ -349,7 +350,7 @@ def read_file(storage: ReadableStorage, name: str) -> bytes:
 
 @dataclass(frozen=True)
 class Listing:
-    """A checkpoint of a root according to its manifest, and the fault that makes it unusable, if any."""
+    """A checkpoint in a root as described by its manifest, and the fault that makes it unusable, if any."""
 
     name: str
     step: int | None = None
@@ -360,7 +361,7 @@ class Listing:
 
 
 def listing_of(storage: Storage) -> list[Listing]:
-    """Returns the checkpoints of a root: first those whose manifest cannot be read, then the others, newest first."""
+    """Returns the checkpoints in a root: first those whose manifest cannot be read, then the others, newest first."""
     found = [look_at(storage, name) for name in storage.names() if is_name(name)]
     return sorted(
         found, key=lambda listing: (listing.sequence is None, listing.sequence or 0, listing.name), reverse=True
@@ -368,7 +369,7 @@ def listing_of(storage: Storage) -> list[Listing]:
 
 
 def look_at(storage: Storage, name: str) -> Listing:
-    """Returns the listing of one checkpoint. If it has no fault, all files exist and have the right sizes."""
+    """Returns the listing of one checkpoint. If no fault is listed, all files exist and have the right sizes."""
     try:
         summary = manifest_json.summary_from_bytes(*_manifest_text(storage, name))
         fault = _fault_of_sizes(storage, name, summary)
@@ -379,7 +380,7 @@ def look_at(storage: Storage, name: str) -> Listing:
 
 
 def _fault_of_sizes(storage: Storage, directory: str, summary: Summary) -> str | None:
-    """Returns the fault of the first file that is missing or has the wrong size; None if there is none."""
+    """Returns the fault of the first file that is missing or has the wrong size, or None."""
     for name, entry in summary.files_here().items():
         path = f"{directory}/{name}"
         nbytes = storage.size(path)
@@ -396,7 +397,7 @@ def unfinished(storage: Storage) -> list[str]:
 
 
 def latest_name(storage: Storage) -> str | None:
-    """Returns the name in the pointer `latest`; None if there is no pointer."""
+    """Returns the checkpoint name in the file `latest`, or None if there is no such file."""
     try:
         return read_file(storage, LATEST).decode("utf-8", "replace").strip() or None
     except (FileNotFoundError, CheckpointDamagedError):
@@ -406,13 +407,13 @@ def latest_name(storage: Storage) -> str | None:
 def export(
     checkpoint: Checkpoint, names: dict[str, str], target: str | os.PathLike[str], progress: Progress | None = None
 ) -> int:
-    """Writes tensors as one safetensors file, which appears once it is complete and durable; returns its size in bytes.
+    """Writes tensors to a safetensors file, which becomes visible when complete and durable; returns its size in bytes.
 
     Args:
-        names: the names of the tensors in the file, by their names in the checkpoint.
-        target: the path of the file; an existing file is replaced.
-        progress: a function that is called with the number of bytes written and the total number of bytes of the
-            tensors.
+        names: for each tensor to export, by its name in the checkpoint, the name in the file.
+        target: the path of the file. An existing file is replaced.
+        progress: a function that is called with the number of bytes written and the total size of the tensors in bytes,
+            or None. Default: None.
 
     Raises:
         CheckpointDamagedError: a file of the checkpoint is missing, truncated or changed.
@@ -437,7 +438,7 @@ def export(
     except OSError as error:
         raise storage_error("write", storage, path.name, error) from error
     finally:
-        storage.remove(written)  # exists only after an error
+        storage.remove(written)  # the temporary file exists only after an error
     return len(header) + total
 
 
@@ -452,7 +453,7 @@ def _copy(checkpoint: Checkpoint, names: list[str], file: OutputFile, total: int
 
 
 def _chunks(checkpoint: Checkpoint, name: str) -> Iterator[bytearray]:
-    """Yields a tensor's bytes in chunks, so that a large tensor needs little memory."""
+    """Yields the bytes of a tensor in chunks, which limits the memory for large tensors."""
     entry = checkpoint.entry(name)
     total, step = prod(entry.shape), _CHUNK_NBYTES // ITEMSIZE[entry.dtype]
     for start in range(0, total, step):

@@ -1,7 +1,7 @@
-"""FsspecStorage: object stores and other systems that fsspec supports, as storage without renames.
+"""FsspecStorage: storage without renames, for object stores and other systems that fsspec supports.
 
-The manifest is written after all other files, so a directory without a manifest is unfinished, and one with a manifest
-is complete. If the manifest itself is truncated, its digest detects that.
+The manifest is written after all other files. A directory is therefore complete if it has a manifest, and unfinished if
+not. A digest detects whether the manifest itself is truncated.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from paceline.errors import CheckpointError
 
 
 class FsspecStorage:
-    """An address such as s3://bucket/run, gs://bucket/run or memory://run."""
+    """The storage at an address such as s3://bucket/run, gs://bucket/run or memory://run."""
 
     renames = False
 
     def __init__(self, address: str) -> None:
-        """Opens the file system of an address; fsspec reads its settings from the environment.
+        """Opens the file system of an address. Its settings are read by fsspec from the environment.
 
         Raises:
-            CheckpointError: fsspec, or a package that it needs for this kind of address, is not installed.
+            CheckpointError: fsspec, or a package that it needs for this kind of address, is not installed; or fsspec
+                rejects the address.
         """
         try:
             from fsspec.core import url_to_fs
@@ -45,7 +46,7 @@ class FsspecStorage:
         return f"{self._path.rstrip('/')}/{name}" if name else self._path
 
     def names(self, directory: str = "") -> list[str]:
-        """Returns the names in a directory; none if it does not exist."""
+        """Returns the names in a directory, or [] if it does not exist."""
         self._system.invalidate_cache()
         try:
             found = self._system.ls(self._full(directory), detail=False)
@@ -54,7 +55,7 @@ class FsspecStorage:
         return [path.rstrip("/").rsplit("/", 1)[-1] for path in found]
 
     def size(self, name: str) -> int | None:
-        """Returns a file's size in bytes; None if the file does not exist."""
+        """Returns the size of a file in bytes, or None if it does not exist."""
         self._system.invalidate_cache()
         try:
             info = self._system.info(self._full(name))
@@ -63,11 +64,11 @@ class FsspecStorage:
         return int(info["size"]) if info["type"] == "file" else None
 
     def make_directory(self, name: str) -> None:
-        """Creates a directory, if the store has directories."""
+        """Creates a directory if the store has directories."""
         self._system.makedirs(self._full(name), exist_ok=True)
 
     def create(self, name: str) -> _FsspecOutput:
-        """Creates a file, which appears at `commit` and replaces an existing file with this name."""
+        """Creates a file, which becomes visible at `commit` and replaces an existing file with this name."""
         return _FsspecOutput(self._system.open(self._full(name), "wb"))
 
     def open(self, name: str) -> _FsspecInput:
@@ -118,7 +119,7 @@ class _FsspecOutput:
         self._is_committed = True
 
     def close(self) -> None:
-        """Discards an uncommitted file, since closing it would publish it."""
+        """Discards an uncommitted file, which closing would publish."""
         if not self._is_committed:
             self._is_committed = True
             discard = getattr(self._file, "discard", None)

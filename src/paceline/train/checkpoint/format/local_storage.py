@@ -1,8 +1,8 @@
-"""LocalStorage: local or shared directories as storage, with direct writes, and with locks against removal.
+"""LocalStorage: storage in local or shared directories, with direct writes and locks against removal.
 
-`Disk` has one method for each operation with which a checkpoint changes a disk, so that tests can interrupt or trace
-each one. `DirectWriter` writes large files without the page cache, which costs a copy and starts writing late.
-`open_regular` opens files whose names or contents are not trusted: only regular files, and without blocking.
+`Disk` has one method for each operation that modifies a disk, which allows tests to interrupt or trace each of them.
+`DirectWriter` writes large files without the page cache, which would copy the data and delay the write. `open_regular`
+opens files with untrusted names or contents. It opens only regular files, and never blocks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from paceline.train.checkpoint.format.manifest import FILE as MANIFEST
 from paceline.train.checkpoint.format.storage import InputFile, OutputFile
 from paceline.train.elastic.failpoints import failpoint
 
-# The errors of file systems that cannot sync directories, such as some FUSE and CIFS ones, which write names
-# immediately.
+# Errors from file systems that cannot sync directories, such as some FUSE and CIFS mounts. These file systems write
+# names immediately.
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP)
-_MOST_VIEWS = 512  # in one call; the system accepts at least 1,024
+_MOST_VIEWS = 512  # maximum number of views in one call, for which Linux accepts 1,024
 ALIGNMENT = 4096
 _BUFFER_NBYTES = 4 << 20
 _KINDS = {
@@ -37,9 +37,9 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _MOST_TRIES = 100
-_LARGE = ".safetensors"  # files that may be large
-_OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # for a manifest, which may have been replaced with anything
-# The manifests that this process has locked, by device and inode: opening and closing one would unlock it.
+_LARGE = ".safetensors"  # the suffix of files that may be large
+_OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # safe even if the manifest was replaced with a link or a pipe
+# The manifests that this process has locked, by device and inode. Opening and closing such a file would unlock it.
 _held_here: set[tuple[int, int]] = set()
 
 
@@ -49,7 +49,7 @@ class LocalStorage:
     renames = True
 
     def __init__(self, path: str | os.PathLike[str], disk: Disk | None = None) -> None:
-        """Creates the storage for a path, which need not exist yet; `disk` performs all changes to the file system."""
+        """Creates the storage at a path, which need not exist yet. All changes to the file system go through `disk`."""
         self.path = Path(os.path.abspath(path))
         self._disk = disk or Disk()
 
@@ -58,17 +58,17 @@ class LocalStorage:
         return str(self.path / name)
 
     def names(self, directory: str = "") -> list[str]:
-        """Returns the names in a directory; none if it does not exist."""
+        """Returns the names in a directory, or [] if it does not exist."""
         try:
             return os.listdir(self.path / directory)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def size(self, name: str) -> int | None:
-        """Returns a file's size in bytes; None if the file does not exist.
+        """Returns the size of a file in bytes, or None if it does not exist.
 
         Raises:
-            CheckpointDamagedError: the path is a link, a pipe or anything else other than a regular file.
+            CheckpointDamagedError: the path is not a regular file but, for example, a link or a pipe.
         """
         try:
             return status_of(self.path / name).st_size
@@ -76,30 +76,30 @@ class LocalStorage:
             return None
 
     def make_directory(self, name: str) -> None:
-        """Creates a directory and its parents, each of which survives the loss of power."""
+        """Creates a directory and its parents, all of which survive the loss of power."""
         self._make(self.path / name)
 
     def _make(self, path: Path) -> None:
         if path.is_dir():
             return
         self._make(path.parent)
-        with contextlib.suppress(FileExistsError):  # another rank has created it
+        with contextlib.suppress(FileExistsError):  # another rank has created the directory
             self._disk.make_directory(path)
         self._disk.sync_directory(path.parent)
 
     def create(self, name: str) -> OutputFile:
-        """Creates a file, which must not exist. While a manifest is open, its directory counts as held."""
+        """Creates a file, which must not exist. If it is a manifest, its directory counts as held while it is open."""
         file = _LocalOutput(self._disk, self._disk.create(self.path / name), is_large=name.endswith(_LARGE))
         if Path(name).name == MANIFEST:
             file.hold()
         return file
 
     def open(self, name: str) -> InputFile:
-        """Opens a file for reading; raises like `size`."""
+        """Opens a file for reading; raises the errors of `size`."""
         return _LocalFile(open_regular(self.path / name))
 
     def sync_directory(self, name: str) -> None:
-        """Makes the names in a directory survive the loss of power."""
+        """Makes the names in a directory durable, so they survive the loss of power."""
         self._disk.sync_directory(self.path / name)
 
     def rename(self, old: str, new: str) -> None:
@@ -121,7 +121,7 @@ class LocalStorage:
                 self._disk.remove_file(path)
 
     def free_nbytes(self) -> int | None:
-        """Returns the free space of the file system for this user, in bytes."""
+        """Returns the number of bytes that this user may still write to the file system."""
         path = self.path
         while not path.exists():
             path = path.parent
@@ -131,7 +131,7 @@ class LocalStorage:
     def share(self, directory: str) -> _LocalFile:
         """Protects a checkpoint from removal while it is read, if the file system has locks."""
         descriptor = os.open(self.path / directory / MANIFEST, os.O_RDONLY | _OPENING)
-        for _ in range(_MOST_TRIES):  # `is_held` takes the lock for an instant
+        for _ in range(_MOST_TRIES):  # `is_held` briefly holds the lock
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 break
@@ -147,13 +147,13 @@ class LocalStorage:
         except OSError:
             return False
         try:
-            # A writer's lock belongs to its process, so forks do not keep it. Each reader has a separate lock, because
-            # a process may have several readers.
+            # Writers use `lockf`, whose locks belong to the process and are not inherited by forks. Readers use
+            # `flock`, which allows several readers in one process to have separate locks.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # this file system has no locks
+        except OSError:  # the file system has no locks
             return False
         finally:
             os.close(descriptor)
@@ -188,7 +188,7 @@ class _LocalOutput:
 
 
 class _LocalFile:
-    """An open descriptor: a file that is read, or a lock on a file."""
+    """An open descriptor, used to read a file or to hold a lock on it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -219,22 +219,22 @@ class Disk:
     """The operations of a local file system. Each may raise OSError."""
 
     def make_directory(self, path: Path) -> None:
-        """Creates a directory, whose parent exists."""
+        """Creates a directory, whose parent must exist."""
         failpoint("checkpoint.make")
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """Creates a file, which must not exist; returns its descriptor."""
+        """Creates a file, which must not exist yet; returns its descriptor."""
         failpoint("checkpoint.create")
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, views: Sequence[memoryview]) -> int:
-        """Appends at least one byte of the views to a file; returns the number of bytes."""
+        """Appends bytes from the views to a file; returns the number of bytes written, which is at least 1."""
         failpoint("checkpoint.write")
         return os.writev(descriptor, views[:_MOST_VIEWS])
 
     def set_direct(self, descriptor: int, is_direct: bool) -> bool:
-        """Switches direct writes of a file on or off; returns whether they are on."""
+        """Switches direct writes to a file on or off; returns whether they are on."""
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
         try:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
@@ -243,12 +243,12 @@ class Disk:
         return is_direct
 
     def sync(self, descriptor: int) -> None:
-        """Makes a file's bytes survive the loss of power."""
+        """Makes the contents of a file durable, so they survive the loss of power."""
         failpoint("checkpoint.sync")
         os.fsync(descriptor)
 
     def sync_directory(self, path: Path) -> None:
-        """Makes the names in a directory survive the loss of power."""
+        """Makes the names in a directory durable, so they survive the loss of power."""
         failpoint("checkpoint.sync")
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -260,7 +260,7 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Renames a file or directory; a file with the new name is replaced."""
+        """Renames a file or directory. An existing file with the new name is replaced."""
         failpoint("checkpoint.rename")
         os.rename(old, new)
 
@@ -276,13 +276,16 @@ class Disk:
 
 
 class DirectWriter:
-    """Appends to a file with direct writes, or with ordinary writes if the file system rejects direct ones.
+    """Appends to a file with direct writes, or with ordinary writes if the file system rejects direct writes.
 
     Direct writes must begin at multiples of 4 KiB in the file and in memory. Views with this alignment, such as copies
-    that `Staging` has laid out like the file, are written from their own memory; the rest is collected in a buffer.
+    that `Staging` has laid out like the file, are written from their own memory. All other data is collected in a
+    buffer.
 
     Args:
-        is_wanted: whether to write directly, which small files do not need.
+        disk: the operations of the file system.
+        descriptor: the descriptor of the file.
+        is_wanted: whether to use direct writes, which are unnecessary for small files. Default: True.
     """
 
     def __init__(self, disk: Disk, descriptor: int, *, is_wanted: bool = True) -> None:
@@ -293,11 +296,11 @@ class DirectWriter:
         self._has_begun = False
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """Appends bytes, which may change after the call."""
+        """Appends bytes. The memory of the views may change after the call."""
         if not self._is_direct and not self._filled:
             self._write_out(list(views))
             return
-        aligned: list[memoryview] = []  # whole blocks, which are written from their own memory
+        aligned: list[memoryview] = []  # views that are written from their own memory
         for view in views:
             if self._filled == 0 and len(view) % ALIGNMENT == 0 and _is_aligned(view, 0):
                 aligned.append(view)
@@ -308,7 +311,7 @@ class DirectWriter:
         self._write_out(aligned)
 
     def finish(self) -> None:
-        """Writes the rest of the buffer, with ordinary writes for small files and incomplete blocks."""
+        """Writes the remaining bytes in the buffer, with ordinary writes for small files and incomplete blocks."""
         filled, self._filled = self._filled, 0
         if not filled:
             return
@@ -321,7 +324,7 @@ class DirectWriter:
     def _collect(self, view: memoryview) -> None:
         while view:
             if self._filled and len(view) > 2 * ALIGNMENT and _is_aligned(view, self._filled):
-                room = -self._filled % ALIGNMENT  # after which the rest of the view is aligned
+                room = -self._filled % ALIGNMENT  # number of bytes before the aligned part of the view
                 self._take(view[:room])
                 end = room + (len(view) - room) // ALIGNMENT * ALIGNMENT
                 self._flush(view[room:end])
@@ -359,7 +362,7 @@ class DirectWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._disk.set_direct(self._descriptor, False)  # the file system requires another alignment
+                self._disk.set_direct(self._descriptor, False)  # the file system requires a larger alignment
                 self._is_direct = False
                 continue
             while left and written >= len(left[0]):
@@ -369,15 +372,15 @@ class DirectWriter:
 
 
 def _is_aligned(view: memoryview, offset: int) -> bool:
-    """Returns whether a view begins in memory `offset` bytes after an aligned address."""
+    """Returns whether the memory of a view begins `offset` bytes after an aligned address."""
     if view.readonly:
         return False
     return (ctypes.addressof(ctypes.c_char.from_buffer(view)) - offset) % ALIGNMENT == 0
 
 
 def open_regular(path: str | os.PathLike[str], *, follows: bool = False) -> int:
-    """Opens a regular file for reading; returns its descriptor. Raises like `status_of`."""
-    status_of(path, follows=follows)  # opening a device can have effects
+    """Opens a regular file for reading; returns its descriptor. Raises the errors of `status_of`."""
+    status_of(path, follows=follows)  # checked first, because opening a device can have side effects
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     try:
@@ -392,7 +395,8 @@ def status_of(path: str | os.PathLike[str], *, follows: bool = False) -> os.stat
     """Returns the status of a regular file.
 
     Args:
-        follows: whether the path may be a symbolic link to a regular file, for example if a user gave it.
+        path: the path of the file.
+        follows: whether the path may be a symbolic link to a regular file, as for paths from users. Default: False.
 
     Raises:
         CheckpointDamagedError: the path is not a regular file.

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: its files, the regions of tensors that their bytes hold, and the plain values.
+"""The manifest of a checkpoint: its files, the tensor regions that they contain, and the plain values.
 
-A directory is a checkpoint only if it has a readable manifest. `Draft` is a checkpoint that is being written.
+A directory is a checkpoint only if it has a readable manifest. `Draft` describes a checkpoint that is being written.
 `manifest_json.py` encodes manifests.
 """
 
@@ -27,8 +27,8 @@ FILE = "manifest.json"
 _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 _LARGEST = 1 << 62
 _LARGEST_SEQUENCE = 1 << 53
-_LATEST_S = 1 << 37  # a date whose year has four digits
-BLOCK_NBYTES = 1 << 20  # each block of a piece has its own digest, so that readers of a region can verify it
+_LATEST_S = 1 << 37  # the latest valid time of writing, in the year 6325
+BLOCK_NBYTES = 1 << 20  # size of a block, which has its own digest to verify reads of parts of a piece
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Draft:
     Attributes:
         name: the name of the published checkpoint.
         directory: the directory in which ranks write.
-        step: the training step, if any.
-        sequence: the checkpoint's sequence number, greater than those of the root's earlier checkpoints.
-        token: a text that no other checkpoint has.
+        step: the training step, or None.
+        sequence: the checkpoint's sequence number, greater than that of any earlier checkpoint in the root.
+        token: a string that is unique to the checkpoint.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Draft:
 
     @staticmethod
     def from_bytes(data: bytes) -> Draft:
-        """Decodes a draft; the inverse of `to_bytes`."""
+        """Decodes a draft encoded by `to_bytes`."""
         return msgspec.json.decode(data, type=Draft)
 
 
 def is_name(name: str) -> bool:
-    """Returns whether a directory with this name was created by a save; other directories are not touched."""
+    """Returns whether a save created the directory with this name. Other directories are never changed."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -70,11 +70,12 @@ def draft_of(
     """Returns the draft of a new checkpoint.
 
     Args:
-        step: the training step; without one, the name contains the sequence number.
-        token: a text that no other checkpoint has.
+        step: the training step, or None, in which case the name contains the sequence number instead.
+        sequence: the checkpoint's sequence number.
+        token: a string that is unique to the checkpoint.
         taken: the names that are already in use.
-        renames: whether the checkpoint is written under another name first.
-        is_unique: whether the name contains the token, and is therefore not yet in use on any host.
+        renames: whether the checkpoint is first written under a different name.
+        is_unique: whether to include the token in the name, which makes the name unique on all hosts.
     """
     stem = f"state_{sequence:06d}" if step is None else f"step_{step:010d}"
     name, number = stem, 2
@@ -87,13 +88,13 @@ def draft_of(
 
 
 class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A region of a tensor, as bytes of a file.
+    """The location of a tensor region in a file.
 
     Attributes:
         file: the name of the file in the checkpoint's directory.
-        key: the key in that safetensors file.
+        key: the key of the region in that safetensors file.
         at: the offset of the first byte in the file, in bytes.
-        digests: the digests of the blocks.
+        digests: the digests of the region's blocks.
         flat: the start and stop of a `Flat` region, or None.
         offset: the offset of a `Box`, or None.
         shape: the shape of a `Box`, or None.
@@ -109,7 +110,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @staticmethod
     def of(file: str, key: str, at: int, region: Region, digests: tuple[str, ...]) -> Piece:
-        """Returns the piece with a region."""
+        """Returns the piece that contains a given region."""
         if isinstance(region, Flat):
             return Piece(file, key, at, digests, flat=(region.start, region.stop))
         return Piece(file, key, at, digests, offset=region.offset, shape=region.shape)
@@ -129,7 +130,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: the safetensors name of its type, its shape, and the pieces of which it consists."""
+    """A tensor: the safetensors name of its dtype, its shape, and the pieces that it consists of."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -138,7 +139,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file: its size, and the size and digest of its header, which the pieces follow."""
+    """A file: its size in bytes, and the size in bytes and the digest of its header, which precedes the pieces."""
 
     nbytes: int
     header_nbytes: int
@@ -156,7 +157,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Summary:
-    """The members of a `Manifest` that are needed to list checkpoints."""
+    """The fields of a `Manifest` that are needed to list checkpoints."""
 
     step: int | None
     sequence: int
@@ -165,7 +166,7 @@ class Summary:
     here: tuple[str, ...] | None = None
 
     def files_here(self) -> dict[str, FileEntry]:
-        """Returns the files that this directory must have."""
+        """Returns the files that this directory must contain."""
         return self.files if self.here is None else {name: self.files[name] for name in self.here}
 
 
@@ -174,17 +175,17 @@ class Manifest:
     """The description of a checkpoint.
 
     Attributes:
-        step: the training step, if any.
-        sequence: the sequence number, which grows with each checkpoint of a root.
-        token: a text that no other checkpoint has, the same on all hosts.
-        world_size: the number of ranks that wrote.
-        written_at_s: the time of writing, from `time.time()`.
+        step: the training step, or None.
+        sequence: the sequence number, which increases with each checkpoint in a root.
+        token: a string that is unique to the checkpoint and the same on all hosts.
+        world_size: the number of ranks that wrote the checkpoint.
+        written_at_s: the time of writing, in seconds since the epoch.
         paceline: the version of Paceline that wrote the checkpoint.
         files: the files, by name.
         tensors: the tensors, by name.
-        values: the plain values, as a tree of JSON.
-        here: the files that this directory has; None if it has all files.
-        block_nbytes: the bytes of a piece that each of its digests covers.
+        values: the plain values, as a JSON tree.
+        here: the names of the files in this directory, or None if it contains all files.
+        block_nbytes: the number of bytes that each digest of a piece covers.
     """
 
     step: int | None
@@ -200,15 +201,16 @@ class Manifest:
     block_nbytes: int = BLOCK_NBYTES
 
     def files_here(self) -> dict[str, FileEntry]:
-        """Returns the files that this directory must have."""
+        """Returns the files that this directory must contain."""
         return self.files if self.here is None else {name: self.files[name] for name in self.here}
 
 
 def merged(parts: Iterable[RankPart]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    """Returns the files and tensors of all ranks together.
+    """Merges the files and tensors of all ranks.
 
     Raises:
-        CheckpointError: the ranks' types or shapes of a tensor differ, or their pieces do not cover it exactly once.
+        CheckpointError: the dtype or shape of a tensor differs between ranks, or the ranks' pieces do not cover the
+            tensor exactly once.
     """
     files: dict[str, FileEntry] = {}
     first: dict[str, tuple[int, TensorEntry]] = {}
@@ -236,7 +238,7 @@ def merged(parts: Iterable[RankPart]) -> tuple[dict[str, FileEntry], dict[str, T
 
 
 def fault_of(manifest: Manifest) -> str | None:
-    """Returns a contradiction in a manifest, which may have been edited; None if there is none."""
+    """Returns the first contradiction found in a manifest, which may have been edited, or None."""
     if (fault := fault_of_summary(manifest)) is not None:
         return fault
     if manifest.block_nbytes < 1 or manifest.world_size < 1 or not 0 <= manifest.written_at_s < _LATEST_S:
@@ -256,7 +258,7 @@ def fault_of(manifest: Manifest) -> str | None:
 
 
 def fault_of_summary(summary: Summary | Manifest) -> str | None:
-    """Returns a fault in the numbers and file names of a manifest; None if there is none."""
+    """Returns the first fault found in the numbers and file names of a manifest, or None."""
     for name, entry in summary.files.items():
         if not _FILE_NAME.fullmatch(name) or name == FILE:
             return f"{name!r} is no name of a file beside it"
@@ -269,7 +271,7 @@ def fault_of_summary(summary: Summary | Manifest) -> str | None:
 
 
 def _fault_of_tensor(entry: TensorEntry, manifest: Manifest, used: dict[str, list[tuple[int, int]]]) -> str | None:
-    """Returns a fault in a tensor's pieces, and adds their bytes to the used bytes of each file."""
+    """Returns a fault in the pieces of a tensor, or None; adds the pieces' byte ranges to `used`, by file."""
     if entry.dtype not in ITEMSIZE:
         return f"the type {entry.dtype} is unknown"
     if any(size < 0 for size in entry.shape) or nbytes_of(entry.dtype, entry.shape) > _LARGEST:

@@ -1,8 +1,8 @@
-"""Encoding of manifests as JSON whose last member is a digest of the text before it, to detect truncation and edits.
+"""Encodes manifests as JSON. The last member is a digest of the preceding text, which detects truncation and edits.
 
-Digests (XXH3 with 128 bits) detect accidents, not attacks, and cost about as much as reading the memory. A
-cryptographic digest would cost several times as much and give no more protection, because a program that can change a
-file can also change the manifest.
+Digests (XXH3, 128 bits) detect accidental damage, not attacks, and take about as long as reading the memory. A
+cryptographic digest would take several times as long without more protection: a program that can change a file can also
+change the manifest.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ T = TypeVar("T")
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """Returns the digest of bytes as hexadecimal text."""
+    """Returns the digest of `data` as a hexadecimal string."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def blocks_of(data: memoryview, block_nbytes: int = BLOCK_NBYTES) -> Iterator[memoryview]:
-    """Yields the blocks of a piece's bytes that have digests; yields one empty block for a piece without bytes."""
+    """Yields the blocks of a piece, each of which has its own digest. An empty piece has one empty block."""
     for start in range(0, max(len(data), 1), block_nbytes):
         yield data[start : start + block_nbytes]
 
 
 @dataclass
 class _Kind:
-    """The members by which every version recognizes a manifest."""
+    """The members that identify a manifest in every version of the format."""
 
     format: str
     version: int
@@ -60,7 +60,7 @@ class _Contribution:
 
 
 def contribution_to_bytes(part: RankPart, values: Mapping[str, Json]) -> bytes:
-    """Encodes the part that a rank wrote and its plain values, for the rank that writes the manifest."""
+    """Encodes a rank's part and its plain values for the rank that writes the manifest."""
     return msgspec.json.encode(_Contribution(part, values))
 
 
@@ -70,7 +70,10 @@ def join_contributions(contributions: Sequence[bytes]) -> bytes:
 
 
 def contributions_from_bytes(data: bytes) -> tuple[list[RankPart], dict[str, Json]]:
-    """Decodes joined contributions into the ranks' parts and all values; for each name, the lowest rank's counts."""
+    """Decodes joined contributions into the ranks' parts and the values.
+
+    If several ranks have a value with the same name, that of the lowest rank is used.
+    """
     contributions = msgspec.json.decode(data, type=list[_Contribution])
     values: dict[str, Json] = {}
     for contribution in reversed(contributions):
@@ -79,7 +82,7 @@ def contributions_from_bytes(data: bytes) -> tuple[list[RankPart], dict[str, Jso
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Returns the text of a manifest, with a line for each tensor and file."""
+    """Encodes a manifest, with one line for each tensor and file."""
     head: dict[str, object] = {
         "format": _FORMAT,
         "version": VERSION,
@@ -101,14 +104,15 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def from_bytes(data: bytes, where: str) -> Manifest:
-    """Decodes and checks a manifest; the inverse of `to_bytes`.
+    """Decodes and checks a manifest encoded by `to_bytes`.
 
     Args:
-        where: the file's name, for error messages.
+        data: the contents of the manifest file.
+        where: the name of the file, for error messages.
 
     Raises:
-        CheckpointDamagedError: the text is truncated or was changed.
-        CheckpointError: the text is not a manifest, or has a newer version.
+        CheckpointDamagedError: the manifest is truncated, changed or contradictory.
+        CheckpointError: the data is not a manifest, or has an unsupported version.
     """
 
     def decode() -> Manifest:
@@ -120,10 +124,10 @@ def from_bytes(data: bytes, where: str) -> Manifest:
 
 
 def summary_from_bytes(data: bytes, where: str) -> Summary:
-    """Decodes the members of a manifest that are needed to list checkpoints; skips the tensors, which may be numerous.
+    """Decodes the members of a manifest that are needed to list checkpoints, but not the possibly numerous tensors.
 
     Raises:
-        CheckpointDamagedError, CheckpointError: the errors of `from_bytes`.
+        CheckpointDamagedError, CheckpointError: as for `from_bytes`.
     """
     return _sound(_read(data, where, lambda: msgspec.json.decode(data, type=Summary)), where, fault_of_summary)
 
@@ -135,7 +139,7 @@ def _sound(read: T, where: str, fault_of: Callable[[T], str | None]) -> T:
 
 
 def _read(data: bytes, where: str, decode: Callable[[], T]) -> T:
-    """Checks the digest, the format and the version, and returns the result of `decode`."""
+    """Checks the digest, format and version of a manifest, and returns the result of `decode`."""
     text, separator, rest = data.rpartition(_DIGEST)
     is_intact = bool(separator) and rest == digest_of(text).encode() + _END
     try:

@@ -1,4 +1,4 @@
-"""write_part: writes the regions of one rank as a stream of safetensors files, with digests, and makes them durable."""
+"""write_part: writes one rank's regions to a sequence of safetensors files, with digests, and makes them durable."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Data: TypeAlias = "bytes | bytearray | memoryview"
 Progress: TypeAlias = Callable[[int, int], None]
 
 SPLIT_NBYTES = 1 << 30
-_WRITE_NBYTES = 8 * BLOCK_NBYTES  # the bytes in one call
-_SMALL_NBYTES = 64 << 10  # smaller blocks are copied, so that one write contains many tensors
+_WRITE_NBYTES = 8 * BLOCK_NBYTES  # number of bytes per write call
+_SMALL_NBYTES = 64 << 10  # blocks smaller than this are copied and combined into one write
 _MOST_PENDING = 256
 
 
@@ -28,11 +28,11 @@ class WriteItem:
 
     Attributes:
         name: the name of the tensor.
-        dtype: the tensor's type, by safetensors' name.
+        dtype: the safetensors name of the tensor's dtype.
         shape: the shape of the whole tensor.
         region: the region.
-        data: the region's elements, contiguous and row-major, or a function that returns them. They must not change
-            before the next item's function is called or `write_part` returns.
+        data: the region's elements, contiguous and row-major, or a function that returns them. The elements must not
+            change until `write_part` calls the function of the next item or returns.
     """
 
     name: str
@@ -48,7 +48,7 @@ class WriteItem:
 
     @property
     def key(self) -> str:
-        """The region's key in its file: the tensor's name if it is the whole tensor."""
+        """The region's key in its file. The key of a whole tensor is the tensor's name."""
         if self.region == whole(self.shape) and self.name != "__metadata__":
             return self.name
         if isinstance(self.region, Flat):
@@ -75,7 +75,7 @@ P = TypeVar("P", bound=_Sized)
 
 
 def in_files(pieces: Sequence[P], split_nbytes: int = SPLIT_NBYTES) -> Iterator[list[P]]:
-    """Yields the pieces of each file in byte order: those with large elements first, so that all are aligned."""
+    """Yields the pieces of each file in byte order. Pieces with large elements are first, which keeps all aligned."""
     members: list[P] = []
     nbytes = 0
     for piece in sorted(pieces, key=lambda piece: -ITEMSIZE[piece.dtype]):
@@ -97,13 +97,16 @@ def write_part(
     split_nbytes: int = SPLIT_NBYTES,
     progress: Progress | None = None,
 ) -> RankPart:
-    """Writes a rank's pieces; they survive the loss of power when this returns.
+    """Writes a rank's pieces, and returns when they are durable.
 
     Args:
-        pieces: the pieces that this rank writes; there may be none.
-        split_nbytes: the size of a file, in bytes, above which the next piece begins another file.
-        progress: a function that is called after each block with the number of bytes written and the total number. It
-            may raise an error to stop the write.
+        storage: the storage.
+        draft: the checkpoint that is being written.
+        rank: the rank, which determines the file names.
+        pieces: the pieces that the rank writes, possibly none.
+        split_nbytes: the size in bytes above which a new file is begun. Default: 1 GiB.
+        progress: a function that is called after each write with the number of bytes written and the total number of
+            bytes, or None. It may raise an error to stop the write. Default: None.
 
     Raises:
         CheckpointError: a file could not be written, or a piece is invalid.
@@ -159,7 +162,7 @@ def _write_piece(stream: _Stream, piece: WriteItem, stored: StoredTensor) -> tup
 
 
 class _Stream:
-    """A file that is being written. It collects small blocks, counts bytes, and converts OSErrors."""
+    """A file that is being written. Collects small blocks, counts bytes, and converts OSErrors to CheckpointErrors."""
 
     def __init__(
         self, storage: WritableStorage, name: str, rank: int, done: int, total: int, progress: Progress | None
@@ -171,7 +174,7 @@ class _Stream:
         self._file: OutputFile | None = None
         self._pending: list[memoryview] = []
         self._pending_nbytes = 0
-        self._borrows = False  # whether the caller's memory is pending
+        self._borrows = False  # whether any pending block is in the caller's memory
 
     def __enter__(self) -> _Stream:
         try:
@@ -185,7 +188,7 @@ class _Stream:
             self._file.close()
 
     def add(self, block: memoryview, *, is_data: bool = True) -> None:
-        """Writes a block, immediately or with the next ones; the block must not change before `release`."""
+        """Writes a block, immediately or together with later blocks. The block must not change before `release`."""
         is_small = len(block) < _SMALL_NBYTES
         self._pending.append(memoryview(bytes(block)) if is_small else block)
         self._pending_nbytes += len(block)
@@ -198,12 +201,12 @@ class _Stream:
                 self._progress(self.done, self._total)
 
     def release(self) -> None:
-        """Writes pending memory that belongs to the caller; small blocks have been copied."""
+        """Writes pending blocks that are in the caller's memory. Small blocks, which were copied, may stay pending."""
         if self._borrows:
             self._flush()
 
     def finish(self) -> None:
-        """Makes the file durable."""
+        """Writes pending blocks and makes the file durable."""
         self._flush()
         assert self._file is not None
         try:

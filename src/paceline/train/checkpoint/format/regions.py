@@ -1,4 +1,4 @@
-"""Regions of tensors: runs of the flattened tensor (`Flat`) and blocks (`Box`).
+"""Tensor regions: runs of elements in the flattened tensor (`Flat`), and blocks (`Box`).
 
 `untiled` checks that regions cover a whole tensor exactly once, and `copies` finds the elements that two regions share.
 """
@@ -13,14 +13,14 @@ import msgspec
 
 
 class Flat(msgspec.Struct, frozen=True, tag=True):
-    """The elements `start` to `stop` of the flattened tensor."""
+    """The elements `start` (inclusive) to `stop` (exclusive) of the flattened tensor."""
 
     start: int
     stop: int
 
 
 class Box(msgspec.Struct, frozen=True, tag=True):
-    """A block of the tensor: `shape` elements in each dimension, beginning at `offset`. Its buffer is row-major."""
+    """A block of a tensor, with the given shape and offset. Its elements are stored in row-major order."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ Region = Flat | Box
 
 
 def whole(shape: tuple[int, ...]) -> Flat:
-    """Returns the region that is a whole tensor."""
+    """Returns the region that covers a whole tensor."""
     return Flat(0, prod(shape))
 
 
@@ -40,7 +40,7 @@ def count(region: Region) -> int:
 
 
 def fault_of(region: Region, shape: tuple[int, ...]) -> str | None:
-    """Returns the reason why a region cannot belong to a tensor of this shape; None if it can."""
+    """Returns the reason why a region cannot belong to a tensor with this shape, or None if it can."""
     if isinstance(region, Flat):
         if 0 <= region.start <= region.stop <= prod(shape):
             return None
@@ -54,7 +54,7 @@ def fault_of(region: Region, shape: tuple[int, ...]) -> str | None:
 
 
 def blocks(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Cuts the elements `start` to `stop` of a row-major tensor into blocks, in ascending order.
+    """Divides the elements `start` to `stop` of a row-major tensor into blocks, in ascending order.
 
     >>> blocks([2, 3], 1, 6)
     [Box(offset=(0, 1), shape=(1, 2)), Box(offset=(1, 0), shape=(1, 3))]
@@ -64,8 +64,8 @@ def blocks(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if len(shape) == 1:
         return [Box((start,), (stop - start,))]
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # the range lies within a row
+    first, last = -(-start // row), stop // row  # the range of whole rows
+    if first > last:  # the elements are within one row
         return _in_row(last, blocks(shape[1:], start % row, stop - last * row))
     cut: list[Box] = []
     if start < first * row:
@@ -82,12 +82,12 @@ def _in_row(row: int, cut: list[Box]) -> list[Box]:
 
 
 def moved(box: Box, by: Sequence[int]) -> Box:
-    """Returns a block moved by an offset."""
+    """Returns a block shifted by an offset."""
     return Box(tuple(first + more for first, more in zip(box.offset, by, strict=True)), box.shape)
 
 
 def cut_out(region: Region, start: int, stop: int) -> list[Region]:
-    """Returns the regions that make up the elements `start` to `stop` of a region's own buffer, in order.
+    """Returns the regions that contain the elements `start` to `stop` of a given region, in order.
 
     >>> cut_out(Flat(10, 20), 2, 5)
     [Flat(start=12, stop=15)]
@@ -100,7 +100,7 @@ def cut_out(region: Region, start: int, stop: int) -> list[Region]:
 
 
 def simplified(region: Region, shape: tuple[int, ...]) -> Region:
-    """Returns a region as `Flat` if its elements are adjacent in the flattened tensor, and unchanged otherwise."""
+    """Converts a region to `Flat` if its elements are contiguous in the flattened tensor; returns others unchanged."""
     if isinstance(region, Flat):
         return region
     first_two = _runs_of_box(region, shape)
@@ -109,7 +109,7 @@ def simplified(region: Region, shape: tuple[int, ...]) -> Region:
 
 
 def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of the flattened tensor that a region covers, in ascending order, as in the region's buffer."""
+    """Yields the ranges of the flattened tensor that a region covers, in ascending order."""
     if isinstance(region, Flat):
         if region.stop > region.start:
             yield region.start, region.stop
@@ -120,7 +120,7 @@ def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def _runs_of_box(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     if prod(box.shape) == 0:
         return
-    # The dimensions from `inner` are whole, so one run spans them and the extent of the previous dimension.
+    # The box spans the dimensions from `inner` on entirely. A run covers them and the box's extent in the one before.
     inner = len(shape)
     while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -134,7 +134,7 @@ def _runs_of_box(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def _begins(start: int, outer: list[tuple[int, int, int]]) -> Iterator[int]:
-    """Yields the first elements of a box's runs, given the offset, extent and stride of each dimension around them."""
+    """Yields the first element of each run, given the box's offset, extent and stride in each outer dimension."""
     if not outer:
         yield start
         return
@@ -144,7 +144,7 @@ def _begins(start: int, outer: list[tuple[int, int, int]]) -> Iterator[int]:
 
 
 def untiled(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
-    """Returns the fault if regions do not cover a tensor exactly once; None if they do."""
+    """Returns the reason why regions do not cover a tensor exactly once, or None if they do."""
     for region in regions:
         if (fault := fault_of(region, shape)) is not None:
             return fault
@@ -170,7 +170,11 @@ def _untiled_runs(total: int, ascending: Sequence[tuple[int, int]]) -> str | Non
 
 
 def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
-    """Compares only boxes that overlap in the first dimension. Boxes tile if none overlap and the volumes add up."""
+    """Returns the reason why boxes do not cover a tensor exactly once, or None if they do.
+
+    Boxes cover a tensor if no two of them overlap and their volumes add up to its size. Only boxes that overlap in the
+    first dimension are compared with each other.
+    """
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offset):
         open_boxes = [other for other in open_boxes if other.offset[0] + other.shape[0] > box.offset[0]]
@@ -190,7 +194,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 class RegionCopy(NamedTuple):
-    """`nelements` elements, at `source` in the held region's buffer and at `target` in the wanted region's."""
+    """A copy of `nelements` elements from index `source` of the held region to index `target` of the wanted region."""
 
     source: int
     target: int
@@ -198,9 +202,10 @@ class RegionCopy(NamedTuple):
 
 
 def copies(shape: tuple[int, ...], held: Region, wanted: Region) -> list[RegionCopy]:
-    """Returns the copies that fill one region from another, in ascending order of both buffers.
+    """Returns the copies that fill one region from another, with ascending source and target indices.
 
     Args:
+        shape: the shape of the tensor.
         held: the region to copy from.
         wanted: the region to fill.
     """
@@ -212,7 +217,7 @@ def copies(shape: tuple[int, ...], held: Region, wanted: Region) -> list[RegionC
 
 
 def _merged(held: list[tuple[int, int]], wanted: list[tuple[int, int]]) -> list[RegionCopy]:
-    """Intersects two ascending lists of runs; adjacent copies are joined."""
+    """Intersects two ascending lists of runs, and merges adjacent copies."""
     found: list[RegionCopy] = []
     held_index = wanted_index = source = target = 0
     while held_index < len(held) and wanted_index < len(wanted):

@@ -1,8 +1,8 @@
 """Root, a directory of checkpoints: begins, publishes and removes checkpoints, and finds the newest complete one.
 
-A checkpoint becomes visible atomically, and only when it survives the loss of power. Each step is durable before the
-next begins: the files of all ranks, the manifest, the directory's name, and the pointer `latest`. Old checkpoints are
-removed last.
+A checkpoint becomes visible atomically, and only after it is durable (survives the loss of power). Each of the
+following is made durable before the next is written: the files of all ranks, the manifest, the directory's name, and
+the file `latest`. Old checkpoints are removed last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TOKEN_NBYTES = 4
 class Root:
     """A directory of checkpoints.
 
-    One rank begins a checkpoint, all ranks write their parts (`write_part`), and the rank that began it publishes it:
+    One rank begins a checkpoint, all ranks write their parts (`write_part`), and the first rank publishes it:
 
         draft = root.begin(42)
         part = write_part(root.storage, draft, 0, pieces)
@@ -49,7 +49,7 @@ class Root:
     """
 
     def __init__(self, where: str | os.PathLike[str] | Storage) -> None:
-        """Creates the root for a path, an address for fsspec, or a storage, which need not exist yet."""
+        """Creates the root at a path, at an fsspec address, or in a storage. It need not exist yet."""
         self.storage: Storage = open_storage(where) if isinstance(where, (str, os.PathLike)) else where
         self._held: dict[str, OutputFile] = {}
 
@@ -62,17 +62,17 @@ class Root:
         sequence: int | None = None,
         least_sequence: int = 0,
     ) -> Draft:
-        """Begins a checkpoint, and removes the remains of dead saves; returns the draft, for all ranks.
+        """Begins a checkpoint, and removes the files of interrupted saves; returns the draft for all ranks.
 
         Args:
-            step: the training step, for the name.
-            nbytes: the number of bytes that all ranks will write here, to compare with the free space; None if it is
-                unknown.
-            unique: whether to choose a name that is not in use on any host, for disks that hosts do not share. The
-                first rank of every other host then calls `join`.
-            sequence: the sequence number, at least the largest `next_sequence` of all hosts; by default that of this
-                host.
-            least_sequence: the smallest value of the default.
+            step: the training step, which becomes part of the name, or None. Default: None.
+            nbytes: the number of bytes that all ranks will write here, which is compared with the free space, or None
+                if it is unknown. Default: None.
+            unique: whether to choose a name that is unique on all hosts, for disks that hosts do not share. The first
+                rank on every other host must then call `join`. Default: False.
+            sequence: the sequence number, which must be at least the largest `next_sequence` on any host, or None to
+                use the larger of `least_sequence` and this host's `next_sequence`. Default: None.
+            least_sequence: the smallest sequence number if `sequence` is None. Default: 0.
 
         Raises:
             CheckpointError: the directory cannot be created, or there is too little free space.
@@ -90,7 +90,7 @@ class Root:
         return draft
 
     def join(self, draft: Draft, *, nbytes: int | None = None) -> None:
-        """Creates the directory of a checkpoint that another host's rank began, on this host's disk; see `begin`."""
+        """Creates the directory on this host's disk for a checkpoint that a rank on another host began; see `begin`."""
         with self._preparing(nbytes):
             self._create(draft)
 
@@ -103,14 +103,14 @@ class Root:
             yield
 
     def _create(self, draft: Draft) -> None:
-        """Creates the directory in which ranks write; if the storage renames, its manifest is kept open and locked."""
+        """Creates the directory in which ranks write. If the storage renames, also opens and locks the manifest."""
         self.storage.make_directory("")
         self.storage.make_directory(draft.directory)
         if self.storage.renames:
             self._held[draft.token] = self.storage.create(f"{draft.directory}/{FILE}")
 
     def next_sequence(self) -> int:
-        """Returns the sequence number of the next checkpoint, greater than those of all checkpoints here."""
+        """Returns the sequence number of the next checkpoint, greater than that of any existing checkpoint."""
         return 1 + max((listing.sequence or 0 for listing in self.listing()), default=0)
 
     def publish(
@@ -122,16 +122,18 @@ class Root:
         world_size: int,
         here: Sequence[str] | None = None,
     ) -> Manifest:
-        """Makes a checkpoint visible after its parts were written; it survives the loss of power when this returns.
+        """Makes a checkpoint visible after its parts have been written, and returns when it is durable.
 
         Args:
+            draft: the checkpoint.
             parts: the results of `write_part` on all ranks.
-            values: the plain values, from `values.encode`.
-            world_size: the number of ranks that wrote.
-            here: the files that this directory has, if hosts do not share it; all files by default.
+            values: the plain values, encoded by `values.encode`.
+            world_size: the number of ranks that have written.
+            here: the names of the files in this directory if hosts do not share it, or None for all files. Default:
+                None.
 
         Raises:
-            CheckpointError: the parts do not form one state, or the disk failed; earlier checkpoints are untouched.
+            CheckpointError: the parts do not form one state, or the disk failed. Earlier checkpoints are unchanged.
         """
         manifest = manifest_of(draft, parts, values, world_size, here)
         with self._refusing("write"):
@@ -139,7 +141,7 @@ class Root:
         return manifest
 
     def abandon(self, draft: Draft) -> None:
-        """Removes the files of a checkpoint that failed, as far as possible."""
+        """Removes the files of a failed checkpoint, ignoring errors."""
         held = self._held.pop(draft.token, None)
         if held is not None:
             held.close()
@@ -149,8 +151,9 @@ class Root:
     def retire(self, keep: int) -> list[str]:
         """Removes all but the `keep` newest complete checkpoints; returns the names of the removed ones.
 
-        A checkpoint stays if `latest` names it, if it is being read, or if its manifest, which may have a newer
-        version, cannot be read. Directories that no save created also stay. If no checkpoint is complete, all stay.
+        The following are kept in addition: the checkpoint named in `latest`, checkpoints that are being read,
+        checkpoints whose manifest cannot be read and may have a newer version, damaged checkpoints newer than the
+        oldest one to keep, and directories that no save created. If no checkpoint is complete, none is removed.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1")
@@ -173,10 +176,10 @@ class Root:
         return listing_of(self.storage)
 
     def newest_whole(self, *, digests: bool = False) -> tuple[Listing | None, list[Listing]]:
-        """Returns the newest checkpoint without a fault, and the skipped ones with their faults.
+        """Returns the newest checkpoint without a fault, and the newer checkpoints with their faults.
 
         Args:
-            digests: whether to compare the digests of all files, rather than only their sizes.
+            digests: whether to compare the digests of all files, rather than only their sizes. Default: False.
         """
         skipped: list[Listing] = []
         for listing in self.listing():
@@ -196,7 +199,7 @@ class Root:
             return str(error)
 
     def open(self, name: str) -> Checkpoint:
-        """Opens a checkpoint by its name; no save removes it until it is closed."""
+        """Opens the checkpoint with this name. Saves do not remove it until it is closed."""
         return Checkpoint(self.storage, name)
 
     @contextlib.contextmanager
@@ -213,7 +216,7 @@ def manifest_of(
     """Returns the manifest of a checkpoint that consists of these parts.
 
     Raises:
-        CheckpointError: the parts do not make up one state.
+        CheckpointError: the parts do not form one state.
     """
     missing = sorted({*range(world_size)} - {part.rank for part in parts})
     if missing or len(parts) != world_size:
@@ -237,7 +240,7 @@ def manifest_of(
 
 
 def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
-    """Makes a checkpoint with durable files visible; it survives the loss of power when this returns."""
+    """Makes a checkpoint with durable files visible, and returns when the checkpoint itself is durable."""
     text = memoryview(manifest_json.to_bytes(manifest))
     file = held if held is not None else storage.create(f"{draft.directory}/{FILE}")
     with contextlib.closing(file):
@@ -252,7 +255,7 @@ def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile
 
 
 def point_to(storage: Storage, draft: Draft) -> None:
-    """Writes the pointer `latest`, for people and other programs; ranks that restore read the manifests instead."""
+    """Writes the name of a checkpoint to the file `latest`, for users and other programs. Restores do not need it."""
     line = memoryview(f"{draft.name}\n".encode())
     written = f"{WRITING}{LATEST}-{draft.token}" if storage.renames else LATEST
     file = storage.create(written)
@@ -265,7 +268,7 @@ def point_to(storage: Storage, draft: Draft) -> None:
 
 
 def _to_keep(listings: list[Listing], keep: int) -> set[str]:
-    """Returns the names of the `keep` newest intact checkpoints, and of damaged ones newer than the oldest of them."""
+    """Returns the names of the `keep` newest intact checkpoints and of all damaged checkpoints newer than these."""
     whole = [listing for listing in listings if listing.fault is None][:keep]
     if not whole:
         return set()
@@ -274,7 +277,7 @@ def _to_keep(listings: list[Listing], keep: int) -> set[str]:
 
 
 def remove(storage: Storage, name: str) -> None:
-    """Removes a checkpoint so that it is never partly visible."""
+    """Removes a checkpoint without ever leaving it partly visible."""
     if storage.renames:
         doomed = f"{REMOVING}{name}"
         storage.remove(doomed)
@@ -287,9 +290,9 @@ def remove(storage: Storage, name: str) -> None:
 
 
 def remove_left_overs(storage: Storage) -> None:
-    """Removes the files that unfinished saves and removals left, unless a live process is writing them."""
+    """Removes files left behind by interrupted saves and removals, unless a live process is writing them."""
     for name in storage.names():
-        # In storage without renames, an unfinished checkpoint has its final name and no manifest.
+        # In storage without renames, an unfinished checkpoint has its final name but no manifest.
         lacks_manifest = not storage.renames and is_name(name) and storage.size(f"{name}/{FILE}") is None
         is_unfinished = (name.startswith(WRITING) or lacks_manifest) and not storage.is_held(name)
         if is_unfinished or name.startswith(REMOVING):

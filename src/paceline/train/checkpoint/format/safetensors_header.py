@@ -1,7 +1,7 @@
-"""Headers of safetensors files: the length in 8 bytes, then JSON that maps tensors to bytes of the file.
+"""Headers of safetensors files, which consist of a length in 8 bytes and JSON that maps tensors to byte ranges.
 
 See https://github.com/huggingface/safetensors#format. The safetensors package is not used for headers, because files
-are written as streams: each block is digested when it is written, and the file is made durable at the end.
+are written as streams: each block is digested as it is written, and the file is made durable at the end.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ ITEMSIZE = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
     "C128": 16,
 }
-# Types that safetensors lacks, or has only in its latest versions. They are stored as bytes; the manifest has the type.
+# Types that safetensors lacks or supports only in its latest versions. Their elements are stored as bytes, and the
+# manifest records the type.
 _STORED_AS_BYTES = frozenset(("C64", "C128", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
 _LENGTH_NBYTES = 8
 _ALIGNMENT = 8
 _PAGE_NBYTES = 4096  # the data of large files is aligned to pages for direct writes
 _LARGE_NBYTES = 1 << 20
-_LONGEST = 100 << 20  # as in the safetensors package
+_LONGEST = 100 << 20  # maximum header size, as in the safetensors package
 _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its key, type, shape, and the offset of its first byte in the file."""
+    """A tensor in a file: its key, dtype and shape, and the offset of its first byte in the file."""
 
     key: str
     dtype: str
@@ -50,8 +51,8 @@ def header_of(
     """Returns the header of a file, and the tensors with their offsets.
 
     Args:
-        tensors: the key, type and shape of each tensor, in the order of their bytes.
-        metadata: the texts of the header's metadata, by name.
+        tensors: the key, dtype and shape of each tensor, in byte order.
+        metadata: the strings in the header's metadata, by name, or None for the default metadata. Default: None.
 
     Raises:
         ValueError: two tensors have the same key.
@@ -76,10 +77,10 @@ def header_of(
 
 
 def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Returns the tensors of a file and its metadata, given its header.
+    """Returns the tensors in a file and its metadata, given its header.
 
     Raises:
-        ValueError: the header is not that of a safetensors file, or there are gaps or overlaps between its tensors.
+        ValueError: the header is not a valid safetensors header, or its tensors overlap or have gaps between them.
     """
     try:
         raw = msgspec.json.decode(header[_LENGTH_NBYTES:], type=dict[str, msgspec.Raw])
@@ -103,7 +104,7 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
 
 
 def length_of(beginning: bytes | bytearray) -> int:
-    """Returns the length of a file's header in bytes, including the first 8 bytes of the file, from these 8 bytes.
+    """Returns the length of a file's header in bytes, given the first 8 bytes of the file, which it includes.
 
     Raises:
         ValueError: the file is not a safetensors file.
@@ -127,5 +128,5 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def as_stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Returns the type and shape in the safetensors file, which every version of safetensors can read."""
+    """Returns the dtype and shape to store in a file, which every version of safetensors can read."""
     return ("U8", (nbytes_of(dtype, shape),)) if dtype in _STORED_AS_BYTES else (dtype, shape)

@@ -1,7 +1,7 @@
-"""Storage of checkpoints: the protocols for a local directory or an object store, their errors, and progress lines.
+"""Storage for checkpoints: the protocols for local directories and object stores, their errors, and progress reports.
 
-Names are relative to the storage, with slashes; "" is the storage itself. Error messages contain the file, the rank,
-the progress and a remedy.
+Names are paths relative to the storage; "" denotes the storage itself. Error messages contain the file, the rank, the
+progress and a remedy.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ class OutputFile(Protocol):
         """Appends bytes."""
 
     def commit(self) -> None:
-        """Makes all written bytes survive the loss of power. Nothing may be written afterwards."""
+        """Makes all written bytes durable. Nothing may be written afterwards."""
 
     def close(self) -> None:
-        """Closes the file, committed or not; idempotent."""
+        """Closes the file, committed or not. Idempotent."""
 
 
 class InputFile(Protocol):
-    """A file that is read."""
+    """A file that is being read."""
 
     def size(self) -> int:
         """Returns the file's size in bytes."""
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fills a buffer from a byte offset; returns the number of bytes, which is smaller only at the file's end."""
+        """Fills a buffer from a byte offset; returns the number of bytes read, which is less only at end of file."""
 
     def close(self) -> None:
-        """Closes the file; idempotent."""
+        """Closes the file. Idempotent."""
 
 
 class Hold(Protocol):
-    """Protects a directory from removal, as abandoned or as old, until this object is closed."""
+    """The protection of a directory from removal, which lasts until this object is closed."""
 
     def close(self) -> None:
-        """Ends the protection; idempotent."""
+        """Ends the protection. Idempotent."""
 
 
 class Described(Protocol):
-    """A location. Its methods, and those of the protocols below, may raise OSError."""
+    """A storage location. Its methods, and those of the protocols below, may raise OSError."""
 
     def describe(self, name: str = "") -> str:
         """Returns the full path or address of a name, for messages."""
 
     def free_nbytes(self) -> int | None:
-        """Returns the number of bytes that may still be written; None if it is unknown."""
+        """Returns the number of bytes that may still be written, or None if it is unknown."""
 
 
 class ReadableStorage(Described, Protocol):
-    """The operations that reading a checkpoint needs."""
+    """The operations needed to read a checkpoint."""
 
     def size(self, name: str) -> int | None:
-        """Returns a file's size in bytes; None if the file does not exist."""
+        """Returns the size of a file in bytes, or None if it does not exist."""
 
     def open(self, name: str) -> InputFile:
         """Opens a file for reading."""
@@ -74,33 +74,33 @@ class ReadableStorage(Described, Protocol):
 
 
 class WritableStorage(Described, Protocol):
-    """The operations that writing a rank's part needs."""
+    """The operations needed to write a rank's part."""
 
     def create(self, name: str) -> OutputFile:
         """Creates a file. Fails if it exists, except on object stores, where `commit` overwrites."""
 
     def sync_directory(self, name: str) -> None:
-        """Makes the names in a directory survive the loss of power."""
+        """Makes the names in a directory durable."""
 
 
 class Storage(ReadableStorage, WritableStorage, Protocol):
     """All operations on a root.
 
     Attributes:
-        renames: whether renaming its directory makes a checkpoint visible. If not, its manifest is written last
-            instead.
+        renames: whether a checkpoint becomes visible by renaming its directory. If False, it becomes visible by writing
+            its manifest last.
     """
 
     renames: bool
 
     def names(self, directory: str = "") -> list[str]:
-        """Returns the names in a directory; none if it does not exist."""
+        """Returns the names in a directory, or [] if it does not exist."""
 
     def make_directory(self, name: str) -> None:
-        """Creates a directory and its parents if they do not exist; they survive the loss of power."""
+        """Creates a directory and its parents, if they do not exist, and makes them durable."""
 
     def rename(self, old: str, new: str) -> None:
-        """Renames a file or directory atomically; a file with the new name is replaced."""
+        """Renames a file or directory atomically. An existing file with the new name is replaced."""
 
     def remove(self, name: str) -> None:
         """Removes a file, or a directory with its contents, if it exists."""
@@ -146,7 +146,7 @@ def who(rank: int | None = None) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """Returns a size in bytes as text with a unit, for messages."""
+    """Formats a size in bytes with a unit, for messages."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.1f} {unit}"
@@ -160,7 +160,11 @@ def storage_error(
 
     Args:
         what: the operation, such as "write", "make" or "read".
-        progress: the progress before the error, for the message.
+        storage: the storage.
+        name: the name of the file or directory.
+        error: the error.
+        rank: the rank of this process, or None if it is unknown. Default: None.
+        progress: the progress before the error, or "". Default: "".
     """
     code = error.errno or 0
     reason = os.strerror(code) if code else str(error)
@@ -185,7 +189,7 @@ def _free(storage: Described) -> int | None:
 
 
 def check_room(storage: Described, nbytes: int, rank: int | None = None) -> None:
-    """Requires that the storage has `nbytes` bytes of free space.
+    """Checks that the storage has `nbytes` bytes of free space, if the free space is known.
 
     Raises:
         CheckpointError: there is too little free space.
@@ -200,15 +204,15 @@ def check_room(storage: Described, nbytes: int, rank: int | None = None) -> None
 
 
 class ProgressPrinter:
-    """Prints the progress of a long read or write to stderr: a line every five seconds, and nothing for short ones."""
+    """Prints the progress of a read or write to stderr every five seconds. Short operations print nothing."""
 
     def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Sets the beginning of each line, such as "checkpoint step_0000000042: rank 0 has written"."""
+        """Initializes the printer. `what` begins each line, as in "paceline: rank 0: checkpoint step_42: wrote"."""
         self._what, self._stream, self._clock = what, stream, clock
         self._began = self._printed = clock()
 
     def __call__(self, done: int, total: int) -> None:
-        """Prints a line with the completed and the total number of bytes, if one is due."""
+        """Prints a line with the completed and the total number of bytes, if five seconds have passed."""
         now = self._clock()
         if now - self._printed < _PROGRESS_EVERY_S:
             return

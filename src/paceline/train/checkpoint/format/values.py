@@ -1,7 +1,7 @@
-"""Lossless JSON for plain values, and the names of tensors and values in a checkpoint.
+"""Lossless JSON encoding for plain values, and the names of tensors and values in a checkpoint.
 
-A value of a type that JSON lacks is encoded as an object with one member, whose name begins with $. Names are paths
-such as `model/layer.0.weight` and `optimizer/state/3/exp_avg`.
+A value whose type JSON lacks is encoded as an object with one member, whose name begins with $. Names are paths such as
+`model/layer.0.weight` and `optimizer/state/3/exp_avg`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def join(name: str, *keys: object) -> str:
 
 
 def escaped(key: object) -> str:
-    """Returns a key as one component of a name."""
+    """Escapes a key for use as one component of a name."""
     return str(key).replace("%", "%25").replace(SEPARATOR, "%2F").replace("@", "%40")
 
 
 def unescaped(part: str) -> str:
-    """Returns the key of a component of a name; the inverse of `escaped`."""
+    """Returns the key that `escaped` converted to this component of a name, as a string."""
     return part.replace("%40", "@").replace("%2F", SEPARATOR).replace("%25", "%")
 
 
 def of_rank(name: str, rank: int) -> str:
-    """Returns the name of a value that each rank saves separately.
+    """Returns the name under which a rank saves its own copy of a value.
 
     >>> of_rank("random", 3)
     'random@rank3'
@@ -45,7 +45,7 @@ def of_rank(name: str, rank: int) -> str:
 
 
 def some(names: Collection[str]) -> str:
-    """Returns the first few of many names, for a message.
+    """Formats the first few names for a message.
 
     >>> some({"b", "a"})
     "['a', 'b']"
@@ -58,19 +58,19 @@ if TYPE_CHECKING:
 else:
     Json = object  # for msgspec, which does not decode recursive types
 
-_LARGEST_INT = 2**63 - 1  # the largest integer that every reader of JSON accepts
+_LARGEST_INT = 2**63 - 1  # larger integers are encoded as strings
 
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A reference to a tensor of the checkpoint, in a tree of values."""
+    """A reference, in a tree of values, to a tensor in the checkpoint."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class DType:
-    """An element type, by its safetensors name."""
+    """A dtype, represented by its safetensors name."""
 
     name: str
 
@@ -84,7 +84,7 @@ def encode(value: object, where: str = "the value") -> Json:
         where: the value's name, for error messages.
 
     Raises:
-        TypeError: the value, or one within it, has another type; the message contains the type.
+        TypeError: the value, or a value within it, has a different type. The message contains the type.
     """
     if value is None or type(value) in (bool, str):
         return value  # type: ignore[return-value]
@@ -123,10 +123,10 @@ _WRITERS: dict[type, Callable[..., Json]] = {
 
 
 def decode(value: Json) -> object:
-    """Decodes a value from JSON; the inverse of `encode`.
+    """Decodes a value encoded by `encode`.
 
     Raises:
-        ValueError: a tag is unknown, or has a member of the wrong type; a newer version may have written it.
+        ValueError: a tag, possibly from a newer version, is unknown or has a member with the wrong type.
     """
     if isinstance(value, list):
         return [decode(member) for member in value]
@@ -189,7 +189,7 @@ _READERS: dict[str, Callable[[Json], object]] = {
 
 
 def tensors_in(value: Json) -> set[str]:
-    """Returns the names of the tensors that a tree of values refers to."""
+    """Returns the names of the tensors that a tree of encoded values refers to."""
     if isinstance(value, list):
         return set().union(*map(tensors_in, value))
     if not isinstance(value, dict):
