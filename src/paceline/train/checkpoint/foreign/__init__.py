@@ -1,6 +1,6 @@
-"""Reads checkpoints of other libraries: files of torch.save, directories of torch.distributed.checkpoint, safetensors.
+"""Reads checkpoints from other libraries, written by torch.save, torch.distributed.checkpoint or safetensors.
 
-No file is trusted: pickles are read by unpicklers that build tensors and plain values, and nothing else.
+No file is trusted: the unpicklers for these files create only tensors and plain values.
 
-May use: `format`, the `pytree` module beside it and torch. Start reading at `foreign_file.py`.
+May use: `format`, the `pytree` module in the parent folder, and torch. Start reading at `foreign_file.py`.
 """

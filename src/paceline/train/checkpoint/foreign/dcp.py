@@ -1,9 +1,9 @@
-"""Directories of torch.distributed.checkpoint (DCP), which FSDP, DTensor and others save.
+"""Reads directories written by torch.distributed.checkpoint (DCP), which FSDP, DTensor and others use.
 
 The `.metadata` file is a pickle, which is read without running code. Only the names of torch's metadata classes and
-their members are accepted. They become records instead of torch's objects, so any version of torch can read the
-metadata of any other. Every name and number is checked before it is used: the blocks of a tensor cover it exactly once,
-and no value is at a path within another value.
+their members are accepted. They become records instead of torch's objects, so any version of torch can read metadata
+from any other version. Every name and number is checked before it is used: the blocks of a tensor must cover it exactly
+once, and the path of one value must not be within another value.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from paceline.train.checkpoint.pytree import take_apart
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _INDEX = Global(_METADATA, "MetadataIndex")
-_BEYOND = 1 << 63  # no file or tensor has this many bytes
+_BEYOND = 1 << 63  # all valid sizes and offsets are smaller
 _DEEPEST_PATH = 64
-_MOST_IRREGULAR = 1000  # blocks of a tensor that do not form a grid; each of them is compared with all others
+_MOST_IRREGULAR = 1000  # maximum number of blocks that do not form a grid, which are compared with each other
 
 
 class _UnsoundMetadataError(Exception):
@@ -51,10 +51,10 @@ _KNOWN: dict[Global, Make] = {
         )
     },
     Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"): PickledRecord,
-    Global("torch", "Size"): lambda _, args: args[0] if args else (),  # called with a tuple
+    Global("torch", "Size"): lambda _, args: args[0] if args else (),  # called with one tuple as its argument
     Global("torch.serialization", "_get_layout"): PickledRecord,
     Global("collections", "OrderedDict"): lambda *_: {},
-    # Some versions of Python pickle members of an enumeration with getattr.
+    # Some versions of Python pickle enumeration members as calls of getattr.
     Global("builtins", "getattr"): lambda _, args: args[-1] if args else None,
     Global("builtins", "set"): PickledRecord,
 }  # fmt: skip
@@ -74,25 +74,25 @@ def _known(found: Global) -> Make | None:
 
 
 def _key_of(record: PickledRecord) -> object:
-    """Returns the key of a `MetadataIndex` in the table of blocks."""
+    """Converts a `MetadataIndex` to a key for the table of blocks."""
     if record.made_by != _INDEX:
         raise UnneededPickleError(f"it uses a {record.made_by.name} as a key")
     offset = record["offset"]
-    # A flat tuple, with None as the offset of an object.
+    # The key is a flat tuple. Objects have the offset None.
     return (record["fqn"], *(offset if isinstance(offset, tuple) else (offset,)))
 
 
 @dataclass(frozen=True)
 class DcpChunk:
-    """The location of a block of a tensor, or of a whole object.
+    """The location of a tensor block or of a whole object.
 
     Attributes:
         offset: the offset of the block in the tensor.
         shape: the shape of the block.
         file: the name of the file.
-        start: the first byte in the file.
-        nbytes: the number of bytes.
-        transforms: the names of the transformations that were applied to the bytes.
+        start: the offset of the first byte in the file, in bytes.
+        nbytes: the number of bytes in the file.
+        transforms: the names of the transformations that DCP has applied to the bytes.
     """
 
     offset: tuple[int, ...]
@@ -105,7 +105,7 @@ class DcpChunk:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor, or an object (whose type is None), with its chunks and its path in the nested state."""
+    """A tensor or an object, with its chunks and its path in the nested state. The dtype of an object is None."""
 
     dtype: str | None
     shape: tuple[int, ...]
@@ -114,14 +114,14 @@ class Item:
 
 
 def read_metadata(data: bytes, where: str) -> dict[str, Item]:
-    """Returns the items of a directory of torch.distributed.checkpoint by name.
+    """Returns the items in a directory written by torch.distributed.checkpoint, by name.
 
     Args:
         data: the content of the directory's `.metadata` file.
         where: the name of the `.metadata` file, for error messages.
 
     Raises:
-        CheckpointError: the pickle uses more than metadata requires, or does not describe a checkpoint.
+        CheckpointError: the pickle uses operations that metadata does not need, or does not describe a checkpoint.
         CheckpointDamagedError: the pickle cannot be read.
     """
     try:
@@ -139,12 +139,12 @@ def read_metadata(data: bytes, where: str) -> dict[str, Item]:
 
 
 class _Reader:
-    """Checks the records of metadata, and converts them to items.
+    """Checks the records in the metadata, and converts them to items.
 
     Args:
-        metadata: the record of the whole metadata.
-        most_blocks: the number of blocks above which the metadata is rejected. In valid metadata each block takes some
-            bytes, whereas a list that a thousand tensors share would keep the process busy.
+        metadata: the record for the whole metadata.
+        most_blocks: the number of blocks above which the metadata is rejected. Each block in valid metadata takes at
+            least a byte. Malicious metadata could share one long list of blocks among many tensors.
     """
 
     def __init__(self, metadata: PickledRecord, most_blocks: int) -> None:
@@ -179,7 +179,7 @@ class _Reader:
         return Item(_dtype(found["properties"], name), shape, chunks, path)
 
     def _blocks(self, name: str, found: object, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Returns the sizes of a tensor's blocks by their offsets, without empty blocks."""
+        """Returns the shapes of a tensor's non-empty blocks, by offset."""
         if not isinstance(found, list):
             raise _UnsoundMetadataError(f"it has no list of the blocks of {name}")
         self._blocks_left -= len(found)
@@ -241,7 +241,7 @@ def _dtype(properties: object, name: str) -> str:
 
 
 def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Returns whether each element of a tensor is in exactly one of the non-empty `blocks` (sizes by offsets)."""
+    """Returns whether each element of a tensor is in exactly one of the non-empty `blocks` (shapes by offset)."""
     if sum(map(math.prod, blocks.values())) != math.prod(shape):
         return False
     for offset, sizes in blocks.items():
@@ -251,8 +251,8 @@ def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[i
             return False
     if not blocks:
         return True
-    # Blocks within the shape whose total volume is that of the shape cover it if no two overlap; grid blocks do not
-    # overlap.
+    # Blocks inside the tensor with the same total volume as the tensor cover it if no two of them overlap. The blocks
+    # of a grid never overlap.
     begins = [sorted({offset[axis] for offset in blocks}) for axis in range(len(shape))]
     ends = [dict(zip(axis, [*axis[1:], whole], strict=True)) for axis, whole in zip(begins, shape, strict=True)]
     if all(
@@ -277,7 +277,7 @@ def _overlap(
 
 
 class DcpDirectory:
-    """A directory of DCP. Objects are read when the directory is opened, and tensors on demand."""
+    """A directory written by DCP. Objects are read when the directory is opened, and tensors on demand."""
 
     kind = "a directory of torch.distributed.checkpoint"
 
@@ -285,7 +285,7 @@ class DcpDirectory:
         """Reads the directory's metadata and its objects.
 
         Raises:
-            CheckpointError: the directory contains pickles that would have to be trusted, or is compressed.
+            CheckpointError: the directory contains compressed data, or pickles that would have to be trusted.
             CheckpointDamagedError: a file is missing or truncated.
         """
         self.path = str(path)
@@ -293,7 +293,7 @@ class DcpDirectory:
             escaped(name): item
             for name, item in read_metadata(_read(path / ".metadata"), str(path / ".metadata")).items()
         }
-        self._nested: dict[str, torch.Tensor] = {}  # tensors within objects
+        self._nested: dict[str, torch.Tensor] = {}  # tensors inside objects, by name
         self.tensors = {
             name: TensorInfo(getattr(torch, item.dtype), item.shape)
             for name, item in self._items.items()
@@ -346,7 +346,11 @@ class DcpDirectory:
             raise CheckpointDamagedError(f"{self.path}/{chunk.file} has no readable {name}: {error}") from error
 
     def _inside(self, file: str) -> Path:
-        """Returns the path of a file in the metadata, which must be inside the directory."""
+        """Returns the path of a file listed in the metadata, which must be inside the directory.
+
+        Raises:
+            CheckpointError: the path is outside the directory.
+        """
         top = Path(self.path).resolve()
         path = (top / file).resolve()
         if not path.is_relative_to(top):
@@ -368,18 +372,18 @@ def _read(path: Path, start: int = 0, nbytes: int = -1) -> bytes:
 
 @dataclass
 class _Leaf:
-    """A saved object. It may be a dict, as opposed to a dict that results from the paths."""
+    """A saved value, marked as such because it may be a dict, like the dicts that are built from the paths."""
 
     value: object
 
 
 def _nested(leaves: list[tuple[tuple[str | int, ...], object]]) -> object:
-    """Returns nested dicts and lists, given each leaf with its path; integers in a path are indices of lists."""
+    """Builds nested dicts and lists from the leaves and their paths. Integers in a path are list indices."""
     top: dict[str | int, object] = {}
     for path, leaf in leaves:
         inner: dict[str | int, object] = top
         for key in path[:-1]:
-            inner = inner.setdefault(key, {})  # type: ignore[assignment]  # a leaf has no path below it
+            inner = inner.setdefault(key, {})  # type: ignore[assignment]  # no path leads through a leaf
         inner[path[-1]] = _Leaf(leaf)
     return _with_lists(top)
 

@@ -1,7 +1,7 @@
-"""Files of other libraries: safetensors files and files of torch.save, recognized by their content.
+"""Reads safetensors files and files written by torch.save, which are recognized by their content.
 
-A `ForeignCheckpoint` is a tree of plain values with references to tensors, which are read on demand. Reading a file of
-torch.save runs no code of its pickle.
+A `ForeignCheckpoint` is a tree of plain values with references to tensors, which are read on demand. Reading a file
+written by torch.save does not run code from its pickle.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paceline.train.checkpoint.format.values import TensorRef, escaped
 from paceline.train.checkpoint.pytree import put_together, take_apart, type_of
 
 _ZIP = b"PK\x03\x04"
-_PICKLE_MAGIC = b"\x80"  # at the beginning of files that torch.save wrote before torch 1.6
+_PICKLE_MAGIC = b"\x80"  # begins files that torch.save wrote before torch 1.6
 _PICKLE_RECORD = "/data.pkl"
-# The bytes of one element, by storage class.
+# The size of an element in bytes, by storage class.
 _SIZES_OF_STORAGES = {
     **dict.fromkeys(("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage"), 1),
     **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
@@ -36,20 +36,20 @@ _SIZES_OF_STORAGES = {
     **dict.fromkeys(("LongStorage", "DoubleStorage", "ComplexFloatStorage"), 8),
     "ComplexDoubleStorage": 16,
 }
-# The size of a record's header in a zip file, and the offset in it of the lengths of name and extra field.
+# The size of a record's header in a zip file. The lengths of the name and the extra field are at `_LENGTHS_AT`.
 _LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's type and shape."""
+    """The dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class ForeignCheckpoint(Protocol):
-    """A state that another library saved."""
+    """A state saved by another library."""
 
     @property
     def path(self) -> str:
@@ -61,18 +61,18 @@ class ForeignCheckpoint(Protocol):
 
     @property
     def tree(self) -> object:
-        """Nested dicts, lists and tuples of plain values, with a `TensorRef` for each tensor."""
+        """The state as nested dicts, lists and tuples of plain values, with a `TensorRef` for each tensor."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The types and shapes of the tensors, by name."""
+        """The dtypes and shapes of the tensors, by name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the CPU. It may be mapped from the file, so it must not be written to."""
+        """Returns a tensor on the CPU. The tensor may be mapped from the file and must not be modified."""
 
 
 def infos_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
-    """Returns the types and shapes of tensors."""
+    """Returns the dtypes and shapes of tensors, by name."""
     return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -82,10 +82,11 @@ def state_of(foreign: ForeignCheckpoint) -> object:
 
 
 def open_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint | None:
-    """Opens a checkpoint of another library; returns None for a directory that is not such a checkpoint.
+    """Opens a checkpoint from another library; returns None for a directory that is not such a checkpoint.
 
     Raises:
-        CheckpointError: the file is of an unknown kind, is damaged, or contains a pickle that would have to be trusted.
+        CheckpointError: the format is unknown, the file is damaged, or it contains a pickle that would have to be
+            trusted.
         FileNotFoundError: the path does not exist.
     """
     where = Path(path)
@@ -110,7 +111,7 @@ def open_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint | None:
 
 
 class SafetensorsFile:
-    """A safetensors file, from which tensors are mapped, so that each process reads only those that it uses."""
+    """A safetensors file. Tensors are mapped into memory, so each process reads only the tensors that it uses."""
 
     kind = "a safetensors file"
 
@@ -126,7 +127,7 @@ class SafetensorsFile:
         self.tensors = {name: TensorInfo(type_of(stored.dtype), stored.shape) for name, stored in self._stored.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the CPU, mapped from the file."""
+        """Returns a tensor on the CPU, mapped from the file or, if unaligned, copied."""
         stored = self._stored[name]
         dtype = self.tensors[name].dtype
         if stored.nbytes == 0:
@@ -156,7 +157,7 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
 
 
 class TorchFile:
-    """A file of torch.save, from which tensors are mapped, so that each process reads only those that it uses."""
+    """A file written by torch.save. Its tensors are mapped into memory if its format allows that."""
 
     kind = "a file of torch.save"
 
@@ -197,17 +198,20 @@ def _load(path: Path) -> object:
 
 
 def _load_mapped(path: Path) -> object:
-    """Loads the file, mapped if its format allows that; files from before torch 1.6 cannot be mapped."""
+    """Loads a file, and maps it if its format allows that. Files from before torch 1.6 cannot be mapped."""
     with open(open_regular(path, follows=True), "rb") as file:
         is_mapped = file.read(2) == b"PK" and _are_records_whole(path, file)
     return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
 
 
 def _are_records_whole(path: Path, file: BinaryIO) -> bool:
-    """Returns whether the records have the sizes in the pickle; torch checks them only in files that it does not map.
+    """Checks that the records have the sizes given in the pickle, which torch does not check in mapped files.
+
+    Returns:
+        Whether the records were checked. If not, the pickle contains more than tensors and plain values.
 
     Raises:
-        CheckpointDamagedError: a record has another size or position.
+        CheckpointDamagedError: a record has a wrong size or overlaps another one.
     """
     with zipfile.ZipFile(file) as archive:
         sizes = _sizes_of_records(path, archive, file)
@@ -215,7 +219,7 @@ def _are_records_whole(path: Path, file: BinaryIO) -> bool:
         named = _Sizes(io.BytesIO(archive.read(f"{top}{_PICKLE_RECORD}")))
         try:
             named.load()
-        except Exception:  # not only tensors and plain values; torch loads it, or raises an error
+        except Exception:  # other objects, which torch loads or rejects
             return False
     for key, nbytes in named.of_records:
         if sizes.get(f"{top}/data/{key}") != nbytes:
@@ -227,7 +231,7 @@ def _are_records_whole(path: Path, file: BinaryIO) -> bool:
 
 
 def _sizes_of_records(path: Path, archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, int]:
-    """Returns the sizes of records by name, -1 for compressed ones; checks that no records overlap."""
+    """Returns the sizes of the records in bytes, by name (-1 for compressed records); checks that none overlap."""
     records = sorted(archive.infolist(), key=lambda record: record.header_offset)
     ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
     found: dict[str, int] = {}
@@ -241,7 +245,7 @@ def _sizes_of_records(path: Path, archive: zipfile.ZipFile, file: BinaryIO) -> d
 
 
 class _Inert:
-    """Replaces every object that a pickle names or creates, and does nothing."""
+    """A placeholder, without any behavior, for every object that a pickle refers to or creates."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -256,8 +260,8 @@ class _Inert:
         pass
 
 
-class _Sizes(pickle._Unpickler):  # in Python: the C implementation allocates a memo of any size that a pickle requests
-    """Collects the keys and sizes of the records that a pickle refers to, without creating the objects in it."""
+class _Sizes(pickle._Unpickler):  # not the C version, which allocates a memo of any requested size
+    """Collects the keys and sizes of the records that a pickle refers to, without creating any of its objects."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -1,10 +1,10 @@
-"""An interpreter of pickles that builds plain values and inert records, and never accesses an object of the process.
+"""An unpickler that creates only plain values and inert records, and never accesses objects in the process.
 
-Python's own unpickler trusts the results of `find_class`: BUILD sets attributes on any object, even a class or a
-function, APPEND calls its `append`, a memo index of 2^31 allocates memory for as many entries, and a deeply nested
-tuple as a key overflows the stack of C. Here a name in the pickle stays a name, calling it creates a `PickledRecord`,
-only records have state, and keys are scalars or short flat tuples of scalars. The memory that a pickle takes is
-proportional to its length.
+Python's own unpickler trusts the objects that `find_class` returns. BUILD sets attributes on any object, even a class
+or a function, and APPEND calls its `append`. A memo index of 2^31 allocates memory for as many entries, and a deeply
+nested tuple as a key overflows the C stack. In this unpickler, a name in the pickle stays a name, and calling it
+creates a `PickledRecord`. Only records have state, and keys are scalars or short flat tuples of scalars. The memory use
+is proportional to the length of the pickle.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-_SCALARS = (str, int, float, bytes, type(None))  # and bool, which is an int
+_SCALARS = (str, int, float, bytes, type(None))  # bool is a subclass of int
 _LONGEST_INT_NBYTES = 16
-_LONGEST_KEY = 64  # the largest number of dimensions of a tensor
+_LONGEST_KEY = 64  # maximum length of a tuple that is used as a key
 _U8, _U16, _U32, _U64 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 
 
 class UnneededPickleError(Exception):
-    """A pickle uses a name or an operation that its reader does not need; the message contains it."""
+    """A pickle uses a name or an operation that its reader does not need. The message describes it."""
 
 
 class _Mark:
@@ -34,20 +34,20 @@ _MARK = _Mark()
 
 @dataclass(frozen=True)
 class Global:
-    """A name in a module, to which a pickle refers. Nothing is imported."""
+    """A qualified name in a pickle. The module is not imported."""
 
     module: str
     name: str
 
 
 class PickledRecord:
-    """An object of the pickle: the call that creates it, and its state.
+    """An object in a pickle, represented by the call that would create it and its state.
 
     Attributes:
-        made_by: the name of the class or function that creates the object.
+        made_by: the name of the class or function that the pickle calls.
         args: the arguments of the call.
-        fields: the attributes by name, if the state is a dict.
-        state: the state, if it is not a dict; None if there is none.
+        fields: the attributes by name if the state is a dict, or None.
+        state: the state if it is not a dict, or None.
     """
 
     def __init__(self, made_by: Global, args: tuple[object, ...]) -> None:
@@ -57,25 +57,25 @@ class PickledRecord:
         self.state: object = None
 
     def __getitem__(self, name: str) -> object:
-        """Returns an attribute; None if it does not exist."""
+        """Returns an attribute, or None if it does not exist."""
         return None if self.fields is None else self.fields.get(name)
 
 
 Make = Callable[[Global, tuple[object, ...]], object]
-"""Creates a value from a called name and its arguments, which it must not copy."""
+"""A function that creates a value from a called name and its arguments. It must not copy the arguments."""
 
 
 def unpickle(data: bytes, known: Callable[[Global], Make | None], key_of: Callable[[PickledRecord], object]) -> object:
-    """Returns the content of a pickle of protocol 2 or newer, with records in place of objects.
+    """Returns the content of a pickle with protocol 2 or later, with records in place of objects.
 
     Args:
         data: the pickle.
-        known: a function that returns the factory for calls of a name, such as `PickledRecord`; it returns None to
-            reject the name.
-        key_of: a function that returns the key for a record that is used as a key: a scalar or a flat tuple of scalars.
+        known: a function that returns the factory for calls to a name, such as `PickledRecord`, or None to reject the
+            name.
+        key_of: a function that converts a record used as a key to a scalar or a flat tuple of scalars.
 
     Raises:
-        UnneededPickleError: the pickle uses a name that is rejected, or an operation that records do not need.
+        UnneededPickleError: the pickle uses a rejected name, or an operation that records do not need.
         ValueError: the pickle is damaged.
     """
     return _Interpreter(data, known, key_of).run()
@@ -106,7 +106,7 @@ class _Interpreter:
         return self._pop()
 
     def _take(self, nbytes: int) -> bytes:
-        if nbytes > self._nbytes:  # some of these numbers are too large for `read`
+        if nbytes > self._nbytes:  # checked first, because some numbers are too large for `read`
             raise ValueError(f"it has {self._nbytes:,} bytes, and a value of {nbytes:,}")
         part = self._read(nbytes)
         if len(part) < nbytes:
@@ -250,9 +250,9 @@ class _Interpreter:
 
 
 _CONSTANTS: dict[bytes, object] = {b"N": None, b"\x88": True, b"\x89": False, b")": (), b"(": _MARK}
-_OPERATIONS: dict[bytes, Callable[[_Interpreter], object]] = {  # by the codes of Python's pickletools
+_OPERATIONS: dict[bytes, Callable[[_Interpreter], object]] = {  # by operation code, as in Python's pickletools
     b"\x80": lambda it: it._take(1),  # the protocol
-    b"\x95": lambda it: it._take(8),  # the length of a frame, which only helps to read from a file
+    b"\x95": lambda it: it._take(8),  # the length of a frame, which is not needed here
     b"0": _Interpreter._pop,
     b"1": _Interpreter._pop_to_mark,
     b"J": lambda it: it.number(_I32),

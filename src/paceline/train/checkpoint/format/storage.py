@@ -212,7 +212,7 @@ class ProgressPrinter:
         self._began = self._printed = clock()
 
     def __call__(self, done: int, total: int) -> None:
-        """Prints a line with the completed and the total number of bytes, if five seconds have passed."""
+        """Prints the completed and the total number of bytes, at most once every five seconds."""
         now = self._clock()
         if now - self._printed < _PROGRESS_EVERY_S:
             return

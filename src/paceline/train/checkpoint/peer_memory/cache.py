@@ -1,9 +1,9 @@
-"""CheckpointCache, the files of checkpoints in a launcher's memory, and Session, which serves one worker's requests.
+"""CheckpointCache, which holds checkpoint files in a launcher's memory, and Session, which serves a worker's requests.
 
-A cache holds the files of at most two checkpoints of each root, as memfds. Several ranks write at the same time, so
-memory counts as used as soon as it is granted. If memory is short, the checkpoints of other roots are dropped, least
-recently begun first, since a script may repeatedly use new directories. The limits of the machine and of cgroups bound
-the memory (`available_nbytes`).
+A cache holds the files of at most two checkpoints for each root, as memfds. Several ranks write at the same time, so
+memory counts as used as soon as it is granted. If memory is short, checkpoints for other roots are dropped, beginning
+with the least recently used root, because a script may use a new directory for each run. The machine and its cgroups
+limit the memory (`available_nbytes`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from paceline.train.checkpoint.peer_memory.protocol import (
 )
 
 _NAME = "paceline-copy"
-_SPARE = 1.1  # the factor by which the available memory must exceed that of a copy
-_PIECE_NBYTES = 1 << 20  # the bytes received at a time
-_MOST_READ_NBYTES = 64 << 20  # the bytes in one answer
+_SPARE = 1.1  # the factor by which the available memory must exceed the size of a copy
+_PIECE_NBYTES = 1 << 20  # number of bytes received at a time
+_MOST_READ_NBYTES = 64 << 20  # maximum number of bytes in one response
 
 
 @dataclass(frozen=True)
 class _CgroupFiles:
-    """The files in which a version of cgroups reports the limit, the usage, and the reclaimable memory of a cgroup."""
+    """The names of the files in which a version of cgroups reports the limit, usage and reclaimable memory."""
 
     base: str
     limit: str
@@ -62,14 +62,18 @@ _SECOND = _CgroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactiv
 
 
 def available_nbytes(root: Path = Path("/")) -> int:
-    """Returns the number of bytes of memory that this process may still use; `root` is the root of the file system."""
+    """Returns the number of bytes of memory that this process may still use.
+
+    Args:
+        root: the root of the file system, for tests. Default: /.
+    """
     with open(root / "proc/meminfo") as lines:
         machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     return max(0, min([machine, *_left_by_cgroups(root)]))
 
 
 def _left_by_cgroups(root: Path) -> Iterator[int]:
-    """Yields the memory that each cgroup of this process still allows; cgroups without a limit are skipped."""
+    """Yields the number of bytes still available in each of this process's cgroups that has a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -80,7 +84,7 @@ def _left_by_cgroups(root: Path) -> Iterator[int]:
         if names is None:
             continue
         own = Path(path.lstrip("/"))
-        for path_in_cgroups in (own, *own.parents):  # a container may see only the last one, as its own
+        for path_in_cgroups in (own, *own.parents):  # in a container, only the last one may exist
             left = _left(root / names.base / path_in_cgroups, names)
             if left is not None:
                 yield left
@@ -91,12 +95,12 @@ def _left(directory: Path, names: _CgroupFiles) -> int | None:
         limit, usage = (int((directory / name).read_text()) for name in (names.limit, names.usage))
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
         return limit - usage + int(stat.get(names.reclaimable, 0))
-    except (OSError, ValueError):  # there is no such cgroup, or its limit is "max"
+    except (OSError, ValueError):  # the cgroup does not exist, or its limit is "max"
         return None
 
 
 class RefusedError(Exception):
-    """The cache refuses a request; the message is for the worker."""
+    """The cache refuses a request. The message is sent to the worker."""
 
 
 @dataclass
@@ -104,8 +108,8 @@ class _Replica:
     """The files of one checkpoint."""
 
     begin: BeginCopy
-    due: int = 0  # the bytes that ranks have announced but not yet written
-    files: dict[str, int] = field(default_factory=dict)  # the descriptors of complete files
+    due: int = 0  # number of bytes that ranks have announced but not written yet
+    files: dict[str, int] = field(default_factory=dict)  # the descriptors of complete files, by name
     commit: Commit | None = None
     manifest: bytes = b""
 
@@ -123,7 +127,7 @@ class _Replica:
 
 
 class CheckpointCache:
-    """The checkpoints in a launcher's memory; thread-safe.
+    """The checkpoints in a launcher's memory. Thread-safe.
 
     Args:
         available: a function that returns the number of bytes of memory that may still be used.
@@ -135,7 +139,10 @@ class CheckpointCache:
         self._changing = threading.Lock()
 
     def begin(self, begin: BeginCopy) -> None:
-        """Begins a checkpoint. Drops others of its root, except the one to keep, and those of other roots as needed.
+        """Begins a checkpoint.
+
+        Drops all other checkpoints for the same root except `begin.keep`. If memory is short, also drops checkpoints
+        for other roots.
 
         Raises:
             RefusedError: there is too little memory.
@@ -165,17 +172,17 @@ class CheckpointCache:
                 replica.close()
 
     def wrote(self, root: str, token: str, nbytes: int) -> None:
-        """Counts announced bytes as written: they are no longer part of the available memory."""
+        """Records that announced bytes have been written, and no longer need to be reserved."""
         with self._changing:
             replica = self._roots.get(root, {}).get(token)
             if replica is not None:
                 replica.due = max(0, replica.due - nbytes)
 
     def finish(self, finish: Finish, descriptor: int) -> None:
-        """Takes over a memfd with a complete file.
+        """Adds a complete file, and takes ownership of its memfd.
 
         Raises:
-            RefusedError: the checkpoint was never begun, or has been dropped.
+            RefusedError: the checkpoint was never begun, is already complete, or has been dropped.
         """
         with self._changing:
             replica = self._roots.get(finish.root, {}).get(finish.token)
@@ -187,7 +194,7 @@ class CheckpointCache:
             replica.files[finish.file] = descriptor
 
     def commit(self, commit: Commit, manifest: bytes) -> None:
-        """Completes a checkpoint that all ranks have written, by adding its manifest.
+        """Completes a checkpoint that all ranks have written by adding its manifest.
 
         Raises:
             RefusedError: the checkpoint has been dropped.
@@ -197,7 +204,7 @@ class CheckpointCache:
             replica.commit, replica.manifest, replica.due = commit, manifest, 0
 
     def look(self, root: str) -> list[CachedCheckpoint]:
-        """Returns the checkpoints of a root."""
+        """Returns the cached checkpoints for a root."""
         with self._changing:
             return [replica.entry() for replica in self._roots.get(root, {}).values()]
 
@@ -211,7 +218,7 @@ class CheckpointCache:
             return self._replica(wanted.root, wanted.token).manifest
 
     def read(self, wanted: Read) -> bytes:
-        """Returns bytes of a file; there are fewer than requested only at its end.
+        """Returns bytes from a file, fewer than requested only at the end of the file.
 
         Raises:
             RefusedError: the cache does not have the file.
@@ -223,7 +230,7 @@ class CheckpointCache:
             return os.pread(files[wanted.file], wanted.count, wanted.at)
 
     def close(self) -> None:
-        """Frees all memory; idempotent."""
+        """Frees all memory. Idempotent."""
         with self._changing:
             for known in self._roots.values():
                 for replica in known.values():
@@ -238,18 +245,21 @@ class CheckpointCache:
 
 
 def new_file() -> int:
-    """Returns the descriptor of an empty file in memory.
+    """Creates an empty file in memory and returns its descriptor.
 
     Raises:
-        OSError: no more descriptors are available.
+        OSError: no descriptor is available.
     """
     return memfd_create(_NAME)
 
 
 class Session:
-    """The requests of one worker. Files that it does not finish are dropped when it disconnects.
+    """Serves the requests of one worker. Files that the worker has not finished are dropped when it disconnects.
 
     Args:
+        connection: the connection to the worker.
+        cache: the cache.
+        identity: the identity of the cache.
         listen: a function that returns the address of the cache for other hosts.
     """
 
@@ -264,7 +274,7 @@ class Session:
     def run(self) -> None:
         """Answers requests until the worker closes the connection."""
         try:
-            with contextlib.suppress(OSError, ValueError):  # the worker has died, or the peer is not a worker
+            with contextlib.suppress(OSError, ValueError):  # the worker has died, or has sent an invalid request
                 while (request := receive_request(self._connection)) is not None:
                     self._answer(request)
         finally:
@@ -307,7 +317,7 @@ class Session:
         return Done(), b""
 
     def _write(self, write: Write) -> None:
-        """Appends to a file. Errors are reported when the file is finished, since a write has no answer."""
+        """Appends to a file. Errors are reported when the file is finished, because writes get no response."""
         key = write.root, write.token, write.file
         left = write.nbytes
         while left:
@@ -324,7 +334,7 @@ class Session:
             except OSError as error:
                 self._faults[key] = str(error)
                 if key in self._open:
-                    os.close(self._open.pop(key))  # frees memory, which may be short
+                    os.close(self._open.pop(key))  # frees memory, which may have run out
 
     def _finish(self, finish: Finish) -> None:
         key = finish.root, finish.token, finish.file
@@ -338,7 +348,7 @@ class Session:
         self._cache.finish(finish, descriptor)
 
     def _received(self, nbytes: int) -> bytes:
-        """Receives the data of a request; memory use grows with the bytes received, not with those announced."""
+        """Receives the data of a request. Memory is allocated for received bytes only, not for announced ones."""
         data = bytearray()
         while len(data) < nbytes:
             piece = self._buffer[: min(nbytes - len(data), _PIECE_NBYTES)]

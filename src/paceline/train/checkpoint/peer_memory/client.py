@@ -1,4 +1,4 @@
-"""CacheClient: the worker's side of a connection to a `CheckpointCache`."""
+"""CacheClient: the worker's end of a connection to a `CheckpointCache`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from paceline.train.checkpoint.peer_memory.protocol import (
 from paceline.train.elastic.failpoints import failpoint
 
 _UNIX = "unix:"
-_TIMEOUT_S = 60.0  # the time for an answer, or for the launcher to accept bytes
+_TIMEOUT_S = 60.0  # maximum time for the launcher to respond or to accept bytes
 
 
 class CacheClient:
-    """Writes files of a checkpoint into a cache, or reads files from it.
+    """Writes checkpoint files into a cache, and reads them from it.
 
-    Its methods raise CheckpointError if the cache refuses a request, and OSError if the connection is lost.
+    The methods raise CheckpointError if the cache refuses a request, and OSError if the connection is lost.
     """
 
     def __init__(self, connection: Connection, name: str) -> None:
@@ -50,7 +50,7 @@ class CacheClient:
         self._totals: dict[str, int] = {}
 
     def close(self) -> None:
-        """Disconnects; the cache drops unfinished files."""
+        """Disconnects. The cache then drops unfinished files."""
         self._connection.close()
 
     def listen(self) -> CacheAddress:
@@ -60,12 +60,12 @@ class CacheClient:
         return answer
 
     def begin(self, wanted: BeginCopy) -> None:
-        """Announces a checkpoint and the bytes that will be written."""
+        """Announces a checkpoint and the number of bytes that will be written."""
         failpoint("copies.begin")
         self._require_done(wanted)
 
     def write(self, root: str, token: str, file: str, views: Sequence[memoryview]) -> None:
-        """Appends bytes to a file. There is no answer; `finish` raises errors."""
+        """Appends bytes to a file without waiting for a response. Errors are raised by `finish`."""
         failpoint("copies.write")
         nbytes = sum(view.nbytes for view in views)
         self._totals[file] = self._totals.get(file, 0) + nbytes
@@ -73,7 +73,7 @@ class CacheClient:
             send(self._connection, Write(root, token, file, nbytes), [view for view in views if view.nbytes])
 
     def finish(self, root: str, token: str, file: str) -> None:
-        """Completes a file; returns when the cache has the whole file."""
+        """Completes a file, and returns when the cache has all of it."""
         failpoint("copies.finish")
         self._require_done(Finish(root, token, file, self._totals.pop(file, 0)))
 
@@ -85,7 +85,7 @@ class CacheClient:
         self._require_done(Commit(root, token, files, vaults, len(manifest)), [manifest])
 
     def look(self, root: str) -> Inventory:
-        """Returns the inventory of the cache for a root."""
+        """Returns the inventory of the cache for one root."""
         answer = self._ask(ListCheckpoints(root))
         assert isinstance(answer, Inventory)
         return answer
@@ -131,11 +131,16 @@ class CacheClient:
 
 
 def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
-    """Connects to a cache at unix:PATH or HOST:PORT; in a job with one port, PORT is the number of the channel.
+    """Connects to a cache.
+
+    Args:
+        address: the address of the cache, either unix:PATH or HOST:PORT. In a job with one port, PORT is the number of
+            the channel.
+        timeout_s: the maximum time for the connection, in seconds.
 
     Raises:
         OSError: no cache is reachable at the address.
-        AuthenticationError: the server has another secret.
+        AuthenticationError: the server has a different secret.
     """
     secret = job_secret()
     try:

@@ -1,6 +1,7 @@
-"""Messages between workers and caches: a length, JSON, and `nbytes` bytes of data if the message has that field.
+"""Messages between workers and caches.
 
-The fields named `vault` and `vaults` are identities of caches.
+A message consists of a length, JSON, and `nbytes` bytes of data if it has that field. The fields named `vault` and
+`vaults` contain the identities of caches.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 CHANNEL = "copies"
 _LENGTH = struct.Struct("<I")
-_LONGEST = 1 << 24  # bytes of JSON
+_LONGEST = 1 << 24  # maximum length of the JSON, in bytes
 
 
 class GetAddress(msgspec.Struct, frozen=True, tag=True):
-    """Requests, for a worker of this host, the cache's address for other hosts; the answer is a `CacheAddress`."""
+    """Requests the cache's address for other hosts, on behalf of a worker on this host. Answered by `CacheAddress`."""
 
 
 class CacheAddress(msgspec.Struct, frozen=True, tag=True):
-    """The identity of the cache, and HOST:PORT, which is empty if the job has one machine."""
+    """Reports the identity of the cache and its address HOST:PORT, which is "" if the job has one machine."""
 
     vault: str
     address: str
 
 
 class BeginCopy(msgspec.Struct, frozen=True, tag=True):
-    """Announces `nbytes` bytes of a checkpoint; the cache drops all others of this root, except the one to `keep`."""
+    """Announces `nbytes` bytes for a checkpoint. The cache drops all other checkpoints for this root except `keep`."""
 
     root: str
     token: str
@@ -44,7 +45,7 @@ class BeginCopy(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Appends the `nbytes` bytes that follow to a file; there is no answer."""
+    """Appends the `nbytes` bytes that follow to a file. Not answered."""
 
     root: str
     token: str
@@ -65,11 +66,11 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
     """Completes a checkpoint that all ranks have written, with the manifest that follows.
 
     Attributes:
-        root: the directory on disk of which this is a replica.
+        root: the checkpoint directory on disk.
         token: the checkpoint's token.
-        files: the sizes of all files of the checkpoint.
+        files: the sizes of all files in the checkpoint, in bytes, by name.
         vaults: the addresses of all caches that have files of the checkpoint, by identity.
-        nbytes: the size of the manifest.
+        nbytes: the size of the manifest in bytes.
     """
 
     root: str
@@ -80,13 +81,22 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListCheckpoints(msgspec.Struct, frozen=True, tag=True):
-    """Requests the `Inventory` of a root."""
+    """Requests the `Inventory` for a root."""
 
     root: str
 
 
 class CachedCheckpoint(msgspec.Struct, frozen=True):
-    """A checkpoint of which a cache has the files `held`; `files` are all of its files, None before it is committed."""
+    """A checkpoint in a cache.
+
+    Attributes:
+        token: the checkpoint's token.
+        sequence: the checkpoint's sequence number.
+        step: the training step, or None.
+        held: the sizes of the files in this cache, in bytes, by name.
+        files: the sizes of all files in the checkpoint, in bytes, by name, or None until it is committed.
+        vaults: the addresses of all caches that have files of the checkpoint, by identity.
+    """
 
     token: str
     sequence: int
@@ -97,7 +107,7 @@ class CachedCheckpoint(msgspec.Struct, frozen=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, tag=True):
-    """The checkpoints of a root in a cache."""
+    """Lists the checkpoints for a root in a cache."""
 
     vault: str
     address: str
@@ -105,14 +115,14 @@ class Inventory(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetManifest(msgspec.Struct, frozen=True, tag=True):
-    """Requests a manifest; the answer is `Bytes`."""
+    """Requests a manifest. Answered by `Bytes`."""
 
     root: str
     token: str
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Requests bytes of a file; the answer is `Bytes`, with fewer bytes than requested only at the file's end."""
+    """Requests bytes from a file. Answered by `Bytes`, with fewer bytes than requested only at the end of the file."""
 
     root: str
     token: str
@@ -122,7 +132,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bytes(msgspec.Struct, frozen=True, tag=True):
-    """Answers with the bytes that follow."""
+    """Announces the requested bytes, which follow."""
 
     nbytes: Count
 
@@ -132,7 +142,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """Refuses a request."""
+    """Reports that a request was refused, and the reason."""
 
     reason: str
 
@@ -152,7 +162,7 @@ def send(connection: Connection, message: Request | Answer, views: Sequence[byte
 
 
 def receive_request(connection: Connection) -> Request | None:
-    """Returns the next request; None if the worker has closed the connection.
+    """Returns the next request, or None if the worker has closed the connection.
 
     Raises:
         ValueError: the message is not a request.
@@ -191,7 +201,7 @@ def receive_into(connection: Connection, buffer: memoryview) -> None:
     """Fills a buffer with received bytes.
 
     Raises:
-        ConnectionError: the other end closed the connection first.
+        ConnectionError: the other end closed the connection before the buffer was full.
         OSError: the connection is broken.
     """
     while buffer:

@@ -1,8 +1,8 @@
-"""Replication of a checkpoint into the memory of launchers, and the search for the newest one there.
+"""Replicates checkpoints into the memory of launchers, and finds the newest checkpoint there.
 
-Every rank writes its part into the cache of its own host and into those of the next hosts; once all ranks have done so,
-all caches receive the manifest. A replica counts once a cache has the manifest. If a rank dies at any step, the earlier
-replicas are intact, since caches keep them until the next replication begins.
+Every rank writes its part into the caches on its own host and on the next hosts. Once all ranks have written their
+parts, all caches receive the manifest. A replica is valid once any cache has the manifest. If a rank dies at any point,
+the previous replicas are intact, because caches keep them until the next replication begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.train.checkpoint.peer_memory.protocol import BeginCopy, CachedChec
 from paceline.train.checkpoint.rank_results import RankChannel, decode_result, encode_result, require_success
 from paceline.train.elastic.failpoints import failpoint
 
-_READ_NBYTES = 32 << 20  # the bytes of one request
+_READ_NBYTES = 32 << 20  # maximum number of bytes per request
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class CacheLocation:
 
     Attributes:
         vault: the identity of the cache.
-        host: the identity of the host, the same for all its ranks.
+        host: the identity of the host, which is the same for all ranks on the host.
         address: the address HOST:PORT at which other hosts reach the cache.
     """
 
@@ -42,11 +42,11 @@ class CacheLocation:
 
 
 def targets(everyone: Sequence[CacheLocation], rank: int, copies: int) -> list[CacheLocation]:
-    """Returns the caches into which a rank writes, its own first.
+    """Returns the caches into which a rank writes, beginning with its own.
 
-    Hosts are ordered by their first ranks, and each host replicates to those that follow it, so that every host keeps
-    about as much for others as others keep for it. If there are fewer than `copies` other hosts, there are fewer
-    copies.
+    Hosts are ordered by their first ranks, and each host replicates to the hosts that follow it. Every host therefore
+    stores about as much data for other hosts as they store for it. If there are fewer than `copies` other hosts, fewer
+    copies are made.
 
     >>> a, b, c = (CacheLocation(f"v{host}", host, f"{host}:1") for host in "abc")
     >>> [each.host for each in targets([a, a, b, c], 1, 1)], [each.host for each in targets([a, a, b, c], 3, 2)]
@@ -70,11 +70,11 @@ class Replication:
     Attributes:
         root: rank 0's path of the checkpoint directory on disk.
         draft: the checkpoint.
-        keep: the token of the previous checkpoint, which is kept until this one is complete, or None.
+        keep: the token of the previous complete checkpoint, which caches keep during the replication, or None.
         pieces: the regions that this rank writes.
         values: the plain values that this rank contributes.
-        addresses: the addresses of the caches that this rank writes into.
-        vaults: the addresses of all caches, for other hosts, by identity.
+        addresses: the addresses of the caches to which this rank writes.
+        vaults: the addresses at which other hosts reach the caches, by identity.
     """
 
     root: str
@@ -89,14 +89,15 @@ class Replication:
 def replicate_checkpoint(
     replication: Replication, channels: tuple[RankChannel, RankChannel], dial: Callable[[str], CacheClient]
 ) -> None:
-    """Replicates a checkpoint into caches; every rank calls this. All caches have it when this returns.
+    """Replicates a checkpoint into caches, and returns when all of them have it; every rank calls this.
 
-    Rank 0 broadcasts the outcome of each of the two rounds even if it could not gather the ranks' results, since the
-    others wait for the broadcast.
+    The replication takes two rounds: all ranks first write their parts and then the manifest. Rank 0 broadcasts the
+    outcome of each round even if it could not gather the ranks' results, because the others wait for the broadcast.
 
     Args:
+        replication: this rank's part and its caches.
         channels: a channel for each round.
-        dial: a function that connects to a cache.
+        dial: a function that connects to the cache at an address.
 
     Raises:
         CheckpointError: a rank or a cache failed.
@@ -137,7 +138,7 @@ def _write_own_part(replication: Replication, clients: Sequence[CacheClient], ra
 
 
 def _manifest(replication: Replication, answers: Sequence[bytes], size: int) -> bytes:
-    """Returns the manifest on rank 0, and b"" on the other ranks, which have no answers."""
+    """Returns the encoded manifest on rank 0, and b"" on the other ranks, where `answers` is empty."""
     if not answers:
         return b""
     contributions = manifest_json.join_contributions([decode_result(answer) for answer in answers])
@@ -146,7 +147,7 @@ def _manifest(replication: Replication, answers: Sequence[bytes], size: int) -> 
 
 
 class ReplicaTarget:
-    """A `WritableStorage` that writes into several caches at once, each of which has answered `BeginCopy`."""
+    """A `WritableStorage` that writes into several caches at once. Each cache must have confirmed `BeginCopy`."""
 
     def __init__(self, clients: Sequence[CacheClient], root: str, token: str) -> None:
         self._clients, self._root, self._token = clients, root, token
@@ -160,7 +161,7 @@ class ReplicaTarget:
         return None
 
     def create(self, name: str) -> _ReplicaFile:
-        """Creates a file."""
+        """Creates a file in all caches."""
         return _ReplicaFile(self._clients, self._root, self._token, name.rpartition("/")[2])
 
     def sync_directory(self, name: str) -> None:
@@ -180,17 +181,18 @@ class _ReplicaFile:
             client.finish(self._root, self._token, self._file)
 
     def close(self) -> None:
-        """Does nothing: the cache drops unfinished files when the connection ends."""
+        """Does nothing: caches drop unfinished files when the connection is closed."""
 
 
 class ReplicaSource:
-    """A `ReadableStorage` of one checkpoint, whose files are in caches.
+    """A `ReadableStorage` for one checkpoint, whose files are in caches.
 
     Args:
-        root: the directory on disk of which this is a replica.
-        manifest: the content of the manifest's file.
-        files: the sizes of the other files in bytes.
-        client_of: a function that returns a connection to a cache that has a file.
+        root: the checkpoint directory on disk.
+        token: the checkpoint's token.
+        manifest: the content of the manifest file.
+        files: the sizes of the other files in bytes, by name.
+        client_of: a function that returns a connection to a cache that has the given file.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class ReplicaSource:
         return None
 
     def size(self, name: str) -> int | None:
-        """Returns a file's size in bytes; None if the file does not exist."""
+        """Returns the size of a file in bytes, or None if it does not exist."""
         return len(self._manifest) if name == MANIFEST else self._files.get(name)
 
     def open(self, name: str) -> _Text | _CachedFile:
@@ -229,7 +231,7 @@ class ReplicaSource:
         return _CachedFile(self._root, self._token, name, self._files[name], self._client_of)
 
     def share(self, directory: str) -> _Text:
-        """Does nothing: a cache keeps a checkpoint until the next but one begins."""
+        """Does nothing: caches keep a complete checkpoint while the next one is replicated."""
         return _Text(b"")
 
 
@@ -258,7 +260,11 @@ class _CachedFile:
         return self._nbytes
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fills a buffer; raises FileNotFoundError if the cache cannot be reached or has dropped the file."""
+        """Fills a buffer from a byte offset; returns the number of bytes read.
+
+        Raises:
+            FileNotFoundError: the cache cannot be reached or has dropped the file.
+        """
         done = 0
         try:
             while done < len(buffer):
@@ -282,8 +288,8 @@ class FoundCheckpoint:
     Attributes:
         token: the checkpoint's token.
         sequence: the checkpoint's sequence number.
-        step: the training step, if any.
-        files: the sizes of the checkpoint's files in bytes.
+        step: the training step, or None.
+        files: the sizes of the checkpoint's files in bytes, by name.
         holders: for each file, the identities of the caches that have it.
         describers: the identities of the caches that have the manifest.
     """
@@ -300,7 +306,7 @@ def newest_cached(inventories: Sequence[Inventory]) -> tuple[FoundCheckpoint | N
     """Returns the newest checkpoint whose files are all in caches, and the reasons why newer ones are incomplete.
 
     Args:
-        inventories: the inventories of all reachable caches, possibly with repetitions.
+        inventories: the inventories of all reachable caches, possibly with duplicates.
     """
     vaults = {inventory.vault: inventory for inventory in inventories}
     entries: dict[str, dict[str, CachedCheckpoint]] = {}
@@ -321,7 +327,7 @@ def _sequence(having: Mapping[str, CachedCheckpoint]) -> int:
 
 
 def _age(having: Mapping[str, CachedCheckpoint]) -> tuple[int, int]:
-    """Returns the sort key of a checkpoint. The step breaks ties, since a new rank 0 has only the disk's sequences."""
+    """Returns the sort key for a checkpoint. The step breaks ties, as a new rank 0 may reuse a replica's sequence."""
     return _sequence(having), max(-1 if entry.step is None else entry.step for entry in having.values())
 
 

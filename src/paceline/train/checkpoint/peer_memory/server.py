@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from paceline.train.checkpoint.peer_memory.cache import CheckpointCache
 
 VARIABLE = "PACELINE_COPIES"
-_CHANNEL = "copies"  # the name in `protocol.py`, which is imported when the first worker connects
+_CHANNEL = "copies"  # equals `protocol.CHANNEL`; `protocol.py` is imported only when a worker connects
 
-# Unfinished files of a worker whose machine is lost are dropped after half a minute, instead of two hours.
+# If a worker's machine is lost, the cache drops its unfinished files after half a minute instead of two hours.
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
@@ -30,10 +30,10 @@ _KEEPALIVE = (
 
 
 class CacheServer:
-    """The cache of a launcher, and its listeners. Each generation of workers has new listeners; the memory is kept.
+    """The cache of a launcher and its listeners. Each generation of workers gets new listeners, but the memory is kept.
 
     Args:
-        address: the address of this machine for other machines; None if the job has no other machine.
+        address: the address at which other machines reach this one, or None if the job has no other machine.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -60,7 +60,7 @@ class CacheServer:
         return f"unix:{path}"
 
     def shut(self) -> None:
-        """Ends all connections and closes the listeners, but keeps the memory; idempotent."""
+        """Closes all connections and listeners, but keeps the memory. Idempotent."""
         with self._changing:
             listeners, self._listeners, self._tcp_address = self._listeners, [], ""
             connections, self._connections = self._connections, set()
@@ -71,7 +71,7 @@ class CacheServer:
                 connection.shutdown(socket.SHUT_RDWR)  # the connection's own thread closes it
 
     def close(self) -> None:
-        """Ends all connections and frees the memory; idempotent."""
+        """Closes all connections and frees the memory. Idempotent."""
         self.shut()
         if self._cache is not None:
             self._cache.close()
@@ -81,7 +81,7 @@ class CacheServer:
         self._listeners.append(AuthenticatedListener(listener, key, _CHANNEL, self._admit, secret=self._secret))
 
     def _listen(self) -> str:
-        """Returns the address of the cache for other machines; empty if there are none."""
+        """Returns the address at which other machines reach the cache, or "" if there are none."""
         with self._changing:
             if not self._tcp_address and self._address is not None and self._listeners:
                 self._add_listener(listen(self._address, 0, self._secret))
@@ -99,7 +99,7 @@ class CacheServer:
             for level, option, value in _KEEPALIVE:
                 connection.setsockopt(level, option, value)
         with self._changing:
-            if not self._listeners:  # `shut` was called first
+            if not self._listeners:  # `shut` was called in the meantime
                 connection.close()
                 return
             self._connections.add(connection)

@@ -390,7 +390,7 @@ class Coordinator:
 
 
 def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, now_s: float) -> None:
-    """Records the content of a worker's message."""
+    """Updates the job according to a worker's message."""
     match message:
         case Ready():
             _asked(job, worker, message, now_s)

@@ -203,7 +203,7 @@ class ElasticAverager:
         return self._seat
 
     def batch_delivered(self, *, counts: bool) -> None:
-        """Records whether this rank's samples of the batch count."""
+        """Records whether this rank's samples in the batch count."""
         self._counts = counts
         failpoint("batch.dealt")
 

@@ -59,7 +59,7 @@ class Rounds:
 
     @property
     def number(self) -> int:
-        """The next round."""
+        """The number of the next round."""
         return self._progress.number
 
     @property
