@@ -294,7 +294,7 @@ class CheckpointManager:
         return True
 
     def _save_alone(self) -> None:
-        """Saves the last step on this worker alone before the workers of an elastic job exit. Each has all state."""
+        """Saves the latest step on this worker alone before all workers exit. Every worker has the entire state."""
         with contextlib.suppress(*_OF_LOST_WORKERS):
             BACKGROUND.finish()
         step, state = self._latest

@@ -33,7 +33,7 @@ POINTS = (
     "batch.begun",
     "loop.over",
 )
-# Points of a state transfer: in the senders, in a sender's forked child, and in the receiver.
+# Points reached during a state transfer by the senders, by a sender's forked child, and by the receiver.
 POINTS_OF_SENDERS = ("join.snapshot", "join.serving", "join.logged")
 POINTS_OF_CHILDREN = ("join.sending",)
 POINTS_OF_RECEIVERS = ("join.chunk", "join.restored", "join.replay", "join.near")

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-NICENESS = 5  # gives a process about a third of a training process's share of a contended core
-THREAD_NICENESS = 10  # gives a thread about a ninth of a training process's share of a contended core
+NICENESS = 5  # reduces the share of a contended core to about a third of a training process's share
+THREAD_NICENESS = 10  # reduces the share of a contended core to about a ninth of a training process's share
 _LOWEST = 19  # the highest niceness that Linux allows
 _MOST_LOOKS = 8  # maximum number of passes over a process that keeps starting threads
 T = TypeVar("T")

@@ -131,7 +131,7 @@ class TransferOffer(_WorkerMessage, frozen=True):
 
 
 class WaitNotice(_WorkerMessage, frozen=True):
-    """The worker has to wait, for a reason that is shown to the user."""
+    """The worker must wait, for a reason that is shown to the user."""
 
     reason: str
 
@@ -184,7 +184,7 @@ class LauncherAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The facts about a job that every launcher holds, so that any of them can take over as coordinator.
+    """The facts about a job that every launcher stores, which allow any launcher to take over as coordinator.
 
     These facts never become false, so those of several launchers can be merged. A launcher that has recorded a worker's
     death also has all views that the worker received.
@@ -234,7 +234,7 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     Attributes:
         uid: The worker's name.
-        messages: The relevant messages from the worker, oldest first.
+        messages: The relevant messages from the worker.
         stalled: The reason why the launcher considers the worker stalled, or None.
     """
 
@@ -374,7 +374,7 @@ class CloseSlotsOrder(_Order, frozen=True):
 
 
 class EndOrder(_Order, frozen=True):
-    """End the job on all machines: terminate the workers, and exit from the launchers with `code`."""
+    """End the job on all machines. Each launcher terminates its workers and exits with `code`."""
 
     code: int
     reason: str = ""

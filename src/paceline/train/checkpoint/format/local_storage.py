@@ -22,8 +22,7 @@ from paceline.train.checkpoint.format.manifest import FILE as MANIFEST
 from paceline.train.checkpoint.format.storage import InputFile, OutputFile
 from paceline.train.elastic.failpoints import failpoint
 
-# Errors from file systems that cannot sync directories, such as some FUSE and CIFS mounts. These file systems write
-# names immediately.
+# Errors from file systems that cannot sync directories, such as some FUSE and CIFS mounts. They write names at once.
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP)
 _MOST_VIEWS = 512  # maximum number of views in one call, for which Linux accepts 1,024
 ALIGNMENT = 4096

@@ -40,7 +40,7 @@ _TOKEN_NBYTES = 4
 class Root:
     """A directory of checkpoints.
 
-    One rank begins a checkpoint, all ranks write their parts (`write_part`), and the first rank publishes it:
+    One rank begins a checkpoint, all ranks write their parts (`write_part`), and the rank that began it publishes it:
 
         draft = root.begin(42)
         part = write_part(root.storage, draft, 0, pieces)

@@ -194,7 +194,7 @@ class CheckpointCache:
             replica.files[finish.file] = descriptor
 
     def commit(self, commit: Commit, manifest: bytes) -> None:
-        """Completes a checkpoint that all ranks have written by adding its manifest.
+        """Adds the manifest to a checkpoint that all ranks have written, which completes the checkpoint.
 
         Raises:
             RefusedError: the checkpoint has been dropped.

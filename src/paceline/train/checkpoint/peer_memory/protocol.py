@@ -1,7 +1,7 @@
 """Messages between workers and caches.
 
-A message consists of a length, JSON, and `nbytes` bytes of data if it has that field. The fields named `vault` and
-`vaults` contain the identities of caches.
+A message consists of a length, JSON, and `nbytes` bytes of data if the message has that field. The fields named `vault`
+and `vaults` contain the identities of caches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONGEST = 1 << 24  # maximum length of the JSON, in bytes
 
 
 class GetAddress(msgspec.Struct, frozen=True, tag=True):
-    """Requests the cache's address for other hosts, on behalf of a worker on this host. Answered by `CacheAddress`."""
+    """Requests the cache's address for other hosts. Only workers on this host may send it; returns `CacheAddress`."""
 
 
 class CacheAddress(msgspec.Struct, frozen=True, tag=True):
@@ -45,7 +45,7 @@ class BeginCopy(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Appends the `nbytes` bytes that follow to a file. Not answered."""
+    """Appends the `nbytes` bytes that follow to a file. There is no response."""
 
     root: str
     token: str
@@ -63,7 +63,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Completes a checkpoint that all ranks have written, with the manifest that follows.
+    """Adds the manifest that follows to a checkpoint that all ranks have written, which completes the checkpoint.
 
     Attributes:
         root: the checkpoint directory on disk.
@@ -115,14 +115,14 @@ class Inventory(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetManifest(msgspec.Struct, frozen=True, tag=True):
-    """Requests a manifest. Answered by `Bytes`."""
+    """Requests a manifest. The response is `Bytes`."""
 
     root: str
     token: str
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Requests bytes from a file. Answered by `Bytes`, with fewer bytes than requested only at the end of the file."""
+    """Requests bytes from a file. The response is `Bytes`, with fewer bytes than requested only at end of file."""
 
     root: str
     token: str

@@ -37,7 +37,7 @@ class CoordinatorPolicy:
         join_timeout_s: The time for which the job waits for `min_workers`.
         return_patience_s: The time since the last contact after which workers of an unreachable machine are left out,
             unless workers report broken connections earlier.
-        quiet_s: The delay of the first view, in which another running job may be reported.
+        quiet_s: The time by which the first view is delayed in case another running job is reported.
         follow_patience_s: The time for which a new coordinator waits for a machine to reconnect before it leaves the
             machine's workers out.
     """
@@ -111,7 +111,7 @@ class ElasticJob:
         breaks: The reports of broken connections.
         over: The order that ended the job, or None.
         fingerprint: The fingerprint of all members, or None before the first view.
-        finished: The workers whose training loop has completed.
+        finished: The workers that have completed their training loop.
         ending_s: The time at which the first worker finished, or None.
         leaving_s: The time since which all members have been asked to leave, or None.
         few_s: The time at which the number of members became too small, or None.

@@ -2,15 +2,15 @@
 
 Launchers do not vote. A launcher *follows* one coordinator at a time: it passes that coordinator's messages on to its
 workers and ignores all others. A launcher that has lost its coordinator tries the machines in the order of their
-numbers. When it reaches its own number, it *stands* as a candidate for some time, so that others can follow it. A
-follower sends all it holds about the job (`MachineReport`). The candidate becomes the coordinator as soon as its
+numbers. When it reaches its own number, it *stands* as a candidate for some time, during which others can follow it. A
+follower sends all its data about the job (`MachineReport`). The candidate becomes the coordinator as soon as its
 followers form a quorum in every view that any of them holds. If that takes too long, it gives up its candidacy, and its
 followers continue their search.
 
 Two coordinators never contradict each other, for the following reason. A view counts only if all its members enter it,
 and it is passed on to them only after launchers with a quorum of each earlier view hold it (`views.py`). A coordinator
 elsewhere, with a quorum of its own, has at least one of these launchers among its followers. Either that launcher has
-reported the view, and then the coordinator needs a quorum of that view too; or it followed the new coordinator before
+reported the view, and the coordinator also needs a quorum of that view; or it followed the new coordinator before
 it received the view. It then does not pass the view on, so the view cannot be completed. Dead workers do not count: a
 launcher that has recorded a death also has the views that the dead worker could have entered. For this reason, a
 launcher accepts the end of another one only if the two were connected until then and it has read all that was sent.

@@ -187,7 +187,7 @@ def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) 
     """Returns the orders that complete the handover if the successor stands or its time has passed, else None."""
     successor = retirement.successor
     assert successor is not None
-    stands = not successor.is_reachable or successor.has_left  # it disconnects in order to stand
+    stands = not successor.is_reachable or successor.has_left  # disconnected to stand
     if retirement.is_over or not (stands or now_s >= deadline_s(retirement)):
         return None
     retirement.is_over = True

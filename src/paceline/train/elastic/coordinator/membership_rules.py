@@ -120,7 +120,7 @@ def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
 
 
 def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady) -> None:
-    """Passes a sender's offer on to the receiver. If all senders refuse, the members will pause for the transfer."""
+    """Passes a sender's offer on to the receiver. If all senders refuse, members pause while the state is sent."""
     job.transfer_offers.setdefault(message.transfer, {})[sender.uid] = message
     while len(job.transfer_offers) > _REMEMBERED:
         del job.transfer_offers[min(job.transfer_offers)]
@@ -201,7 +201,7 @@ def _begin(job: ElasticJob, receiver: WorkerRecord) -> None:
 def change_membership(job: ElasticJob, now_s: float) -> bool:
     """Adds and removes workers once all members have entered the latest view; returns whether the view changed.
 
-    Workers that were asked to end stay until others hold the state.
+    Workers that were asked to exit remain members until others hold the state.
     """
     views = job.views
     if views.latest is None or not views.is_complete or job.breaks.waiting:
@@ -261,7 +261,7 @@ def _are_too_few(job: ElasticJob, latest: View, now_s: float) -> bool:
 
 
 def begin_machines(job: ElasticJob) -> None:
-    """Orders machines to start their workers, up to `max_machines`."""
+    """Orders up to `max_machines` machines to start their workers."""
     for machine in job.registry.machines.values():
         waits = not machine.has_begun and machine.listed is None and machine.is_reachable and machine.slots
         if waits and job.ending_s is None and job.registry.begun() < job.policy.max_machines:

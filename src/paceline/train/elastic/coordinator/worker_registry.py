@@ -27,13 +27,13 @@ class MachineRecord:
         slots: The number of workers that the launcher keeps running.
         has_begun: Whether the launcher has been ordered to start its workers.
         replaces: Whether the launcher replaces workers that end.
-        listed: The workers reported so far after the machine reconnected; None if no such report is in progress.
+        listed: The workers reported since the machine reconnected, or None if all have been reported.
         lost_s: The time of the last contact, if the machine is unreachable.
         address: The address at which other launchers reach the launcher.
         known: The generation of the latest view that the launcher has confirmed.
         replicated: The job state that was last replicated to the launcher.
         has_left: Whether the launcher has ended.
-        has_announced_end: Whether the launcher itself announced that it ended, which makes its end certain.
+        has_announced_end: Whether the launcher itself announced its end, so its workers are certain to have ended.
         is_leaving: Whether the launcher will exit as soon as its workers have ended.
         store: The store for the members' rendezvous if this launcher coordinates.
     """
@@ -76,7 +76,7 @@ class WorkerRecord:
         has_finished: Whether the worker's training loop has completed.
         stalled: The reason why the launcher considers the worker unresponsive, or None.
         is_fenced: Whether the launcher was ordered to kill the worker because it is stalled.
-        ended: The way in which the worker ended, or None while it runs.
+        ended: A description of how the worker ended, or None while it is running.
         was_drained: Whether all messages that the worker sent before its end have been received.
     """
 

@@ -29,8 +29,8 @@ class StateDivergedError(Exception):
 class StateDivergence:
     """Compares the steps that a receiver has repeated since the snapshot with the history of the members.
 
-    A sender may commit a round and be lost before any other member commits it, and the others may then commit a
-    different result. Each step therefore contains the digest of the result that preceded it, and each round contains
+    A member may be lost after it has committed a round but before any other member has, and the others may then commit
+    a different result. Each step therefore contains the digest of the result that preceded it, and each round contains
     the digest of the previous result. With these digests, a receiver detects a step that the others did not perform.
 
     Args:
@@ -135,7 +135,7 @@ class OptimizerStepHooks:
         self.on_step: OnStep | None = None
         self.at = 0, 0
         self._again: tuple[OptimizerStep, Values] | None = None
-        self._notes: dict[int, _GradientNote] = {}  # by parameter
+        self._notes: dict[int, _GradientNote] = {}  # by the parameter's id
         for name, optimizer in optimizers.items():
             optimizer.register_step_pre_hook(self._hook(name))
 

@@ -61,7 +61,10 @@ class _RunningSums:
 class DilocoRounds:
     """Runs the exchanges of `diloco` as rounds.
 
-    `on_round` is called before each round at which new workers may begin; it may enter another view.
+    Args:
+        rounds: The rounds.
+        diloco: The optimizer whose outer gradients are exchanged.
+        on_round: A function that is called before each round in which new workers may join. It may enter another view.
     """
 
     def __init__(self, rounds: Rounds, diloco: DiLoCo, on_round: Callable[[], None]) -> None:

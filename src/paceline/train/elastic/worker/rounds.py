@@ -92,7 +92,7 @@ class Rounds:
         self._tell_deal()
 
     def leave(self) -> None:
-        """Records that this worker was asked to exit. A view without it then makes it exit with code 0."""
+        """Records that this worker was asked to exit. If a later view leaves it out, it exits with code 0."""
         self._membership.is_leaving = True
 
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:

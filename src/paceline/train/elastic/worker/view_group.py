@@ -193,7 +193,7 @@ class ViewGroups:
         connection.set_view_handler(self._on_view)
 
     def enter(self, view: View) -> ProcessGroup:
-        """Ends the previous process group and makes that of `view` the default group.
+        """Ends the previous process group, and makes the process group of `view` the default group.
 
         Raises:
             PeerLostError, GroupAbortedError, RendezvousError, StoreError: A member was lost, or a later view arrived.
@@ -247,7 +247,7 @@ class ViewGroups:
             current.close_store()
 
     def _take(self, view: View) -> ViewGroup:
-        """Returns the group of a view, which may already be forming; ends the current group."""
+        """Ends the current group, and returns the group for a view, which may already be forming."""
         with self._lock:
             before, forming = self._current, self._next
             if forming is not None and forming.view == view:
