@@ -193,8 +193,8 @@ class CoordinatorSearch:
 
         A machine that responds but has closed the launcher's port no longer has a launcher. If that holds for all other
         machines for some time, the job has ended or all launchers were killed, and none will return. A missing response
-        proves nothing, because the network path may be broken. If this machine's training is complete, the time starts
-        at once.
+        proves nothing, because the network path may be broken. The result is also True some time after this machine's
+        workers have completed the training.
         """
         others = [number for number in peers if number != self.me]
         have_ended = bool(others) and all(self.answers.get(number) is ContactResult.ENDED for number in others)

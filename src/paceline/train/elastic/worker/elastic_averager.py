@@ -179,7 +179,7 @@ class ElasticAverager:
         self._rounds_of_batch = 0
         # - The next backward
         self._weight = 1.0
-        self._before: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None  # gradients and buffers
+        self._before: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None  # saved gradients and buffers
 
     def average_by(self, rounds: Rounds, name: str) -> None:
         """Averages over the members of each view from now on.
