@@ -1,5 +1,5 @@
-"""Operation of a job: the launcher, diagnosis of hangs and failures, the dashboard, and plans for other machines.
+"""Job operations: the launcher, diagnosis of hangs and failures, the dashboard, and predictions for other machines.
 
-May use: `train` and `comm`. `launch/` starts and watches workers, `diagnosis/` explains what they recorded,
-`dashboard/` shows it while the job runs, and `plan/` predicts a job's time and cost. Start reading at `launch/`.
+May use: `train` and `comm`. `launch/` starts and monitors workers, `diagnosis/` analyzes their recordings, `dashboard/`
+displays the running job, and `plan/` predicts a job's time and cost. Start reading at `launch/`.
 """

@@ -12,7 +12,7 @@ from paceline.operate.plan.step_time import WIRES, CallTimes, Simulate, Strategy
 _MIB = 1 << 20
 _BUCKETS_MIB = (1, 5, 25, 100)
 _PERIOD = 16
-_WORTH_SAYING = 0.01  # as a share of the rate
+_WORTH_SAYING = 0.01  # minimum gain to report, as a fraction of the job's samples per second
 _MEMORY_WORTH_SAYING = 0.05
 
 
@@ -21,10 +21,10 @@ class Change:
     """A change to a job.
 
     Attributes:
-        what: the change, as it would be made in a script or a command.
-        but: its disadvantage, or an effect that the prediction ignores; "" for none.
-        strategy: the strategy of the changed job.
-        per_node: the number of ranks per host with the change.
+        what: the change, written as the user would write it in a script or a command.
+        but: a disadvantage of the change, or an effect that the prediction ignores; "" if there is neither.
+        strategy: the strategy after the change.
+        per_node: the number of ranks per host after the change.
     """
 
     what: str
@@ -40,8 +40,8 @@ class Advice:
     Attributes:
         change: the change.
         prediction: the prediction for the changed job.
-        gain: the relative increase of the rate in samples per second.
-        saved_nbytes: the bytes of a rank's memory that the change saves.
+        gain: the relative increase in samples per second.
+        saved_nbytes: the memory that the change saves on each rank, in bytes.
     """
 
     change: Change
@@ -51,13 +51,13 @@ class Advice:
 
 
 def advise(calibration: Calibration, now: JobPrediction, networks: Networks, simulate: Simulate) -> list[Advice]:
-    """Returns the changes that gain at least a hundredth of the rate, or save memory, with the largest gain first.
+    """Returns the changes that raise the rate by at least 1% or save memory, largest gain first.
 
     Args:
-        calibration: the measurements of one rank.
-        now: the job without changes.
-        networks: a function that returns the network for a number of hosts and a number of ranks per host.
-        simulate: `simulate_call` of `comm/schedule/simulation.py`.
+        calibration: the measurements taken on one rank.
+        now: the prediction for the unchanged job.
+        networks: a function that returns the network for a given number of hosts and of ranks per host.
+        simulate: `simulate_call` from `comm/schedule/simulation.py`.
     """
     times: dict[int, CallTimes] = {}
     found = []
@@ -73,12 +73,12 @@ def advise(calibration: Calibration, now: JobPrediction, networks: Networks, sim
 
 
 def work_rate(prediction: JobPrediction) -> float:
-    """Returns the forwards per second of all ranks of a job, to which samples per second are proportional."""
+    """Returns the number of forward passes per second over all ranks; samples per second are proportional to it."""
     return prediction.ranks * prediction.strategy.forwards / prediction.step.seconds
 
 
 def changes(now: JobPrediction, calibration: Calibration) -> Iterator[Change]:
-    """Yields the single changes that are possible in a job."""
+    """Yields every applicable change to a job; each differs from the job in one setting."""
     base, per_node = now.strategy, now.per_node
     if now.ranks == 1:
         return

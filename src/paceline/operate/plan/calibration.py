@@ -18,7 +18,7 @@ VERSION = 1
 
 
 class CalibrationError(ValueError):
-    """A file is not a calibration, has another version, or has invalid values."""
+    """Raised for a file that is not a calibration, has an unsupported version, or contains invalid values."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class MeasuredGradient:
     Attributes:
         name: the name of the parameter.
         nbytes: the size of the gradient in bytes.
-        dtype: the type, such as "float32"; gradients of different types are never in one bucket.
-        ready_s: the seconds from the beginning of backward until the gradient is complete.
+        dtype: the data type, such as "float32"; a bucket only contains gradients of one type.
+        ready_s: the time from the start of the backward pass until the gradient is complete, in seconds.
     """
 
     name: str
@@ -40,13 +40,13 @@ class MeasuredGradient:
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """The median durations of a step's parts, in seconds, on one rank that waits for no other.
+    """The median durations of a step's parts, in seconds, on a rank that runs alone.
 
     Attributes:
         data_s: the time that the rank waits for the loader.
-        forward_s: the duration of one forward.
-        backward_s: the duration of one backward, until the last gradient is ready.
-        optimizer_s: the duration of the optimizer's step.
+        forward_s: the duration of one forward pass.
+        backward_s: the duration of one backward pass, until the last gradient is ready.
+        optimizer_s: the duration of the optimizer step.
         rest_s: the duration of everything else, such as the loss, logging, and clearing gradients.
     """
 
@@ -59,13 +59,13 @@ class MeasuredTimes:
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """The memory of a rank, in bytes.
+    """Memory use of a rank, in bytes.
 
     Attributes:
-        parameter_nbytes: the parameters.
-        gradient_nbytes: the gradients.
-        optimizer_nbytes: the optimizer's state.
-        other_nbytes: the rest of the peak resident memory: the interpreter, libraries, activations and data.
+        parameter_nbytes: the size of the parameters.
+        gradient_nbytes: the size of the gradients.
+        optimizer_nbytes: the size of the optimizer state.
+        other_nbytes: the rest of the peak resident memory, used by the interpreter, libraries, activations and data.
     """
 
     parameter_nbytes: int
@@ -76,7 +76,7 @@ class MeasuredMemory:
 
 @dataclass(frozen=True)
 class HostCall:
-    """The duration of an all-reduce of `nbytes` among `ranks` ranks of one host."""
+    """The measured duration of an all-reduce of `nbytes` bytes among `ranks` ranks on one host."""
 
     ranks: int
     nbytes: int
@@ -85,9 +85,10 @@ class HostCall:
 
 @dataclass(frozen=True)
 class PairLink:
-    """The link between two hosts, which are numbered in the order of their ranks.
+    """The link between two hosts. Hosts are numbered in the order of their ranks.
 
-    Its rate is that of one connection, including losses; `loss` is the share of segments that were sent again.
+    The rate was measured on a single connection and includes the effect of losses; `loss` is the fraction of segments
+    that were retransmitted.
     """
 
     first: int
@@ -97,15 +98,16 @@ class PairLink:
 
 @dataclass(frozen=True)
 class Links:
-    """The links that were measured or given.
+    """Link properties, measured or given by the user.
 
     Attributes:
-        within_host: the link between two ranks of a host.
+        within_host: the link between two ranks on one host.
         node: the link between a host and the network; None if unknown.
-        region: the link between a group of hosts, such as a rack or a region, and the others; None without groups.
-        reduction_s_per_byte: the seconds that it takes to add a byte to a sum.
-        host_calls: the measured all-reduces on one host, which do not follow a schedule.
-        pairs: the links between the measured hosts, if there were several.
+        region: the link between a group of hosts, such as a rack or a region, and the other groups; None without
+            groups.
+        reduction_s_per_byte: the time for a reduction to process one byte, in seconds.
+        host_calls: the measured all-reduces on one host, for which no schedule can be simulated.
+        pairs: the links between the measured hosts; empty if there was only one host.
     """
 
     within_host: NetworkLink
@@ -118,7 +120,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a calibration, as information for users."""
+    """The origin of a calibration, for display only."""
 
     command: tuple[str, ...]
     date: str
@@ -131,20 +133,22 @@ class Origin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measurements of a script.
+    """All measurements of a script.
 
     Attributes:
-        version: the version of the file's format.
+        version: the version of the file format.
         origin: the origin of the measurements.
         times: the median durations of a step's parts.
-        step_s: the seconds of each measured step, whose spread determines how long ranks wait for each other.
-        samples: the number of samples of a rank in a step; None if unknown.
-        forwards: the number of forwards in a step, more than one with gradient accumulation.
+        step_s: the duration of each measured step, in seconds. Their spread determines how long ranks wait for each
+            other.
+        samples: the number of samples that a rank processes per step; None if unknown.
+        forwards: the number of forward passes per step; greater than 1 with gradient accumulation.
         gradients: the gradients, in the order in which the module registers parameters.
-        bucket_nbytes: the largest size of the first bucket, the second, and so on; the last is that of all others.
-        overlaps: whether gradients are averaged during backward.
-        buffer_nbytes: the size of the buffers that rank 0 sends to all ranks before each forward.
-        memory: the memory of a rank.
+        bucket_nbytes: the maximum sizes of the first bucket, the second, and so on; the last value applies to all
+            further buckets.
+        overlaps: whether gradients are averaged during the backward pass.
+        buffer_nbytes: the total size of the buffers that rank 0 broadcasts before each forward pass.
+        memory: the memory use of a rank.
         links: the links of the job.
     """
 
@@ -163,26 +167,26 @@ class Calibration:
 
     @property
     def alone_s(self) -> float:
-        """The seconds of a step on one rank that waits for no other."""
+        """The duration of a step on a rank that runs alone, in seconds."""
         times = self.times
         return times.data_s + self.forwards * (times.forward_s + times.backward_s) + times.optimizer_s + times.rest_s
 
     @property
     def gradient_nbytes(self) -> int:
-        """The bytes of all gradients."""
+        """The total size of the gradients, in bytes."""
         return sum(gradient.nbytes for gradient in self.gradients)
 
 
 def encode(calibration: Calibration) -> bytes:
-    """Returns the content of the calibration file."""
+    """Serializes the calibration for its file."""
     return msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n"
 
 
 def decode(content: bytes, name: str = "the calibration") -> Calibration:
-    """Parses the calibration in a file's content.
+    """Parses the content of a calibration file.
 
     Raises:
-        CalibrationError: the content is not a valid calibration; the message names the wrong entry.
+        CalibrationError: the content is not a valid calibration; the message names the invalid entry.
     """
     try:
         version = msgspec.json.decode(content, type=dict[str, object]).get("version")
@@ -200,7 +204,7 @@ def decode(content: bytes, name: str = "the calibration") -> Calibration:
 
 
 def _problem(found: Calibration) -> str | None:
-    """Returns a message about an invalid value, since users may edit the file, or None."""
+    """Returns a message about an invalid value, or None. Users may edit the file, so values are checked."""
     sizes = (value for gradient in found.gradients for value in (gradient.ready_s, gradient.nbytes))
     if min(*vars(found.times).values(), *found.step_s, *sizes) < 0:
         return "a time or a size is negative"
@@ -212,7 +216,7 @@ def _problem(found: Calibration) -> str | None:
 
 
 def read(path: str | os.PathLike[str]) -> Calibration:
-    """Reads the calibration in a file.
+    """Reads a calibration file.
 
     Raises:
         CalibrationError: the file is not a valid calibration.
@@ -222,12 +226,12 @@ def read(path: str | os.PathLike[str]) -> Calibration:
 
 
 def relative_spread(step_s: Sequence[float], in_a_row: int = 1) -> list[float]:
-    """Returns the measured steps divided by their median, sorted.
+    """Returns the step durations divided by their median, in ascending order.
 
     Args:
-        step_s: the seconds of each step.
-        in_a_row: the number of steps that ranks make before they wait for each other; each value is a mean over that
-            many steps.
+        step_s: the duration of each step, in seconds.
+        in_a_row: the number of steps between two synchronizations of the ranks; each result is the mean over that many
+            steps.
     """
     runs = max(1, len(step_s) // in_a_row)
     size = min(in_a_row, len(step_s))
@@ -240,13 +244,13 @@ def network_of(links: Links, nodes: int, per_node: int, regions: int = 1) -> Net
     """Returns the network of `nodes` hosts with `per_node` ranks each.
 
     Args:
-        links: the links that were measured or given.
+        links: the link properties, measured or given by the user.
         nodes: the number of hosts.
         per_node: the number of ranks on each host.
-        regions: the number of equal groups of hosts, each of which shares one link to the others.
+        regions: the number of equally sized groups of hosts; the hosts of a group share one link to the other groups.
 
     Raises:
-        CalibrationError: a link that the network needs is unknown.
+        CalibrationError: the properties of a required link are unknown.
         ValueError: a number is not positive, or there are more regions than hosts.
     """
     if nodes < 1 or per_node < 1 or not 1 <= regions <= nodes:
@@ -276,7 +280,7 @@ def network_of(links: Links, nodes: int, per_node: int, regions: int = 1) -> Net
 
 
 def with_rate(links: Links, times: float) -> Links:
-    """Returns the links with the rates of hosts and regions multiplied by `times`."""
+    """Returns the links with the rates of host and region links multiplied by `times`."""
 
     def scaled(link: NetworkLink | None) -> NetworkLink | None:
         return None if link is None else replace(link, bytes_per_s=link.bytes_per_s * times)

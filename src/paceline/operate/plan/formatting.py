@@ -15,7 +15,7 @@ _HEADS = (
 
 
 def table_text(predictions: Sequence[JobPrediction]) -> str:
-    """Returns a table with a row for each prediction, followed by a legend of the columns."""
+    """Formats predictions as a table with one row each, followed by an explanation of the columns."""
     rows = [_HEADS, *(_cells(each) for each in predictions)]
     per = f"{PER_SAMPLES:,} samples" if predictions[0].samples_per_s is not None else "1,000 steps"
     notes = (
@@ -26,7 +26,7 @@ def table_text(predictions: Sequence[JobPrediction]) -> str:
 
 
 def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
-    """Returns a table of changes on `nodes` nodes, with the largest gain first."""
+    """Formats changes on `nodes` nodes as a table, largest gain first."""
     if not advice:
         return f"On {nodes} nodes, none of the changes that were tried gains 1 % or saves memory.\n"
     rows = [("change", "rate", "step", "memory of a rank", "but")]
@@ -45,7 +45,7 @@ def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
 
 
 def facts_of(prediction: JobPrediction) -> dict[str, object]:
-    """Returns a prediction for JSON; each name ends with its unit."""
+    """Converts a prediction to a JSON object; each key ends with its unit."""
     step, memory, strategy = prediction.step, prediction.memory, prediction.strategy
     return {
         "nodes": prediction.nodes,
@@ -75,7 +75,7 @@ def facts_of(prediction: JobPrediction) -> dict[str, object]:
 
 
 def facts_of_advice(advice: Advice) -> dict[str, object]:
-    """Returns advice for JSON."""
+    """Converts advice to a JSON object."""
     return {
         "change": advice.change.what,
         "but": advice.change.but,
@@ -114,7 +114,7 @@ def _cells(prediction: JobPrediction) -> tuple[str, ...]:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """Formats rows of cells as columns, which are right-aligned except for those in `left`."""
+    """Formats rows of cells in columns; columns are right-aligned except those listed in `left`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,7 +1,7 @@
 """Goodput: the share of time that a job spends on useful work when workers and machines fail.
 
-An elastic job is simulated in virtual time with the coordinator of a launcher (`simulated_job.py`). A job that restarts
-from checkpoints is computed with Daly's closed form ("A higher order estimate of the optimum checkpoint interval for
+An elastic job is simulated in virtual time with the launcher's real coordinator (`simulated_job.py`). For a job that
+restarts from checkpoints, Daly's closed form applies ("A higher order estimate of the optimum checkpoint interval for
 restart dumps", 2006). This module also formats the results as a table and parses times.
 """
 
@@ -22,7 +22,7 @@ _MOST_MACHINES, _MOST_PER_MACHINE = 16, 2
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|h|d)")
-_SHARES = ("slowness", "replaying")  # the fields of EventTimes without a unit
+_SHARES = ("slowness", "replaying")  # fields of EventTimes that are ratios, not durations
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Goodput:
     Attributes:
         nodes: the number of machines.
         failures_per_day: the number of failures of workers and machines per day, excluding failures of the whole job.
-        pause_s: the median and the 95th percentile of the delay that a failure causes in an elastic job, in seconds.
-        elastic: the share of its time that an elastic job spends on steps; checkpoints and failures take the rest.
-        elastic_period_s: the best interval between checkpoints of an elastic job, in seconds; infinite if it needs
-            none.
-        restarting: the share of its time that a job spends on steps if every failure restarts it from a checkpoint.
-        restarting_period_s: the best interval between checkpoints of a job that restarts, in seconds.
-        lost: the number of simulated jobs that lost their state because all workers with it had died.
-        played: the number of simulated jobs.
+        pause_s: the median and the 95th percentile of the delay per failure in an elastic job, in seconds.
+        elastic: the fraction of time that an elastic job spends on steps rather than on checkpoints and failures.
+        elastic_period_s: the best interval between checkpoints of an elastic job, in seconds; infinite if no
+            checkpoints are needed.
+        restarting: the fraction of time that a job spends on steps if every failure restarts it from a checkpoint.
+        restarting_period_s: the best interval between checkpoints of a restarting job, in seconds.
+        lost: the number of simulated jobs that lost the training state because every worker that held it died.
+        played: the total number of simulated jobs.
     """
 
     nodes: int
@@ -62,10 +62,10 @@ def goodput(
     jobs: int = 8,
     failures_of_job: int = 25,
 ) -> Goodput:
-    """Computes the goodput of a job from `jobs` simulated jobs.
+    """Computes the goodput of a job by simulating it `jobs` times.
 
     Raises:
-        ValueError: a time is out of range; the message names it.
+        ValueError: a time is out of range; the message names the field.
     """
     if (problem := times.problem()) is not None:
         raise ValueError(problem)
@@ -106,7 +106,8 @@ def partition(nodes: int, away: int, times: EventTimes) -> JobOutcome:
     """Simulates a network partition that cuts off `away` of the nodes from the coordinator.
 
     Returns:
-        The outcome. It has one pause if a side continues; otherwise it has none, and `end` is the reason.
+        The outcome. If one side of the partition continues, `pauses_s` has one entry; otherwise it is empty and `end`
+        gives the reason.
     """
     machines = min(nodes, _MOST_MACHINES)
     cut = round(away * machines / nodes)
@@ -116,11 +117,12 @@ def partition(nodes: int, away: int, times: EventTimes) -> JobOutcome:
 
 
 def best_period_s(saving_s: float, between_s: float) -> float:
-    """Returns the best interval of work between two checkpoints, in seconds (Young 1974, Daly 2006).
+    """Returns the best amount of work between two checkpoints, in seconds (Young 1974, Daly 2006).
 
     Args:
         saving_s: the time by which a checkpoint delays training, in seconds.
-        between_s: the mean time between failures that need the newest checkpoint, in seconds; 0 for never.
+        between_s: the mean time between failures after which the newest checkpoint must be loaded, in seconds; 0 if
+            there are none.
     """
     if not between_s:
         return math.inf
@@ -131,12 +133,13 @@ def best_period_s(saving_s: float, between_s: float) -> float:
 
 
 def share_with_restarts(period_s: float, saving_s: float, restarting_s: float, rate: float) -> float:
-    """Returns the share of time that a job with restarts spends on work, for exponential failures (Daly 2006).
+    """Returns the fraction of time that a restarting job spends on work if failures are a Poisson process (Daly 2006).
 
     Args:
-        period_s: the seconds of work between two checkpoints; infinite without checkpoints.
+        period_s: the amount of work between two checkpoints, in seconds; infinite without checkpoints.
         saving_s: the time by which a checkpoint delays training, in seconds.
-        restarting_s: the seconds until the job computes again after a failure; the restart may fail too.
+        restarting_s: the time until the job computes again after a failure, in seconds; a failure may also interrupt
+            the restart.
         rate: the number of failures per second.
     """
     if not rate:
@@ -157,7 +160,7 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def parse_failures(text: str) -> MeanTimesBetweenFailures:
-    """Parses mean times between failures, as in `machine=30d,worker=90d,job=60d`; omitted ones are 0 (never).
+    """Parses mean times between failures such as `machine=30d,worker=90d,job=60d`; omitted values are 0 (never).
 
     Raises:
         ValueError: a part is malformed or has an unknown name.
@@ -169,7 +172,7 @@ def parse_failures(text: str) -> MeanTimesBetweenFailures:
 
 
 def parse_times(text: str, times: EventTimes) -> EventTimes:
-    """Parses changes to the times, as in `repair=10min,saving=2s,slowness=1.2`, and applies them.
+    """Parses changes to the times, such as `repair=10min,saving=2s,slowness=1.2`, and applies them.
 
     Raises:
         ValueError: a part is malformed or has an unknown name.
@@ -181,7 +184,7 @@ def parse_times(text: str, times: EventTimes) -> EventTimes:
 
 
 def goodput_text(results: Sequence[Goodput], times: EventTimes) -> str:
-    """Returns a table of the goodput of jobs, and the effect of network partitions on the largest one."""
+    """Formats the goodput of jobs as a table, followed by the effect of network partitions on the largest job."""
     heads = (
         "nodes", "failures a day", "pause p50", "p95", "elastic", "checkpoint every", "restarting", "checkpoint every",
     )  # fmt: skip
@@ -194,7 +197,7 @@ def goodput_text(results: Sequence[Goodput], times: EventTimes) -> str:
 
 
 def facts_of_goodput(result: Goodput) -> dict[str, object]:
-    """Returns a result for JSON; each name ends with its unit."""
+    """Converts a result to a JSON object; each key ends with its unit."""
     return {
         "nodes": result.nodes,
         "failures_per_day": result.failures_per_day,

@@ -1,7 +1,8 @@
-"""JobPrediction: a job's step time, rate, bottleneck, memory and cost.
+"""JobPrediction: the predicted step time, rate, bottleneck, memory and cost of a job.
 
-A step takes as long as its slowest rank. The band is the variation from step to step: each rank's time is drawn from
-the measured ones, and the largest of n draws is below their q^(1/n) quantile with probability q.
+A step takes as long as its slowest rank. The interval from `low_s` to `high_s` covers the variation between steps: each
+rank's time is drawn from the measured times, and the largest of n draws is below their q^(1/n) quantile with
+probability q.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from paceline.operate.plan.step_time import WIRES, CallTimes, Simulate, StepTime
 PER_SAMPLES = 1_000_000
 """The number of samples for which node-hours are given; if samples are unknown, they are given for 1,000 steps."""
 
-_WORTH_NAMING = 0.2  # the least share of a step for which communication or the slowest rank is a bottleneck
-_FAST = 1e15  # the rate of a link that takes no time, in bytes per second
+_WORTH_NAMING = 0.2  # communication or the slowest rank is a bottleneck from this fraction of a step on
+_FAST = 1e15  # bytes per second; stands for an unlimited rate
 
 Networks = Callable[[int, int], Network]
 """A function that returns the network for a number of hosts and a number of ranks per host."""
@@ -25,7 +26,7 @@ Networks = Callable[[int, int], Network]
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of a rank by use, in bytes."""
+    """Memory use of a rank by purpose, in bytes."""
 
     parameter_nbytes: int
     gradient_nbytes: int
@@ -40,21 +41,21 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class JobPrediction:
-    """The prediction for a job of `nodes` hosts with `per_node` ranks each.
+    """The prediction for a job on `nodes` hosts with `per_node` ranks each.
 
     Attributes:
         nodes: the number of hosts.
         per_node: the number of ranks on each host.
-        strategy: the choices of the job.
+        strategy: the strategy of the job.
         step: the parts of the median step.
         low_s: the 5th percentile of a step's duration.
         high_s: the 95th percentile of a step's duration.
-        alone_s: the duration of a step of one rank that waits for no other.
-        samples_per_s: the rate of all ranks; None if a rank's samples are unknown.
-        node_hours: the cost of `PER_SAMPLES` samples.
-        memory: the memory of a rank.
-        traffic_nbytes: the bytes that a host sends to others in a step.
-        bottleneck: the limit of the rate, or "" if it was not computed.
+        alone_s: the duration of a step on a rank that runs alone.
+        samples_per_s: the total number of samples per second; None if the number of samples per step is unknown.
+        node_hours: the cost of training on `PER_SAMPLES` samples.
+        memory: the memory use of a rank.
+        traffic_nbytes: the number of bytes that a host sends to other hosts per step.
+        bottleneck: the component that limits the rate; "" if it was not computed.
     """
 
     nodes: int
@@ -77,7 +78,7 @@ class JobPrediction:
 
     @property
     def efficiency(self) -> float:
-        """The rate divided by that of the same number of ranks that never wait."""
+        """The rate relative to that of the same number of ranks if they never waited."""
         return self.alone_s / self.step.seconds
 
 
@@ -93,12 +94,12 @@ def predict(
     """Predicts a job on a network.
 
     Args:
-        calibration: the measurements of one rank.
-        network: the hosts, which have the same number of ranks, and their links.
-        strategy: the choices of the job.
-        simulate: `simulate_call` of `comm/schedule/simulation.py`.
-        times: a cache of the durations of calls on that network, or None.
-        explains: whether to compute the bottleneck, for which other networks are simulated.
+        calibration: the measurements taken on one rank.
+        network: the hosts and their links; all hosts have the same number of ranks.
+        strategy: the strategy of the job.
+        simulate: `simulate_call` from `comm/schedule/simulation.py`.
+        times: a cache with the durations of calls on `network`, or None.
+        explains: whether to compute the bottleneck, which requires simulations of other networks.
     """
     times = times or CallTimes(network, calibration.links.host_calls, simulate)
     nodes, ranks = len(network.hosts), times.ranks
@@ -133,7 +134,7 @@ def _alone(calibration: Calibration, strategy: Strategy) -> float:
 def slowest_of(spread: Sequence[float], ranks: int, share: float) -> float:
     """Returns the `share` quantile of the largest of `ranks` draws from `spread`, which is sorted.
 
-    Values are interpolated, and never exceed the slowest measured one.
+    Quantiles are interpolated and never exceed the largest value in `spread`.
     """
     position: float = share ** (1 / ranks) * (len(spread) - 1)
     below = min(int(position), len(spread) - 1)
@@ -142,10 +143,10 @@ def slowest_of(spread: Sequence[float], ranks: int, share: float) -> float:
 
 
 def memory_of(calibration: Calibration, strategy: Strategy, ranks: int) -> RankMemory:
-    """Returns the memory of a rank; each stage of ZeRO divides more of it among the ranks."""
+    """Returns the memory use of a rank; each stage of ZeRO shards more of it."""
     memory = calibration.memory
     parts = [1 if strategy.zero < stage else ranks for stage in (1, 2, 3)]
-    # DiLoCo keeps the outer parameters, their momentum and the tensors of an exchange.
+    # DiLoCo also stores the outer parameters, their momentum and the tensors that it exchanges.
     extra = 3 * memory.parameter_nbytes if strategy.period else 0
     return RankMemory(
         -(-memory.parameter_nbytes // parts[2]),
@@ -156,7 +157,7 @@ def memory_of(calibration: Calibration, strategy: Strategy, ranks: int) -> RankM
 
 
 def traffic_of(calibration: Calibration, strategy: Strategy, nodes: int) -> float:
-    """Returns the bytes that a host sends to others in a step, with algorithms that send no byte twice."""
+    """Returns the bytes that a host sends to other hosts per step, assuming bandwidth-optimal algorithms."""
     if nodes == 1:
         return 0.0
     once = (nodes - 1) / nodes
@@ -172,7 +173,7 @@ def traffic_of(calibration: Calibration, strategy: Strategy, nodes: int) -> floa
 def bottleneck_of(
     calibration: Calibration, network: Network, strategy: Strategy, simulate: Simulate, step: StepTime
 ) -> str:
-    """Returns the part of the job whose removal shortens the step most: computing, or a property of the links."""
+    """Returns the bottleneck: computing, data, stragglers, or the link property that delays the step most."""
     alone_s = _alone(calibration, strategy)
     late_s = step.computing_s - alone_s
     if step.exposed_s > max(late_s, _WORTH_NAMING * step.seconds):
@@ -191,7 +192,7 @@ def bottleneck_of(
 
 
 def _without(network: Network) -> dict[str, Network]:
-    """Returns networks in each of which one property takes no time, keyed by the name of the property."""
+    """Returns copies of the network in which one property is idealized, keyed by the property's name."""
     if len(network.hosts) == 1:
         return {}
 

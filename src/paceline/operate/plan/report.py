@@ -1,4 +1,4 @@
-"""Report of a plan: one self-contained HTML file in the style of `paceline report`, with SVG figures."""
+"""Plan report: one self-contained HTML file in the style of `paceline report`, with SVG figures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class HeatRow:
 
 
 def scaling_curve(predictions: Sequence[JobPrediction]) -> str:
-    """Returns a chart of the rate over the number of ranks on logarithmic axes, with its band and the ideal rate."""
+    """Returns a log-log chart of the rate over the number of ranks, with the predicted interval and the ideal rate."""
     ranks = [job.ranks for job in predictions]
     rates = [job.ranks / job.step.seconds for job in predictions]
     ideal = [job.ranks / job.alone_s for job in predictions]
@@ -94,7 +94,7 @@ def scaling_curve(predictions: Sequence[JobPrediction]) -> str:
 
 
 def step_bars(predictions: Sequence[JobPrediction]) -> str:
-    """Returns a bar chart with a bar for each number of nodes, divided into the parts of a step."""
+    """Returns a stacked bar chart with the parts of a step for each number of nodes."""
     longest = max(job.step.seconds for job in predictions)
     height = _TOP + 34 * len(predictions) + 34
     room = _WIDTH - _LEFT - 90
@@ -145,7 +145,7 @@ def _parts(prediction: JobPrediction) -> tuple[float, ...]:
 
 
 class _LogAxis:
-    """A logarithmic axis between two coordinates of the picture."""
+    """A logarithmic axis between two coordinates of the figure."""
 
     def __init__(self, values: Sequence[float], first: float, last: float) -> None:
         self._low, self._high = min(values), max(values)
@@ -159,7 +159,7 @@ class _LogAxis:
         return self._first + share * (self._last - self._first)
 
     def ticks(self) -> list[float]:
-        """Returns up to five values from the least to the largest."""
+        """Returns up to five tick values, from the smallest to the largest."""
         if self._high <= self._low:
             return [self._low]
         return [self._low * (self._high / self._low) ** (quarter / 4) for quarter in range(5)]
@@ -200,14 +200,14 @@ def report(
     heat: Sequence[HeatRow],
     made: str,
 ) -> bytes:
-    """Returns the page.
+    """Returns the HTML page.
 
     Args:
         calibration: the measurements.
-        predictions: the prediction for each number of nodes.
-        advice: the advice for the last of them.
+        predictions: one prediction for each number of nodes.
+        advice: the advice for the last prediction.
         heat: the result of `heat_of`; empty if all ranks are on one host.
-        made: the date and origin of the report, for its footer.
+        made: the date and origin of the report, shown in the footer.
     """
     style = assets()["page.css"].decode() + _STYLE
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -237,7 +237,7 @@ def report(
 def heat_of(
     calibration: Calibration, predictions: Sequence[JobPrediction], simulate: Simulate, regions: int = 1
 ) -> list[HeatRow]:
-    """Returns the efficiencies of the predicted jobs with other rates of links between hosts."""
+    """Predicts the jobs' efficiencies for other link rates between hosts."""
     rows = []
     for job in predictions:
         if job.nodes == 1:

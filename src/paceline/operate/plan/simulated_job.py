@@ -1,7 +1,7 @@
-"""SimulatedJob: an elastic job with failures in virtual time, with the coordinator of a real launcher.
+"""SimulatedJob: an elastic job with failures, simulated in virtual time with the launcher's real coordinator.
 
-`SimulatedWorker` models the messages of a worker and the views that it enters. `SimulatedView` models the connections
-of a view's members, which make steps together; it breaks when one of them dies.
+`SimulatedWorker` models a worker's messages and the views that it enters. `SimulatedView` models the connections
+between the members of a view; it breaks when one of them dies.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ DAY_S = 24 * HOUR_S
 
 _MOST_EVENTS = 5_000_000
 _NEVER_S = 1e12
-_CALM_S = 90.0  # the time in which all workers start, before the first failure
+_CALM_S = 90.0  # no failure occurs before this time, while all workers start
 
 
 @dataclass(frozen=True)
 class EventTimes:
-    """Durations of one job's events, in seconds.
+    """Durations of the events in a job, in seconds.
 
-    The defaults are medians of `bench/elastic.py` and `bench/death.py` on two cores.
+    The defaults are medians measured with `bench/elastic.py` and `bench/death.py` on two cores.
 
     Attributes:
-        step_s: the duration of a step of the whole job without events.
-        noticing_s: the time from the death of a process until the other workers are notified.
-        silence_s: the time from the loss of a machine, which closes no connection, until it is declared lost.
+        step_s: the duration of a step of the full job without disturbances.
+        noticing_s: the time from a process's death until the other workers are notified.
+        silence_s: the time until a machine that failed without closing its connections is declared lost.
         message_s: the latency of a message between a worker and the coordinator.
-        forming_s: the work of a member for a new view: leaving the old group and preparing the next one.
-        meeting_s: the time from the end of this work until the members of a new view are connected; 0 for one member.
-        starting_s: the time until a worker's replacement on the same machine is ready, with a spare interpreter.
+        forming_s: the time that a member takes to leave its old group and prepare that of a new view.
+        meeting_s: the time from the preparation of a new view's group until its members are connected; 0 for one
+            member.
+        starting_s: the time until a worker's replacement on the same machine is ready, if it uses a spare interpreter.
         repair_s: the time until another machine replaces a lost one.
         copying_s: the time until a new worker has the state.
-        slowness: the factor by which the other workers' steps slow down while a new worker copies; at least 1.
-        replaying: the time that a new worker takes to replay a step made during the copy, as a share of a step.
+        slowness: the factor by which steps slow down while a new worker copies the state; at least 1.
+        replaying: the time that a new worker takes to replay one step made during the copy, as a fraction of a step.
         saving_s: the time by which a checkpoint delays training.
         restarting_s: the time until all workers run again and have loaded a checkpoint.
     """
@@ -90,13 +91,13 @@ class EventTimes:
 
 @dataclass(frozen=True)
 class MeanTimesBetweenFailures:
-    """Mean times between failures, in seconds; 0 for never. Failures are independent of each other (Poisson).
+    """Mean times between failures, in seconds; 0 for never. Failures are independent Poisson processes.
 
     Attributes:
-        worker_s: the mean time between failures of a worker's process, which its machine replaces.
+        worker_s: the mean time between failures of a worker process, which its machine replaces.
         machine_s: the mean time between failures of a machine, with all its workers.
-        job_s: the mean time between failures of the whole job, such as a power cut or the end of a reservation, which
-            only checkpoints survive.
+        job_s: the mean time between failures of the whole job, such as a power outage or the end of a reservation. Only
+            checkpoints survive them.
     """
 
     worker_s: float = 0.0
@@ -104,16 +105,16 @@ class MeanTimesBetweenFailures:
     job_s: float = 0.0
 
     def rate(self, machines: int, per_machine: int) -> float:
-        """Returns the failures per second of the machines and their workers, excluding those of the whole job."""
+        """Returns the number of machine and worker failures per second, excluding failures of the whole job."""
         rate = machines / self.machine_s if self.machine_s else 0.0
         return rate + (machines * per_machine / self.worker_s if self.worker_s else 0.0)
 
 
 class SimulatedWorker:
-    """A process of the job. It is starting, ready, learning, caught up, forming, working, broken, or gone.
+    """A process of the job, whose state is starting, ready, learning, caught up, forming, working, broken or gone.
 
-    `trains` is set once it has been in a view with all members. It takes a snapshot for each of `transfers` at the end
-    of the step.
+    `trains` is set once the process has been in a view that all members entered. The process takes a snapshot for each
+    entry of `transfers` at the end of the step.
     """
 
     __slots__ = ("group", "job", "latest", "machine", "state", "trains", "transfer", "transfers", "uid")
@@ -128,7 +129,7 @@ class SimulatedWorker:
         self.transfers: list[StateTransfer] = []
 
     def started(self) -> None:
-        """Handles the start of the script's loop."""
+        """Handles the start of the training loop."""
         if self.state == "starting":
             self.state = "ready"
             self.job.send(self, Ready("", learns=True))
@@ -159,7 +160,7 @@ class SimulatedWorker:
         elif self.trains:
             self.job.end_worker(self, 75)
         elif self.group is not None and not view.is_planned:
-            # The view that it was to join is obsolete, so it tries again.
+            # The view that this worker was about to join is obsolete, so it announces itself again.
             self.job.send(self, Broken(self.group.view.generation, self.job.steps, "there is a later view"))
             self.state, self.group = "caught up", None
             self.job.send(self, CaughtUp(self.job.steps))
@@ -175,7 +176,7 @@ class SimulatedWorker:
         if self.state == "ready" and offer.transfer > self.transfer:
             self.state, self.transfer = "learning", offer.transfer
             times = self.job.times
-            # The other workers make steps while it copies, and further ones while it replays these.
+            # The other workers make steps while this worker copies the state, and more steps while it replays those.
             takes_s = times.copying_s / (1 - times.replaying)
             self.job.receivers += 1
             self.job.after(times.copying_s, self._copied)
@@ -203,7 +204,7 @@ class SimulatedView:
         self.begun_s = self.lasts_s = 0.0
 
     def arrive(self, worker: SimulatedWorker) -> None:
-        """Handles the arrival of a member; once all have arrived, they prepare, and are then connected."""
+        """Handles the arrival of a member. Once all members have arrived, they prepare and then connect."""
         self.arrived[worker.uid] = worker
         if not self.is_closed and len(self.arrived) == len(self.view.members):
             times = self.job.times
@@ -221,7 +222,7 @@ class SimulatedView:
             self._enter_planned(self.planned)
 
     def begin_step(self) -> None:
-        """Schedules the end of the current step, and of all further steps before the next event."""
+        """Schedules the end of the current step and of all further steps before the next event."""
         job = self.job
         self.begun_s = job.now_s
         self.lasts_s = job.left_s * job.slowness_of(len(self.view.members))
@@ -251,7 +252,7 @@ class SimulatedView:
                 self.job.end_worker(worker, 0)
 
     def lose(self, workers: int, notice_s: float) -> None:
-        """Removes members; the others keep their part of the step, and are notified after `notice_s`."""
+        """Removes members. The remaining members keep their progress in the step and are notified after `notice_s`."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -270,10 +271,10 @@ class JobOutcome:
     """The result of a simulated job.
 
     Attributes:
-        seconds: the time since its first step.
+        seconds: the time since the first step of the job.
         steps: the number of committed steps.
-        pauses_s: the delay of the step in which each failure happened.
-        is_lost: whether no worker with the state was left.
+        pauses_s: for each failure, the delay of the step in which it happened.
+        is_lost: whether the training state was lost with the last worker that held it.
         end: the coordinator's reason for ending the job, or "".
     """
 
@@ -285,16 +286,16 @@ class JobOutcome:
 
 
 class SimulatedJob:
-    """Simulates one job.
+    """Simulation of one job.
 
     Args:
         machines: the number of machines.
         per_machine: the number of workers on each machine.
-        times: the durations of events.
+        times: the durations of the job's events.
         failures: the mean times between failures; failures of the whole job are not simulated.
-        seed: the seed of the times of failures.
-        share: a worker's share of all work, if there are more workers than are simulated.
-        min_workers: the number of workers below which the job waits.
+        seed: the seed for the random times of failures.
+        share: a worker's fraction of all work, if only some of the workers are simulated.
+        min_workers: the minimum number of workers; with fewer workers the job waits.
     """
 
     def __init__(
@@ -323,10 +324,10 @@ class SimulatedJob:
         self._names = 0
         self.receivers = 0
         self.steps = 0
-        self.left_s = times.step_s  # the rest of the current step
+        self.left_s = times.step_s  # remaining time of the current step
         self._began_s: float | None = None
         self._committed_s = 0.0
-        self._recent_failures = 0  # the number of failures since the last step
+        self._recent_failures = 0  # number of failures since the last step
         self._outcome = JobOutcome()
         self._has_ended = False
         for _ in range(machines):
@@ -339,7 +340,7 @@ class SimulatedJob:
         return self._result()
 
     def partition(self, machines: int) -> JobOutcome:
-        """Cuts off `machines` machines at once, and runs until the others have made a step, or the job ends."""
+        """Cuts off `machines` machines at once and runs until the remaining ones complete a step or the job ends."""
         self.after(_CALM_S, self._cut_off, machines)
         self._run(lambda: self._has_ended or bool(self._outcome.pauses_s))
         return self._result()
@@ -362,7 +363,7 @@ class SimulatedJob:
         for name in list(self._machines)[-machines:]:
             self._lose_machine(name)
 
-    # - Calls of workers and groups
+    # - Interface for workers and groups
 
     def after(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
         """Schedules a call after `delay_s`."""
@@ -374,7 +375,7 @@ class SimulatedJob:
         self.after(self.times.message_s, self._receive, worker.uid, message)
 
     def group(self, view: View) -> SimulatedView:
-        """Returns the connections of a view."""
+        """Returns the simulated connections of a view."""
         found = self._groups.get(view.generation)
         if found is None:
             found = self._groups[view.generation] = SimulatedView(self, view)
@@ -389,11 +390,11 @@ class SimulatedJob:
         return (self.times.slowness if self.receivers else 1.0) / (1 - missing)
 
     def keep_progress(self, group: SimulatedView, lost: int) -> None:
-        """Keeps the survivors' progress in the step; the work of the lost workers is left for the others."""
+        """Keeps the survivors' progress in the step; the survivors must redo the work of lost workers."""
         if group.lasts_s:
             done = min(1.0, (self.now_s - group.begun_s) / group.lasts_s)
             share = lost * self._share
-            # The rest of the whole step, as the time that all workers together would take.
+            # The remaining work of the step, expressed as the time that the full set of workers would take.
             self.left_s = self.left_s * (1 - done) * (1 - share) + self.times.step_s * share
         group.lasts_s = 0.0
 
@@ -416,7 +417,7 @@ class SimulatedJob:
         self.left_s = self.times.step_s
 
     def end_worker(self, worker: SimulatedWorker, code: int) -> None:
-        """Ends a process; its launcher reports the end, and starts another one."""
+        """Ends a process. Its launcher reports the end and starts a replacement."""
         if worker.state == "gone":
             return
         group, worker.state, worker.group = worker.group, "gone", None
@@ -437,7 +438,7 @@ class SimulatedJob:
 
     def _fail(self, left: int) -> None:
         if left == 0:
-            if self._recent_failures:  # the job recovers from the last failure first
+            if self._recent_failures:  # a new failure waits until the job has recovered from the previous one
                 self.after(self.times.step_s, self._fail, 0)
             else:
                 self._has_ended = True
@@ -455,7 +456,7 @@ class SimulatedJob:
         self.after(max(self._next_failure_s(), 1e-9), self._fail, left - 1)
 
     def _lose_machine(self, name: str) -> None:
-        """Removes a machine as in a power failure: no connection is closed, and another machine joins after repair."""
+        """Removes a machine without closing its connections, as in a power failure. A new one joins after repair."""
         workers = self._machines.pop(name)
         groups = Counter(worker.group for worker in workers)
         for worker in workers:

@@ -1,9 +1,9 @@
-"""StepTime: the duration of one step of data-parallel training, and the share of its communication that is exposed.
+"""StepTime: the duration of one step of data-parallel training, with its exposed communication time.
 
 A step on a rank is data loading, forward and backward passes, the optimizer's step and other work, in sequence. Buckets
-are averaged one at a time and strictly in their order, as in `train/ddp/reducer.py`: during backward, each bucket but
-the last as soon as it is full, and the remaining ones after backward. `CallTimes` has the durations of the collectives,
-simulated on a network or interpolated between measurements on one host.
+are averaged one at a time and strictly in order, as in `train/ddp/reducer.py`. Each bucket except the last is averaged
+during the backward pass as soon as it is full, and the remaining ones after it. `CallTimes` computes the durations of
+collectives by simulating a network or by interpolating between measurements on one host.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ _ON_ONE_HOST = "shared memory"
 
 @dataclass(frozen=True)
 class Strategy:
-    """The choices of a job that do not change the model, so that a prediction can try others.
+    """The settings of a job that can be changed without changing the model.
 
     Attributes:
-        bucket_nbytes: the sizes of buckets, as in `Calibration`.
-        overlaps: whether gradients are averaged during backward.
-        forwards: the number of forwards and backwards in a step; the last backward averages.
-        wire: the format between hosts, one of `WIRES`; None for unrounded gradients.
+        bucket_nbytes: the maximum bucket sizes, as in `Calibration`.
+        overlaps: whether gradients are averaged during the backward pass.
+        forwards: the number of forward and backward passes per step; gradients are averaged in the last backward pass.
+        wire: the format of gradients sent between hosts, one of `WIRES`; None for unrounded gradients.
         zero: the stage of ZeRO; 0 for DistributedDataParallel.
-        period: the number of steps after which ranks average their parameters; 0 if they average gradients in every
-            step.
-        algorithm: the algorithm of collectives; None for the fastest.
+        period: the number of steps between averages of the parameters; 0 to average gradients in every step.
+        algorithm: the algorithm for collectives; None for the fastest.
     """
 
     bucket_nbytes: tuple[int, ...]
@@ -66,7 +65,7 @@ class SimulatedTiming(Protocol):
 
     @property
     def seconds(self) -> float:
-        """The seconds from the arrival of the last rank to the completion on the last rank."""
+        """The time from the arrival of the last rank until all ranks have completed the call, in seconds."""
         ...
 
 
@@ -75,19 +74,19 @@ Simulate = Callable[[str, Operation, int, Network], SimulatedTiming]
 
 @dataclass(frozen=True)
 class TimedCall:
-    """A call: the algorithm that the engine would choose, and its duration in seconds."""
+    """A call, with the algorithm that the engine would choose and the duration in seconds."""
 
     algorithm: str
     seconds: float
 
 
 class CallTimes:
-    """The durations of collectives on one network; each distinct call is simulated once.
+    """Durations of collectives on one network. Each distinct call is simulated only once.
 
     Args:
         network: the hosts and their links.
-        host_calls: all-reduces that were measured on one host.
-        simulate: `simulate_call` of `comm/schedule/simulation.py`.
+        host_calls: the all-reduces measured on one host.
+        simulate: `simulate_call` from `comm/schedule/simulation.py`.
     """
 
     def __init__(self, network: Network, host_calls: Sequence[HostCall], simulate: Simulate) -> None:
@@ -105,9 +104,9 @@ class CallTimes:
 
         Args:
             operation: the collective.
-            nbytes: the size of the longest buffer of a rank, as for `schedule.cost.predict`.
-            algorithm: the algorithm to use if it has the operation; None for the engine's choice.
-            wire: the format between hosts; None for unrounded data.
+            nbytes: the size of the largest buffer on a rank, as in `schedule.cost.predict`.
+            algorithm: the algorithm to use if it supports the operation; None for the engine's choice.
+            wire: the format of data sent between hosts; None for unrounded data.
         """
         if self.ranks == 1 or nbytes == 0:
             return TimedCall("none", 0.0)
@@ -119,15 +118,15 @@ class CallTimes:
         return TimedCall(name, self._simulated(name, operation, nbytes, None))
 
     def _chosen(self, operation: Operation, nbytes: int, algorithm: str | None) -> str:
-        """Returns `algorithm` if it has the operation, otherwise the engine's choice."""
+        """Returns `algorithm` if it supports the operation, otherwise the engine's choice."""
         choice = choose(self.network.cost_model(), operation, nbytes, self.ranks, self._hosts)
         offered = [candidate.algorithm for candidate in choice.candidates]
         return algorithm if algorithm in offered else offered[0]
 
     def _packed(self, wire: str, operation: Operation, nbytes: int) -> float:
-        """Returns the duration of a quantised call, approximated by a hierarchical one in a large world.
+        """Returns the duration of a quantized call; in a large world, a hierarchical call serves as an approximation.
 
-        The schedule is an exchange between all pairs of hosts, which is too large to simulate in a large world.
+        A quantized call exchanges data between all pairs of hosts, which takes too long to simulate in a large world.
         """
         if self.ranks <= EXACT_RANKS:
             return self._at(wire, operation, nbytes, None)
@@ -154,18 +153,18 @@ class CallTimes:
         return self._known[key]
 
     def _on_one_host(self, operation: Operation, nbytes: int) -> float:
-        """Returns the duration from the measured all-reduces; a reduce-scatter or a gather takes about half of it."""
+        """Returns the duration from measured all-reduces; a reduce-scatter or all-gather takes about half as long."""
         seconds = interpolated(self._host_calls, self.ranks, nbytes)
         return seconds if operation is Operation.ALL_REDUCE else seconds / 2
 
 
 def with_bandwidth_factor(network: Network, times: float) -> Network:
-    """Returns the network with the rates of links between hosts multiplied by `times`, as for packed data."""
+    """Returns the network with the link rates between hosts multiplied by `times`, to model packed data."""
     return map_links(network, lambda link: replace(link, bytes_per_s=link.bytes_per_s * times))
 
 
 def map_links(network: Network, change: Callable[[NetworkLink], NetworkLink]) -> Network:
-    """Returns the network with all links between hosts changed."""
+    """Returns the network with `change` applied to all links between hosts."""
     return replace(
         network,
         node=change(network.node),
@@ -176,11 +175,11 @@ def map_links(network: Network, change: Callable[[NetworkLink], NetworkLink]) ->
 
 
 def interpolated(calls: Sequence[HostCall], ranks: int, nbytes: int) -> float:
-    """Returns the seconds of an all-reduce on one host, interpolated between the measured sizes.
+    """Returns the duration of an all-reduce on one host in seconds, interpolated between the measured sizes.
 
-    Below the smallest size, the time is that of the smallest; beyond the largest, it is proportional to the size. If
-    this number of ranks was not measured, the time of the nearest one is scaled by the ratio, as ranks share the
-    memory.
+    Below the smallest measured size the duration is constant, and above the largest it is proportional to the size. If
+    `ranks` was not measured, the duration for the nearest number of ranks is scaled by the ratio, because ranks share
+    the memory bandwidth.
     """
     nearest = min({call.ranks for call in calls}, key=lambda measured: (abs(measured - ranks), measured))
     points = sorted((call.nbytes, call.seconds) for call in calls if call.ranks == nearest)
@@ -197,7 +196,7 @@ def interpolated(calls: Sequence[HostCall], ranks: int, nbytes: int) -> float:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """A bucket of gradients: its size, and the seconds from the beginning of backward until it can be sent."""
+    """A gradient bucket: its size, and the seconds from the start of the backward pass until it can be sent."""
 
     nbytes: int
     ready_s: float
@@ -209,13 +208,13 @@ class StepTime:
 
     Attributes:
         data_s: the time that a rank waits for the loader.
-        forward_s: the duration of all forwards.
-        backward_s: the duration of all backwards.
-        exposed_s: the time that ranks wait for communication.
-        optimizer_s: the duration of the optimizer's step.
+        forward_s: the duration of all forward passes.
+        backward_s: the duration of all backward passes.
+        exposed_s: the time that ranks spend waiting for communication.
+        optimizer_s: the duration of the optimizer step.
         rest_s: the duration of everything else.
-        communication_s: the time that the network is used.
-        algorithm: the algorithm of the largest call.
+        communication_s: the time for which the network is in use.
+        algorithm: the algorithm used by the largest call.
     """
 
     data_s: float
@@ -229,7 +228,7 @@ class StepTime:
 
     @property
     def computing_s(self) -> float:
-        """The duration of the parts that need no other rank."""
+        """The duration of the parts that do not depend on other ranks."""
         return self.data_s + self.forward_s + self.backward_s + self.optimizer_s + self.rest_s
 
     @property
@@ -239,12 +238,12 @@ class StepTime:
 
     @property
     def overlap(self) -> float:
-        """The share of the communication that is hidden behind computing; 1 without communication."""
+        """The fraction of communication that overlaps with computation; 1 without communication."""
         return max(0.0, 1 - self.exposed_s / self.communication_s) if self.communication_s else 1.0
 
 
 def buckets_of(gradients: Sequence[MeasuredGradient], caps_nbytes: Sequence[int]) -> list[PlannedBucket]:
-    """Returns the buckets of `DistributedDataParallel`; a bucket is sent after the previous ones."""
+    """Returns the buckets that `DistributedDataParallel` would create. They are sent in order."""
     sizes, dtypes = [gradient.nbytes for gradient in gradients], [gradient.dtype for gradient in gradients]
     planned: list[PlannedBucket] = []
     latest_s = 0.0
@@ -259,9 +258,9 @@ def step_of(calibration: Calibration, strategy: Strategy, times: CallTimes, fact
 
     Args:
         calibration: the measurements of one rank.
-        strategy: the choices of the job.
+        strategy: the strategy of the job.
         times: the durations of collectives on the job's network.
-        factor: the ratio of the slowest rank's computing time to the measured one.
+        factor: the ratio of the slowest rank's computing time to the measured time.
     """
     alone = calibration.times
     forwards = strategy.forwards
@@ -286,7 +285,7 @@ def step_of(calibration: Calibration, strategy: Strategy, times: CallTimes, fact
 
 
 def _before_forward(calibration: Calibration, strategy: Strategy, times: CallTimes) -> float:
-    """Returns the seconds of the broadcast of rank 0's buffers, before the forward whose backward averages."""
+    """Returns the duration of the buffer broadcast before the forward pass, in seconds."""
     if strategy.period or not calibration.buffer_nbytes:
         return 0.0
     return times.call(Operation.BROADCAST, calibration.buffer_nbytes, algorithm=strategy.algorithm).seconds
@@ -295,7 +294,7 @@ def _before_forward(calibration: Calibration, strategy: Strategy, times: CallTim
 def _averaging(
     calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float, operation: Operation
 ) -> tuple[float, float, str]:
-    """Returns the seconds for which the network is used, those exposed after backward, and the algorithm."""
+    """Returns the communication time, the part exposed after the backward pass (both in seconds), and the algorithm."""
     backward_s = calibration.times.backward_s * factor
     buckets = buckets_of(calibration.gradients, strategy.bucket_nbytes)
     free_s = used_s = 0.0
@@ -312,7 +311,7 @@ def _averaging(
 
 
 def _zero(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float) -> tuple[float, float, str]:
-    """Returns the values of `_averaging` for ZeRO: parameters are gathered after a step, in stage 3 before each use."""
+    """Returns the values of `_averaging` for ZeRO, including gathers: after a step, or in stage 3 before each use."""
     operation = Operation.ALL_REDUCE if strategy.zero == 1 else Operation.REDUCE_SCATTER
     used_s, exposed_s, algorithm = _averaging(calibration, strategy, times, factor, operation)
     gather = times.call(Operation.ALL_GATHER, calibration.memory.parameter_nbytes, algorithm=strategy.algorithm).seconds
@@ -324,7 +323,7 @@ def _zero(calibration: Calibration, strategy: Strategy, times: CallTimes, factor
 
 
 def _diloco(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float) -> tuple[float, float, str]:
-    """Returns the values of `_averaging` for DiLoCo, whose exchange of all parameters overlaps with `period` steps."""
+    """Returns the values of `_averaging` for DiLoCo, which exchanges all parameters during the next `period` steps."""
     nbytes = calibration.memory.parameter_nbytes
     call = times.call(Operation.ALL_REDUCE, nbytes, algorithm=strategy.algorithm, wire=strategy.wire)
     left_s = max(0.0, call.seconds - strategy.period * calibration.alone_s * factor)

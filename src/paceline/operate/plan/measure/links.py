@@ -1,4 +1,4 @@
-"""Measurement of a job's links: between ranks of a host, between all pairs of hosts, and all-reduces on one host."""
+"""Link measurement: links between ranks of one host, links between all pairs of hosts, and all-reduces on one host."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.operate.plan.measure.step_watch import reduction_s_per_byte
 MOST_HOSTS = 32
 """The largest number of hosts of which all pairs are measured; with more, only the first two hosts are measured."""
 
-_BUDGET_S = 2.0  # the time for the short messages of a link, and again for its long ones
-_ALL_ROUNDS_S = 30.0  # the time for the messages of all rounds between hosts
+_BUDGET_S = 2.0  # time limit for the short messages on a link; the same limit applies to its long messages
+_ALL_ROUNDS_S = 30.0  # time limit for all measurements between hosts
 _SHORT_MESSAGES = 100
 _LONGEST_NBYTES = 64 << 20
-_LONG_S = 0.2  # the least duration of a message that measures a rate, unless it has the longest size
+_LONG_S = 0.2  # minimum duration of a message that measures a rate, unless it has the maximum size
 _HOST_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _HOST_CALLS_S = 0.2
 
@@ -32,7 +32,7 @@ UNMEASURED_WITHIN = NetworkLink(latency_s=2e-6, bytes_per_s=1e10)
 
 
 def hosts_of(names: Sequence[str]) -> list[list[int]]:
-    """Returns the ranks of each host, given the name of each rank's host."""
+    """Groups ranks by host, given each rank's host name."""
     hosts: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         hosts.setdefault(name, []).append(rank)
@@ -40,7 +40,7 @@ def hosts_of(names: Sequence[str]) -> list[list[int]]:
 
 
 def measure_links(hosts: Sequence[Sequence[int]]) -> Links:
-    """Measures the links on rank 0's host and between hosts; every rank of the default group calls this.
+    """Measures the links on rank 0's host and between hosts. Every rank of the default group must call it.
 
     Args:
         hosts: the ranks of each host.
@@ -53,9 +53,10 @@ def measure_links(hosts: Sequence[Sequence[int]]) -> Links:
 
 
 def measure_pairs(hosts: Sequence[Sequence[int]]) -> tuple[PairLink, ...]:
-    """Measures the links between the first ranks of all pairs of hosts; every rank of the job calls this.
+    """Measures the links between the first ranks of all pairs of hosts. Every rank of the job must call it.
 
-    The pairs measure in rounds, as many as possible at once, so that shared links show in their rates.
+    Each round measures as many disjoint pairs as possible at the same time, so the rates reflect the capacity of shared
+    links.
     """
     rounds = round_robin_rounds(len(hosts))
     budget_s = min(_BUDGET_S, _ALL_ROUNDS_S / max(1, len(rounds)))
@@ -84,7 +85,7 @@ def usual_link(pairs: Sequence[PairLink]) -> NetworkLink | None:
 
 
 def _losses() -> Mapping[int, float]:
-    """Returns the share of retransmitted segments for each rank on another host, from this process's recording."""
+    """Returns the fraction of retransmitted segments for each rank on another host, from this process's recording."""
     with contextlib.suppress(OSError, NoRecordingError), handed_memory() as fd:
         if fd is not None:
             return {link.peer: link.retransmits / link.segments for link in read_live(fd).links if link.segments}
@@ -92,14 +93,15 @@ def _losses() -> Mapping[int, float]:
 
 
 def measure_link(first: int, second: int, budget_s: float = _BUDGET_S) -> NetworkLink | None:
-    """Measures the link between two ranks; returns it on `first`, and None on all other ranks.
+    """Measures the link between two ranks and returns it on rank `first`; returns None on all other ranks.
 
-    The latency is half the median round trip of a byte. The rate is that of long messages, each acknowledged by a byte.
+    The latency is half the median round-trip time of a one-byte message. The rate is that of long messages, each
+    acknowledged by a byte.
 
     Args:
-        first, second: the ranks.
-        budget_s: the time in seconds for repeating short messages, and again for long ones; each is sent a few times at
-            least.
+        first, second: the two ranks.
+        budget_s: the time limit for short messages, and separately for long ones, in seconds. Each measurement is
+            repeated at least three times regardless.
     """
     rank = paceline.get_rank()
     if rank == first:
@@ -130,7 +132,7 @@ def _ask(peer: int, budget_s: float) -> NetworkLink:
     long = _repeated(lambda: round_trip(nbytes), 5, time.monotonic() + budget_s)
     paceline.send(torch.tensor([0], device="cpu"), peer)
     latency_s = median(short) / 2
-    # A long message is announced before it is sent, so two round trips do not transfer its bytes.
+    # The sender announces a long message before sending it. Two round trips are therefore overhead.
     return NetworkLink(latency_s=latency_s, bytes_per_s=nbytes / max(1e-9, median(long) - 4 * latency_s))
 
 
@@ -145,7 +147,7 @@ def _answer(peer: int) -> None:
 
 
 def _repeated(measure: Callable[[], float], most: int, deadline: float) -> list[float]:
-    """Returns the results of up to `most` measurements; stops at the deadline, but not before the third."""
+    """Returns the results of up to `most` measurements; stops at the deadline, but always takes at least three."""
     found: list[float] = []
     while len(found) < most and (len(found) < 3 or time.monotonic() < deadline):
         found.append(measure())
@@ -153,7 +155,7 @@ def _repeated(measure: Callable[[], float], most: int, deadline: float) -> list[
 
 
 def _host_calls(here: Sequence[int]) -> tuple[HostCall, ...]:
-    """Measures all-reduces among the ranks of one host; other ranks only create the group."""
+    """Measures all-reduces among the ranks of one host; ranks on other hosts only take part in creating the group."""
     group = paceline.new_group(list(here))
     if paceline.get_rank() not in here:
         return ()
@@ -164,7 +166,7 @@ def _host_calls(here: Sequence[int]) -> tuple[HostCall, ...]:
         began = time.perf_counter()
         paceline.all_reduce(tensor, group=group)
         one = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device="cpu")
-        paceline.all_reduce(one, paceline.ReduceOp.MAX, group=group)  # all ranks must repeat the call equally often
+        paceline.all_reduce(one, paceline.ReduceOp.MAX, group=group)  # all ranks must repeat equally often
         turns = []
         for _ in range(max(3, min(200, int(_HOST_CALLS_S / float(one))))):
             began = time.perf_counter()

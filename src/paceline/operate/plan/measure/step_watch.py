@@ -1,8 +1,8 @@
 """StepWatch: records a script's steps with hooks on its modules, parameters, optimizers and loaders.
 
-In the first steps every module's forward is watched, to find the outermost modules with parameters: a
-`DistributedDataParallel`, or the model itself. Later only these are watched, and the hooks take a few microseconds per
-step and one microsecond per parameter. `calibration_of` computes the calibration from the records.
+During the first steps the forward pass of every module is watched, to find the outermost modules with parameters: a
+`DistributedDataParallel`, or the model itself. After that only these are watched, and the hooks take a few microseconds
+per step plus one microsecond per parameter. `calibration_of` computes the calibration from the records.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 LEFT_OUT = 3
 """The number of initial steps that are not measured, because caches and the allocator still grow."""
 
-_BEFORE_SETTLED = 2  # the number of optimizer steps in which modules are discovered and memory is allocated
+_BEFORE_SETTLED = 2  # number of optimizer steps during which modules are discovered and memory is allocated
 
 
 @dataclass
 class StepNotes:
-    """The record of one step, from the end of an optimizer's step to the end of its next, in seconds.
+    """The times of one training step, in seconds. A step ends with the optimizer step.
 
     Attributes:
         begin_s: the time at which the step began.
         end_s: the time at which the step ended.
-        data_s: the time that the step waited for the loader.
-        forward_s: the duration of each forward.
-        backward_s: the duration of each backward.
-        optimizer_s: the duration of the optimizers' steps.
-        ready_s: the time at which each parameter's gradient was ready, from the beginning of its last backward.
-        samples: the number of samples that were passed to forwards.
+        data_s: the time spent waiting for the loader.
+        forward_s: the duration of each forward pass.
+        backward_s: the duration of each backward pass.
+        optimizer_s: the total duration of optimizer steps.
+        ready_s: the time from the start of the last backward pass until each parameter's gradient was ready.
+        samples: the number of samples passed to the forward passes.
     """
 
     begin_s: float
@@ -77,20 +77,20 @@ class StepNotes:
 
     @property
     def rest_s(self) -> float:
-        """The duration of everything that belongs to no other part."""
+        """The duration of everything that no other field covers."""
         known = self.data_s + sum(self.forward_s) + sum(self.backward_s) + self.optimizer_s
         return max(0.0, self.seconds - known)
 
 
 class TooFewStepsError(RuntimeError):
-    """A script made too few steps to measure."""
+    """Raised if a script runs too few steps to be measured."""
 
 
 def times_of(steps: Sequence[StepNotes]) -> MeasuredTimes:
     """Returns the median duration of each part of a step.
 
     Raises:
-        TooFewStepsError: there are no steps with a forward and a backward.
+        TooFewStepsError: no step has both a forward and a backward pass.
     """
     if not any(step.forward_s and step.backward_s for step in steps):
         raise TooFewStepsError(
@@ -109,18 +109,18 @@ def times_of(steps: Sequence[StepNotes]) -> MeasuredTimes:
 
 
 def forwards_of(steps: Sequence[StepNotes]) -> int:
-    """Returns the median number of forwards in a step."""
+    """Returns the median number of forward passes per step."""
     return max(1, round(median(len(step.backward_s) for step in steps)))
 
 
 def ready_of(steps: Sequence[StepNotes]) -> Mapping[str, float]:
-    """Returns the median time at which each gradient was ready, over the steps that computed it."""
+    """Returns, for each gradient, the median time at which it was ready, over the steps that computed it."""
     names = dict.fromkeys(name for step in steps for name in step.ready_s)
     return {name: median(step.ready_s[name] for step in steps if name in step.ready_s) for name in names}
 
 
 def samples_of(steps: Sequence[StepNotes]) -> float | None:
-    """Returns the median number of samples in a step, or None if no forward got a tensor."""
+    """Returns the median number of samples per step, or None if no forward pass received a tensor."""
     return median(step.samples for step in steps) or None
 
 
@@ -128,7 +128,7 @@ class StepWatch:
     """Records the steps of this process until `close`.
 
     Args:
-        after_step: a function that is called with this object after each recorded step of the script.
+        after_step: a function called with this object after each recorded step.
         clock: a function that returns the time in seconds.
     """
 
@@ -161,7 +161,7 @@ class StepWatch:
         self._finding, self._handles = [], []
         dataloader._BaseDataLoaderIter.__next__ = self._next  # type: ignore[method-assign]
 
-    # - Finding the modules
+    # - Module discovery
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self._depth += 1
@@ -185,7 +185,7 @@ class StepWatch:
                 if param.requires_grad:
                     self._handles.append(param.register_post_accumulate_grad_hook(partial(self._arrive, name)))
 
-    # - A step
+    # - Recording of a step
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -261,13 +261,13 @@ def calibration_of(watch: StepWatch, links: Links, command: Sequence[str], toget
     """Returns the calibration of a script.
 
     Args:
-        watch: the records of the script.
+        watch: the recorded steps of the script.
         links: the measured links.
         command: the script and its arguments.
-        together: the number of ranks of this machine that ran the script at the same time.
+        together: the number of ranks on this machine that ran the script at the same time.
 
     Raises:
-        TooFewStepsError: the script made too few steps.
+        TooFewStepsError: the script ran too few steps.
     """
     steps = watch.steps[LEFT_OUT:]
     wrapped = next((root for root in watch.roots if isinstance(root, DistributedDataParallel)), None)
@@ -329,15 +329,15 @@ def _memory(watch: StepWatch) -> MeasuredMemory:
 
 
 def reduction_s_per_byte() -> float:
-    """Measures the seconds that a core takes to add a byte to a sum, as the engine does."""
+    """Measures how long one core takes to reduce a byte with the engine's kernel, in seconds."""
     nbytes = 1 << 20
     return _core.time_reduction(nbytes) / nbytes
 
 
 def world_of_one(local_ranks: int) -> dict[str, str]:
-    """Returns the variables with which `init_process_group` creates a world of this process alone.
+    """Returns the environment variables with which `init_process_group` creates a world of size 1.
 
-    LOCAL_WORLD_SIZE remains that of the machine: `DistributedDataParallel` uses it to determine whether a core is idle.
+    LOCAL_WORLD_SIZE keeps its value: `DistributedDataParallel` uses it to determine whether the machine has idle cores.
     """
     from paceline.operate.launch.workers.environment import free_port
 

@@ -1,10 +1,10 @@
-"""Worker program of `paceline plan --measure`: measures the links, then runs the script, on each rank by itself.
+"""Worker program of `paceline plan --measure`: measures the links, then runs the script on each rank separately.
 
     python -m paceline.operate.plan.measure.worker SETTINGS SCRIPT ARGS...
 
-SETTINGS is the JSON of a `MeasureSettings`. The process exits after the last measured step and skips the script's final
-actions, such as saving a model. Ranks that measure at the same time synchronize through files, since each is a world of
-its own.
+SETTINGS is a `MeasureSettings` as JSON. The process exits after the last measured step and skips the script's final
+actions, such as saving a model. Ranks that run at the same time each form a world of size 1, so they synchronize
+through files.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from paceline.operate.plan.measure.step_watch import (
 )
 
 _PAUSE_S = 0.01
-_LATEST_S = 300.0  # the time-out for the first step of all ranks that run together
-_MOST_EXTRA_STEPS = 10  # the limit of a rank's steps while others still measure, as a multiple of the measured ones
+_LATEST_S = 300.0  # timeout for the other ranks on this machine to finish their first step
+_MOST_EXTRA_STEPS = 10  # limit for the steps of a rank that waits for slower ranks, as a multiple of the measured steps
 
 
 class FileBarrier:
-    """Signals between the ranks of a machine, as files in a shared directory.
+    """Signals between the ranks on a machine, implemented as files in a shared directory.
 
     Args:
         directory: an existing directory that these ranks share.
@@ -78,10 +78,11 @@ class MeasureSettings:
 
     Attributes:
         output: the file that rank 0 writes.
-        directory: an empty directory on this machine, for the ranks that run together.
-        steps: the number of steps to measure.
-        together: whether all ranks of the first machine run the script, each as a separate world, or only rank 0.
-        links: the links if they are known, or None to measure them.
+        directory: an empty directory on this machine, shared by the ranks that run at the same time.
+        steps: the number of measured steps.
+        together: whether all ranks on the first machine run the script, each in a separate world; if false, only rank 0
+            does.
+        links: the known link properties, or None to measure them.
     """
 
     output: str
@@ -116,7 +117,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _links(settings: MeasureSettings) -> tuple[Links, list[list[int]]]:
-    """Returns the links and the ranks of each host."""
+    """Returns the link properties and the ranks of each host."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return settings.links or Links(UNMEASURED_WITHIN, None, None, reduction_s_per_byte()), [[0]]
     paceline.init_process_group()
@@ -130,7 +131,7 @@ def _links(settings: MeasureSettings) -> tuple[Links, list[list[int]]]:
 
 
 class _Measurement:
-    """Ends the script once this rank and those that run together with it have measured enough steps."""
+    """Ends the script once all ranks that run at the same time have measured enough steps."""
 
     def __init__(
         self, settings: MeasureSettings, links: Links, command: Sequence[str], meeting: FileBarrier, *, is_first: bool
@@ -143,7 +144,7 @@ class _Measurement:
         self._written = False
 
     def after_step(self, watch: StepWatch) -> None:
-        """Writes the calibration after the last measured step; exits once all ranks are done or it is far ahead."""
+        """Writes the calibration after the last measured step; exits if all ranks are done or this one is far ahead."""
         done, needed = len(watch.steps), LEFT_OUT + self._settings.steps
         if done == 1 and not self._meeting.signal_and_wait("begun", _LATEST_S):
             print("paceline plan: not all ranks of this machine train yet; this one goes on", file=sys.stderr)
@@ -154,10 +155,10 @@ class _Measurement:
             _exit_now()
 
     def finish(self, watch: StepWatch) -> None:
-        """Writes the calibration of a script that ended before `after_step` wrote it.
+        """Writes the calibration if the script ended before `after_step` could write it.
 
         Raises:
-            SystemExit: the script made too few steps.
+            SystemExit: the script ran too few steps.
         """
         if not self._written:
             try:
