@@ -1,6 +1,6 @@
-"""Diagnosis of a job that hangs, fails or is slow, from the recordings of its processes, live or afterwards.
+"""Diagnosis of jobs that hang, fail or run slowly, based on the recordings of their processes, live or afterwards.
 
-May use: `comm.record`, which has the layout of recordings, `comm.schedule`, for the algorithms' names, and
-`comm.security`. It imports no torch, so the launcher and the command can use it. Start reading at `recording.py` and
-`recording_reader.py` for the data, and at `job_snapshot.py` and `diagnosis.py` for the conclusions.
+May use: `comm.record`, which defines the layout of recordings, `comm.schedule`, which defines the algorithms' names,
+and `comm.security`. It does not import torch, so the launcher and the command line can use it. Start reading at
+`recording.py` and `recording_reader.py` for the data, and at `job_snapshot.py` and `diagnosis.py` for the conclusions.
 """

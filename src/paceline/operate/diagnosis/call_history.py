@@ -1,7 +1,7 @@
-"""Comparison of the calls that the ranks of a group made: which rank deviates, and how.
+"""Comparison of the calls made by the ranks of a group, to find the rank that deviates and the kind of deviation.
 
-The calls of a training loop repeat. Therefore the history of a group predicts the next call, and a rank that makes
-another one is at fault, even in a group of two.
+A training loop repeats its calls, so a group's history predicts the next call. A rank that makes a different call is at
+fault, even in a group of two.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from enum import Enum
 
 from paceline.operate.diagnosis.job_snapshot import CallSignature, RankCall, RankState
 
-_LONGEST_CONTEXT = 64  # a longer common history adds no certainty
+_LONGEST_CONTEXT = 64  # comparing a longer history would not improve the prediction
 _LOOKS_AHEAD = 16
 
 
 def match_calls(ranks: Sequence[RankState]) -> list[dict[int, RankCall]]:
-    """Returns the successful collectives that at least two ranks recorded, as calls by rank, in order of completion."""
+    """Returns successful collectives with at least two recorded calls, keyed by rank, in order of completion."""
     calls: dict[tuple[str, int], dict[int, RankCall]] = defaultdict(dict)
     for rank in ranks:
         for call in rank.calls:
@@ -29,7 +29,7 @@ def match_calls(ranks: Sequence[RankState]) -> list[dict[int, RankCall]]:
 
 
 def span_of(matched: Sequence[Mapping[int, RankCall]]) -> float:
-    """Returns the seconds from the first arrival to the last end of these collectives."""
+    """Returns the time from the first arrival to the last completion in these collectives, in seconds."""
     if not matched:
         return 0.0
     first = min(call.ready_s for call in matched[0].values())
@@ -37,9 +37,9 @@ def span_of(matched: Sequence[Mapping[int, RankCall]]) -> float:
 
 
 class Slip(Enum):
-    """Deviation of a rank's calls from the others'."""
+    """The way in which a rank's calls deviate from those of the other ranks."""
 
-    SKIPPED = "skipped, or made later"  # a call that fails at once does not show which of the two
+    SKIPPED = "skipped, or made later"  # a call that fails at once does not show which of the two happened
     ORDER = "another order"
     TWICE = "called twice"
     SKIPPED_OR_TWICE = "skipped or called twice"
@@ -49,17 +49,17 @@ class Slip(Enum):
 
 @dataclass(frozen=True)
 class CallMismatch:
-    """The first difference between the calls of a group's members.
+    """The first difference between the calls made by the members of a group.
 
     Attributes:
-        sequence: the number of the call.
-        strays: the ranks that deviate, or all ranks if that cannot be decided.
+        sequence: the number of the first mismatched call in its group.
+        strays: the ranks that deviate; all ranks if the deviating ones cannot be determined.
         regular: the ranks that do not deviate.
-        slip: the deviation.
-        theirs: the call of the first stray rank.
-        expected: the call of the other ranks, or the call predicted from the history.
-        step: the training step of the call, or None.
-        is_guess: whether it cannot be decided which ranks deviate.
+        slip: the kind of deviation.
+        theirs: the call made by the first stray rank.
+        expected: the call made by the other ranks, or predicted from the history.
+        step: the training step in which the call was made, or None.
+        is_guess: whether the choice of `strays` is only a guess.
     """
 
     sequence: int
@@ -73,7 +73,7 @@ class CallMismatch:
 
 
 def predicted(past: Sequence[CallSignature], count: int = _LOOKS_AHEAD) -> list[CallSignature]:
-    """Predicts the next calls: those that followed the earlier point with the longest history in common with `past`."""
+    """Predicts the next calls from those after the earlier point whose history has the longest match with `past`."""
     best, best_length = 0, 0
     for end in range(len(past) - 1, 0, -1):
         length = 0
@@ -90,11 +90,11 @@ def predicted(past: Sequence[CallSignature], count: int = _LOOKS_AHEAD) -> list[
 
 
 def difference(calls: Mapping[int, Sequence[RankCall]], first: int = 0) -> CallMismatch | None:
-    """Returns the first difference between the members' calls of one group, or None.
+    """Returns the first difference between the calls of a group's members, or None.
 
     Args:
-        calls: the calls of each rank in the group, oldest first. They may begin and end at different calls.
-        first: the number of the first call to compare.
+        calls: the calls of each rank in the group, oldest first. The ranks' lists may cover different ranges of calls.
+        first: the number of the first compared call.
     """
     histories = {rank: {call.sequence: call for call in own} for rank, own in calls.items() if own}
     if len(histories) < 2:
@@ -128,7 +128,7 @@ def _explain(number: int, histories: Mapping[int, Mapping[int, RankCall]]) -> Ca
 
 
 def _by_step(own: Mapping[int, RankCall], number: int, expected: Sequence[CallSignature]) -> Slip:
-    """Decides by the training steps whether a rank skipped calls or made one twice, if that is possible."""
+    """Uses the training steps to decide whether a rank skipped calls or made one twice, as far as they can tell."""
     call = own[number]
     if own[number - 1].step != call.step:
         return Slip.SKIPPED
@@ -139,7 +139,7 @@ def _by_step(own: Mapping[int, RankCall], number: int, expected: Sequence[CallSi
 
 
 def _past(histories: Mapping[int, Mapping[int, RankCall]], number: int) -> list[CallSignature]:
-    """Returns the headers before call `number`, from the rank that recorded most of them without a gap."""
+    """Returns the headers of the calls before `number`, from the rank with the longest gapless record."""
     longest: list[CallSignature] = []
     for own in histories.values():
         past = []
@@ -152,14 +152,14 @@ def _past(histories: Mapping[int, Mapping[int, RankCall]], number: int) -> list[
 
 
 def _following(own: Mapping[int, RankCall], number: int) -> list[CallSignature]:
-    """Returns the headers of call `number` and its successors."""
+    """Returns the headers of call `number` and the calls after it."""
     return [own[index].header for index in range(number, number + _LOOKS_AHEAD) if index in own]
 
 
 def _usual(
     counts: Counter[CallSignature], past: Sequence[CallSignature], coming: Sequence[CallSignature]
 ) -> tuple[CallSignature, bool]:
-    """Returns the call that is probably right, and whether this is only a guess."""
+    """Returns the call that is probably correct, and whether that is only a guess."""
     (usual, most), *others = counts.most_common()
     if all(count < most for _, count in others):
         return usual, False
@@ -168,7 +168,7 @@ def _usual(
 
 
 def _slip(theirs: Sequence[CallSignature], expected: Sequence[CallSignature], past: Sequence[CallSignature]) -> Slip:
-    """Returns the deviation of a rank that called `theirs` instead of `expected`, after `past`."""
+    """Classifies the deviation of a rank that made the calls `theirs` instead of `expected`, after `past`."""
     first = theirs[0]
     for length in range(2, min(len(theirs), len(expected)) + 1):
         if Counter(theirs[:length]) == Counter(expected[:length]):
@@ -186,7 +186,7 @@ def _slip(theirs: Sequence[CallSignature], expected: Sequence[CallSignature], pa
 
 @dataclass(frozen=True)
 class Miscount:
-    """Step in which a rank made more or fewer calls than the others, or than it usually does."""
+    """A step in which a rank made more or fewer calls than the other ranks, or than in its other steps."""
 
     rank: int
     step: int
@@ -195,15 +195,14 @@ class Miscount:
 
     @property
     def slip(self) -> Slip:
-        """The deviation: calls were skipped, or made twice."""
+        """The kind of deviation: calls were skipped or made twice."""
         return Slip.SKIPPED if self.made < self.usual else Slip.TWICE
 
 
 def miscount(calls: Mapping[int, Sequence[RankCall]]) -> Miscount | None:
-    """Returns the first step in which one rank made a different number of calls than the others, or None.
+    """Returns the first step in which one rank made a different number of calls than the other ranks, or None.
 
-    This finds a call that one rank skipped while all calls look the same, which `difference` cannot. Only complete
-    steps are compared.
+    This detects a skipped call even if all calls look the same, unlike `difference`. Only complete steps are compared.
     """
     per_rank = {rank: _counts(own) for rank, own in calls.items()}
     per_rank = {rank: counts for rank, counts in per_rank.items() if counts}
@@ -226,7 +225,7 @@ def miscount(calls: Mapping[int, Sequence[RankCall]]) -> Miscount | None:
 
 
 def _counts(calls: Sequence[RankCall]) -> dict[int, int]:
-    """Returns the number of calls of each complete step.
+    """Counts the calls in each complete step.
 
     The first step, whose start may have been overwritten, and the last one, which is still running, are left out.
     """

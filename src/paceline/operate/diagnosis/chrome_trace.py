@@ -1,8 +1,8 @@
-"""Trace of recordings in Chrome's JSON format, for Perfetto and chrome://tracing: all ranks on one time axis.
+"""Conversion of recordings to Chrome's JSON trace format, for Perfetto and chrome://tracing.
 
-Each rank is a process of the trace, with a row for its steps, one for each thread of the program and each device, one
-for each group's calls and one for the buckets of gradients. Arrows lead from sends to receives. Traces of
-`torch.profiler` can be merged into it; they use the time of day, and therefore so does the axis.
+All ranks share one time axis. Each rank is a process in the trace, with one row for its steps, one for each thread and
+each device, one for the calls in each group, and one for gradient buckets. Arrows lead from sends to receives. Traces
+from `torch.profiler` can be merged. They use the time of day, so the time axis does as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.operate.diagnosis.recording import CallRecord, EventRecord, Proces
 
 TraceEvent = dict[str, Any]
 
-_STEPS, _BUCKETS, _CHUNKS, _FIRST_DEVICE, _FIRST_GROUP = 1, 2, 3, 4, 100  # rows
+_STEPS, _BUCKETS, _CHUNKS, _FIRST_DEVICE, _FIRST_GROUP = 1, 2, 3, 4, 100  # row numbers in the trace
 _FIRST_THREAD = 1000
 _MESSAGES = ("send", "recv")
 _Link = tuple[tuple[int, ...], int, int, int | None]
@@ -29,8 +29,8 @@ def trace_of(
 
     Args:
         recordings: the recordings of one job, on one clock.
-        error_ns: the largest error of their times in nanoseconds, for the trace's metadata; None if it is unknown.
-        merged: traces of `torch.profiler`, parsed from their files.
+        error_ns: the maximum clock error between recordings, in nanoseconds, for the trace's metadata; None if unknown.
+        merged: parsed trace files from `torch.profiler`.
     """
     events: list[TraceEvent] = []
     day_ns = recordings[0].day_ns if recordings else 0
@@ -50,20 +50,20 @@ def trace_of(
 
 
 class _TraceAxis:
-    """Converter from one process's times to the trace's axis."""
+    """Converts one process's times to the time axis of the trace."""
 
     def __init__(self, pid: int, recording: ProcessRecording, day_ns: int) -> None:
-        self.pid = pid  # the process's number in the trace
+        self.pid = pid  # process number in the trace
         self.recording = recording
         self._day_ns = day_ns
         self._until_ns = recording.written_ns or recording.started_ns
 
     def us(self, time_ns: int) -> float:
-        """Returns a time of day in microseconds, on the first rank's clock for all hosts."""
+        """Converts a time to microseconds since the epoch, as measured by the first rank's clock."""
         return (time_ns + self._day_ns) / 1000
 
     def span(self, row: int, name: str, start_ns: int, end_ns: int | None, **facts: object) -> TraceEvent:
-        """Returns a span; one that has not ended extends to the process's latest record."""
+        """Returns a span event. A span that has not ended extends to the process's latest record."""
         end = max(start_ns, self._until_ns) if end_ns is None else end_ns
         shown = {key: value for key, value in facts.items() if value not in (None, "")}
         if end_ns is None:
@@ -72,7 +72,7 @@ class _TraceAxis:
         return {"name": name, **where, "args": shown}
 
     def row_name(self, row: int, name: str) -> list[TraceEvent]:
-        """Returns the metadata that names a row and sorts it by its number."""
+        """Returns metadata events that name a row and sort it by its number."""
         common = {"ph": "M", "pid": self.pid, "tid": row}
         return [
             {"name": "thread_name", **common, "args": {"name": name}},
@@ -81,7 +81,7 @@ class _TraceAxis:
 
 
 def _numbered(recordings: Sequence[ProcessRecording]) -> dict[int, ProcessRecording]:
-    """Returns the recordings by rank, or by another number if several workers had the same rank."""
+    """Returns the recordings keyed by rank, or by another number where several workers had the same rank."""
     numbered: dict[int, ProcessRecording] = {}
     for recording in recordings:
         number = recording.pid if recording.rank is None or recording.rank in numbered else recording.rank
@@ -126,7 +126,7 @@ def _of_event(axis: _TraceAxis, event: EventRecord) -> list[TraceEvent]:
     if event.kind is EventKind.DEVICE:
         row = _FIRST_DEVICE + event.first
         return [axis.span(row, event.name or kind, event.start_ns, event.end_ns, step=event.second)]
-    if event.kind in (EventKind.BUCKET, EventKind.CHUNK):  # these may overlap, which spans of one row must not
+    if event.kind in (EventKind.BUCKET, EventKind.CHUNK):  # buckets may overlap, but spans in one row must not
         row, name = (_BUCKETS, kind) if event.kind is EventKind.BUCKET else (_CHUNKS, f"{event.name} {kind}")
         common = {"name": f"{name} {event.first}", "cat": kind, "pid": axis.pid, "tid": row, "id": event.index}
         facts = {"bytes": event.second, "step": event.step}
@@ -141,7 +141,7 @@ def _of_event(axis: _TraceAxis, event: EventRecord) -> list[TraceEvent]:
 
 def _of_call(axis: _TraceAxis, call: CallRecord) -> list[TraceEvent]:
     if call.started_ns is None:
-        return []  # it waits for earlier calls, which are shown
+        return []  # a queued call is not shown until earlier calls have ended
     facts = {
         "number": call.sequence or None,
         "type": call.dtype,
@@ -155,7 +155,7 @@ def _of_call(axis: _TraceAxis, call: CallRecord) -> list[TraceEvent]:
         "step": call.step,
         "tag": call.tag,
     }
-    if call.operation in _MESSAGES:  # several may be in progress at once
+    if call.operation in _MESSAGES:  # messages in one group may overlap
         common = {"name": call.operation, "cat": "message", "pid": axis.pid, "id": call.index}
         common["tid"] = _FIRST_GROUP + call.group
         end = [] if call.ended_ns is None else [{**common, "ph": "e", "ts": axis.us(call.ended_ns)}]
@@ -164,9 +164,10 @@ def _of_call(axis: _TraceAxis, call: CallRecord) -> list[TraceEvent]:
 
 
 def _arrows(axes: Sequence[_TraceAxis]) -> list[TraceEvent]:
-    """Returns an arrow from each send to its receive; messages between two ranks with one tag arrive in order.
+    """Returns an arrow from each send to its receive.
 
-    The recordings may begin at different messages, so they are matched backwards from the last completed ones.
+    Messages between two ranks with the same tag arrive in order. The recordings may begin at different messages, so
+    messages are matched backwards from the last completed one.
     """
     ends: dict[_Link, tuple[list[tuple[_TraceAxis, CallRecord]], list[tuple[_TraceAxis, CallRecord]]]] = defaultdict(
         lambda: ([], [])
@@ -194,7 +195,7 @@ def _arrows(axes: Sequence[_TraceAxis]) -> list[TraceEvent]:
 
 
 def _with_absolute_times(trace: Mapping[str, Any]) -> list[TraceEvent]:
-    """Returns the events of a profile with the time of day, and with process names that contain the profile's rank."""
+    """Returns a profile's events with absolute times, and with the rank added to process names."""
     base_us = trace.get("baseTimeNanoseconds", 0) / 1000
     rank = trace.get("distributedInfo", {}).get("rank")
     events = []

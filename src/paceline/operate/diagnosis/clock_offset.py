@@ -1,10 +1,11 @@
-"""Offsets between the clocks of machines: measured by messages, or estimated from calls that end at the same time.
+"""Clock offsets between machines, measured with messages or estimated from calls that end simultaneously.
 
-`OffsetEstimate` uses requests for another machine's time. That machine reads its clock after the request was sent and
-before the answer is received, so the midpoint of the two is off by at most half the round trip, however unequal the two
-delays are. Clocks run at slightly different speeds, so the error of a measurement grows by `DRIFT` with its age.
+`OffsetEstimate` evaluates requests for another machine's time. That machine reads its clock between the sending of the
+request and the receipt of the response. The midpoint is therefore off by at most half the round-trip time, even if the
+two delays differ. Clocks run at slightly different speeds, so the error grows with a measurement's age, at the rate
+`DRIFT`.
 
-`aligned` needs no messages: it uses calls that end on all ranks at about the same time.
+`aligned` does not need messages: it uses calls that end on all ranks at about the same time.
 """
 
 from __future__ import annotations
@@ -15,45 +16,45 @@ from dataclasses import dataclass, replace
 
 from paceline.operate.diagnosis.job_snapshot import RankCall, RankState
 
-DRIFT = 1e-4  # clocks under NTP drift apart more slowly, and free-running quartz hardly faster
+DRIFT = 1e-4  # NTP-disciplined clocks drift less, and free-running quartz barely more
 _SAMPLES = 128
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
 @dataclass(frozen=True)
 class Offset:
-    """Nanoseconds to add to this machine's CLOCK_MONOTONIC for the other's; `error_ns` bounds the error at `at_ns`."""
+    """Nanoseconds to add to this machine's CLOCK_MONOTONIC to get another machine's, with an error bound at `at_ns`."""
 
     offset_ns: int
     error_ns: int
     at_ns: int
 
     def at(self, now_ns: int) -> Offset:
-        """Returns the offset with its error at another time."""
+        """Returns the offset with its error bound at another time."""
         return Offset(self.offset_ns, self.error_ns + round(DRIFT * abs(now_ns - self.at_ns)), now_ns)
 
 
 class OffsetEstimate:
-    """Estimate of another machine's offset, from the best of its latest answers."""
+    """Estimate of another machine's clock offset, based on the best of its latest responses."""
 
     def __init__(self) -> None:
         self._samples: deque[Offset] = deque(maxlen=_SAMPLES)
 
     def add(self, asked_ns: int, told_ns: int, heard_ns: int) -> None:
-        """Adds an answer.
+        """Adds a response.
 
         Args:
-            asked_ns: the time of the request, on this machine's clock.
-            told_ns: the time in the answer, on the other machine's clock.
-            heard_ns: the time at which the answer was received, on this machine's clock.
+            asked_ns: the time at which the request was sent, on this machine's clock.
+            told_ns: the time in the response, on the other machine's clock.
+            heard_ns: the time at which the response was received, on this machine's clock.
         """
         if heard_ns >= asked_ns:
             middle_ns, half_ns = (asked_ns + heard_ns) // 2, (heard_ns - asked_ns) // 2
-            error_ns = half_ns + round(DRIFT * half_ns) + 2  # the other clock drifts within that half, too
+            error_ns = half_ns + round(DRIFT * half_ns) + 2  # the other clock also drifts during that half
             self._samples.append(Offset(told_ns - middle_ns, error_ns, middle_ns))
 
     def at(self, now_ns: int) -> Offset | None:
-        """Returns the offset with the smallest error at `now_ns`; None without an answer."""
+        """Returns the offset with the smallest error at `now_ns`, or None if there is no response."""
         return min((sample.at(now_ns) for sample in self._samples), key=lambda offset: offset.error_ns, default=None)
 
 
@@ -79,11 +80,11 @@ def shifted(rank: RankState, by_s: float) -> RankState:
 
 
 def aligned(ranks: Sequence[RankState], clocks: Sequence[str]) -> list[RankState]:
-    """Returns the ranks with all times on the first one's clock.
+    """Converts the times of all ranks to the first rank's clock.
 
     Args:
         ranks: the states of the ranks.
-        clocks: the name of each rank's clock. A clock that shares no call with the first one is left as it is.
+        clocks: the name of each rank's clock. If no call connects a clock to the first one, its ranks stay unchanged.
     """
     offsets = {clocks[0]: 0.0} if ranks else {}
     for rank, clock in zip(ranks, clocks, strict=True):
@@ -95,9 +96,9 @@ def aligned(ranks: Sequence[RankState], clocks: Sequence[str]) -> list[RankState
 
 
 def _offset_s(reference: RankState, other: RankState) -> float:
-    """Returns the seconds to add to the other's times so that calls that end on all ranks at once coincide."""
+    """Returns the seconds to add to the other rank's times to align the ends of their common calls."""
     mine, theirs = _ends(reference.calls), _ends(other.calls)
-    from statistics import median  # a slow import, which diagnoses need only here
+    from statistics import median  # slow to import, and only needed here
 
     return median([mine[key] - theirs[key] for key in mine.keys() & theirs.keys()] or [0.0])
 

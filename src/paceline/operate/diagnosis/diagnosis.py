@@ -1,8 +1,8 @@
-"""Diagnosis of a job that hangs or has failed: the cause, the ranks at fault, and a sentence for the user.
+"""Diagnosis of a job that hangs or has failed: the cause, the ranks at fault, and a message for the user.
 
-`diagnose` reports the first of these that applies: a rank that failed by itself; calls that do not match; calls of
-different groups that wait for each other (a deadlock); ranks for which others wait; a call that all ranks have entered
-and that does not end.
+`diagnose` checks for these causes in order and reports the first one found: a rank that failed on its own; mismatched
+calls; calls in different groups that wait for each other (a deadlock); ranks for which others wait; a call that does
+not end although all ranks have entered it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from paceline.operate.diagnosis.job_snapshot import (
 from paceline.operate.diagnosis.slow_links import find_silent_links, find_slow_link
 from paceline.operate.diagnosis.wait_graph import CallWait, find_deadlock, roots, waits_of
 
-# The machines' snapshots are not exactly simultaneous. A call whose last rank arrived a moment ago may have ended in
-# the meantime on a machine whose snapshot was taken earlier.
+# Minimum time since the last arrival at a call that is reported as unfinished. Machines do not take their snapshots at
+# exactly the same moment, so a call may have ended on a machine that took its snapshot slightly earlier.
 _SETTLED_S = 5.0
 
 _OTHERS_FAULTS = ("peer_lost", "timed_out", "aborted")
@@ -71,13 +71,13 @@ def diagnose(snapshot: JobSnapshot) -> Diagnosis | None:
 
 
 def diagnose_exit(rank: RankState, word: str = "rank") -> Diagnosis | None:
-    """Returns the diagnosis of one rank's failure from its state alone; None if it did not fail by itself."""
+    """Diagnoses one rank's failure from its state alone; returns None if another rank caused the failure."""
     return _failed(JobSnapshot(0.0, (rank,), word), ())
 
 
 @dataclass(frozen=True)
 class RankAbsence:
-    """Reason why a rank has not arrived at a call; `doing` continues a sentence that begins with "it"."""
+    """The reason why a rank has not arrived at a call. `doing` completes a sentence that begins with "it"."""
 
     cause: Cause
     doing: str
@@ -149,15 +149,15 @@ def _diagnose_mismatch(snapshot: JobSnapshot, found: CallMismatch) -> Diagnosis:
 
 
 def _where(snapshot: JobSnapshot, ranks: Sequence[int]) -> str:
-    """Returns the line of the user's program in which these ranks made the call, if it is the same for all."""
+    """Returns the line in the user's program that made the call, if it is the same on these ranks."""
     lines = {line_of(rank) for rank in snapshot.ranks if rank.rank in ranks} - {""}
     return f" ({lines.pop()})" if len(lines) == 1 else ""
 
 
 def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
-    """Blames the first rank whose failure no other rank caused.
+    """Blames the first rank that failed independently of the other ranks.
 
-    A program may wrap an error that another rank caused in an error of another class; such a rank is blamed last.
+    A program may wrap an error caused by another rank in an exception of its own, so such ranks are only blamed last.
     """
     failed = [rank for rank in snapshot.ranks if rank.ending is not None and rank.ending.manner in _OWN_FAULTS]
     if not failed:
@@ -179,14 +179,14 @@ def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
 
 
 def _is_consequence(rank: RankState) -> bool:
-    """Returns whether a rank raised an exception after its latest call had failed because of another rank."""
+    """Returns whether another rank's failure broke this rank's latest call, after which it raised an exception."""
     latest = max(rank.calls, key=lambda call: call.arrived_s, default=None)
     is_exception = rank.ending is not None and rank.ending.manner is ExitReason.EXCEPTION
     return is_exception and latest is not None and latest.outcome in _OTHERS_FAULTS
 
 
 def _mismatched(snapshot: JobSnapshot) -> Diagnosis | None:
-    """Finds the rank whose call does not match those of the others."""
+    """Finds the rank whose call does not match those of the other ranks."""
     for group in sorted({call.group for rank in snapshot.ranks for call in rank.calls if call.is_open}):
         histories = _histories(snapshot, group)
         latest = [max((call.sequence for call in own if call.is_open), default=None) for own in histories.values()]
@@ -209,7 +209,7 @@ def _histories(snapshot: JobSnapshot, group: str) -> dict[int, list[RankCall]]:
 
 
 def _deadlocked(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
-    """Finds calls of different groups, or messages, that wait for each other."""
+    """Finds calls in different groups, or messages, that wait for each other."""
     cycle = find_deadlock(waits, _blocked(snapshot))
     if not cycle:
         return None
@@ -229,12 +229,12 @@ def _deadlocked(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
 
 
 def _blocked(snapshot: JobSnapshot) -> dict[int, bool]:
-    """Returns whether each rank is blocked in a call; a rank without a known location is assumed to be."""
+    """Returns whether each rank is blocked in a call. Ranks with an unknown location are assumed to be blocked."""
     return {rank.rank: rank.place is None or rank.place.is_call for rank in snapshot.ranks}
 
 
 def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
-    """Blames a rank for which others wait."""
+    """Blames a rank that others wait for."""
     by_rank = {rank.rank: rank for rank in snapshot.ranks}
     for number in roots(waits, _blocked(snapshot)):
         wait = max((wait for wait in waits if number in wait.absent), key=lambda wait: len(wait.waiters))
@@ -264,7 +264,7 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
 
 
 def _miscounted(snapshot: JobSnapshot, wait: CallWait) -> Diagnosis | None:
-    """Finds the step in which one rank made more or fewer calls than usual, for calls that look the same."""
+    """Finds a step with an unusual number of calls on one rank, in case mismatched calls look the same."""
     found = miscount(_histories(snapshot, wait.call.group))
     if found is None:
         return None
@@ -286,7 +286,7 @@ def _count(found: Miscount, word: str) -> str:
 
 
 def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
-    """Diagnoses a script that ended while other ranks wait: it made fewer calls, or a single waiter made more."""
+    """Diagnoses ranks whose script ended while others wait: they made too few calls, or a few waiters made too many."""
     start = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; "
     if len(wait.absent) > len(wait.waiters):
         absent = named(wait.absent, snapshot.word)
@@ -298,7 +298,7 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
 
 
 def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
-    """Blames a rank that is stopped in a call that all ranks have entered; otherwise reports that it does not end."""
+    """Blames a stopped rank if all ranks have entered the call, or else reports that the call does not end."""
     complete = [wait for wait in waits if wait.is_complete and not wait.call.is_message]
     if not complete:
         return None
@@ -321,7 +321,7 @@ def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
 
 
 def _unfinished_on_devices(snapshot: JobSnapshot, wait: CallWait, ranks: Sequence[RankState]) -> Diagnosis:
-    """Blames the ranks whose devices have not reached a call that all programs have made."""
+    """Blames ranks whose devices have not reached a call, although the program has made it on every rank."""
     start = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}"
     late = [rank for rank in ranks if rank.rank in wait.unreached]
     if not late:
@@ -345,7 +345,7 @@ def _unfinished_on_devices(snapshot: JobSnapshot, wait: CallWait, ranks: Sequenc
 
 
 def _where_to_look(ranks: Sequence[RankState]) -> str:
-    """Returns the advice for a call that does not end although all of these ranks have arrived."""
+    """Returns advice about a call that does not end although all of these ranks have arrived."""
     hosts = {rank.rank: rank.host for rank in ranks}
     names = sorted(set(hosts.values()))
     if len(names) < 2:

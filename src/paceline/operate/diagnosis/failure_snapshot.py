@@ -1,7 +1,7 @@
-"""Snapshot of this machine's workers just after a worker of the job failed, before the others end.
+"""Snapshot of this machine's workers, taken just after a worker of the job has failed and before the others end.
 
-The diagnosis of a failure is due within a second. Therefore the stacks are taken first, all at the same time, and the
-modules that read recordings are imported afterwards, unless `prepare` has imported them.
+A failure must be diagnosed within a second. All stacks are therefore captured first, in parallel. The modules that read
+recordings are imported afterwards, unless `prepare` has already imported them.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
     from paceline.operate.diagnosis.stall_detector import WatchedWorker
 
-_STACKS_S = 0.1  # the time for all stacks together; some processes may be about to end
+_STACKS_S = 0.1  # time limit for all stacks together; short, because the processes may be about to end
 _MOST_STACKS = 8
-_FEW_CALLS = 128  # per rank: enough for the last actions of a failed rank and for the waits of the others
+_FEW_CALLS = 128  # per rank: covers a failed rank's last actions and the calls in which other ranks wait
 
 
 def prepare() -> None:
-    """Imports the modules for a snapshot and its diagnosis ahead of time."""
+    """Imports the modules needed for a snapshot and its diagnosis in advance."""
     import paceline.operate.diagnosis.diagnosis
     import paceline.operate.diagnosis.machine_snapshot  # noqa: F401
 
 
 def snapshot_failed_job(workers: Sequence[WatchedWorker], is_deep: bool = False) -> MachineSnapshot | None:
-    """Takes a snapshot from a single sample of each process; returns None if the workers have recorded no call.
+    """Takes a snapshot with a single sample of each process; returns None if no worker has recorded a call.
 
-    Only the stacks of a few workers are taken, since the others wait at the same lines.
+    Stacks are captured from a few workers only, because the other workers wait at the same lines.
 
     Args:
-        workers: the workers of this machine.
-        is_deep: whether to include many calls of each worker, which the diagnosis of mismatched calls requires.
+        workers: the workers on this machine.
+        is_deep: whether to include many calls per worker, as required to diagnose mismatched calls.
     """
     samples = {worker.pid: worker_process.sample(worker.pid) for worker in workers if worker.ending is None}
     now = {pid: worker_process.between(sample, sample) for pid, sample in samples.items()}
@@ -54,7 +54,7 @@ def snapshot_failed_job(workers: Sequence[WatchedWorker], is_deep: bool = False)
 
 
 def with_endings(snapshot: MachineSnapshot, workers: Sequence[WatchedWorker]) -> MachineSnapshot:
-    """Returns the snapshot with the ends of workers that have ended since then."""
+    """Returns the snapshot, updated with the exits of workers since it was taken."""
     endings = {worker.pid: worker.ending for worker in workers if worker.ending is not None}
 
     def with_ending(rank: RankState) -> RankState:

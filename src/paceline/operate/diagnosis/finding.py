@@ -1,4 +1,4 @@
-"""Result of a diagnosis: the cause, the blamed ranks and the sentence for the user, with the phrases it is made of."""
+"""Result of a diagnosis: the cause, the blamed ranks and the message for the user. Also formats message parts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Cause(Enum):
     SLOW_LINK = "a link is slower than the others"
 
 
-FAILURES = (Cause.EXCEPTION, Cause.KILLED, Cause.OUT_OF_MEMORY, Cause.EXITED)  # a rank fails by itself
+FAILURES = (Cause.EXCEPTION, Cause.KILLED, Cause.OUT_OF_MEMORY, Cause.EXITED)  # causes in which a rank fails on its own
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Diagnosis:
     """Result of a diagnosis.
 
     Attributes:
-        cause: the cause.
-        blamed: the ranks at fault, or the ranks of which one is at fault.
-        sentence: the sentence for the user.
-        is_fault: whether something is wrong; otherwise the ranks wait for one that does other work.
-        is_certain: whether the cause cannot be a rank whose state is unknown.
+        cause: the cause of the problem.
+        blamed: the ranks at fault, or the ranks among which the one at fault is.
+        sentence: the message for the user, in one sentence.
+        is_fault: whether something is wrong. If not, the ranks merely wait for a rank that does other work.
+        is_certain: whether ranks with an unknown state can be ruled out as the cause.
     """
 
     cause: Cause
@@ -64,12 +64,12 @@ class Diagnosis:
 
     @property
     def is_failure(self) -> bool:
-        """Whether a rank failed by itself; the states of other ranks do not matter then."""
+        """Whether a rank failed on its own, in which case the states of other ranks do not matter."""
         return self.cause in FAILURES
 
 
 def named(ranks: Sequence[int], word: str = "rank") -> str:
-    """Returns ranks as text: `rank 3`, `ranks 0-2`, `ranks 0, 2-4`.
+    """Formats a list of ranks: `rank 3`, `ranks 0-2`, `ranks 0, 2-4`.
 
     >>> named([3, 0, 1, 2, 6])
     'ranks 0-3, 6'
@@ -88,7 +88,7 @@ def named(ranks: Sequence[int], word: str = "rank") -> str:
 
 
 def lasting(seconds: float) -> str:
-    """Returns a duration as text: `0.3 s`, `14 s`, `3 min`, `2.5 h`."""
+    """Formats a duration: `0.3 s`, `14 s`, `3 min`, `2.5 h`."""
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f} s"
     if seconds < 120:
@@ -97,26 +97,26 @@ def lasting(seconds: float) -> str:
 
 
 def verb(count: int, plural: str) -> str:
-    """Returns the form of a verb for a number of subjects: `wait`, `waits`; `are`, `is`."""
+    """Returns the singular or plural form of a verb: `waits` or `wait`, `is` or `are`."""
     if plural in ("are", "have"):
         return {"are": "is", "have": "has"}[plural] if count == 1 else plural
     return f"{plural}s" if count == 1 else plural
 
 
 def beginning(snapshot: JobSnapshot, ranks: Sequence[int]) -> str:
-    """Returns the beginning of a sentence, with the lowest step that one of these ranks is in."""
+    """Returns the beginning of a sentence, which states the lowest step among these ranks."""
     steps = [rank.step for rank in snapshot.ranks if rank.rank in ranks and rank.step is not None]
     return f"step {min(steps)}: " if steps else ""
 
 
 def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | None = None) -> str:
-    """Returns the waiting ranks, their call and their line: `ranks 0-2 wait in all_reduce(float32, 4096) call 7`.
+    """Formats the waiting ranks, their call and their line: `ranks 0-2 wait in all_reduce(float32, 4096) call 7`.
 
     Args:
         snapshot: the job.
-        wait: the call.
-        of: the group, as text to append to the call.
-        without: a rank to leave out.
+        wait: the call that the ranks wait in.
+        of: a description of the group, appended to the call.
+        without: a rank to omit, or None.
     """
     who = [rank for rank in wait.waiters if rank != without]
     waiters = [rank for rank in snapshot.ranks if rank.rank in who]
@@ -128,27 +128,27 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
 
 
 def line_of(rank: RankState) -> str:
-    """Returns the line of the user's program that a rank is in or failed in; empty if unknown."""
+    """Returns the line in the user's program that a rank executes or failed at; "" if unknown."""
     if rank.place is not None and rank.place.line:
         return rank.place.line
     return rank.ending.line if rank.ending is not None else ""
 
 
 def absence(snapshot: JobSnapshot, rank: RankState, doing: str) -> str:
-    """Returns text about an absent rank, with its activity and how long that has lasted."""
+    """Describes an absent rank, with its activity and the duration of that activity."""
     since = "" if rank.since_s is None or rank.ending is not None else f", for {lasting(snapshot.now_s - rank.since_s)}"
     at_work = "" if rank.phase is None or rank.ending is not None else f"; its device is {during(rank)}"
     return f"{named([rank.rank], snapshot.word)} is not there: it {doing}{since}{at_work}"
 
 
 def during(rank: RankState) -> str:
-    """Returns the phase that a rank's device executes, as text: `in the backward of step 7`."""
+    """Formats the phase that a rank's device executes: `in the backward of step 7`."""
     assert rank.phase is not None
     return f"in the {rank.phase.name}" + (f" of step {rank.phase.step}" if rank.phase.step is not None else "")
 
 
 def summary(ranks: Sequence[RankState], world_size: int) -> list[str]:
-    """Returns a line with the progress of each rank, and one for the ranks whose recordings are missing."""
+    """Formats the progress of each rank as a line, followed by a line that lists ranks without a recording."""
     lines = [_line(rank) for rank in ranks[:_MOST_LINES]]
     if len(ranks) > _MOST_LINES:
         lines.append(f"... and {len(ranks) - _MOST_LINES} more ranks")

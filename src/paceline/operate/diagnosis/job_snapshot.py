@@ -1,4 +1,4 @@
-"""Snapshot of a job as data: the calls, stack and process of each rank. All times are on one clock."""
+"""Data classes for a snapshot of a job: each rank's calls, stack and process. All times refer to one clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class CallSignature:
-    """Arguments of a call that must agree between ranks; `peer` is -1 except for messages."""
+    """Arguments of a call, which must match on all ranks. `peer` is -1 except for messages."""
 
     operation: str
     dtype: str = ""
@@ -27,21 +27,21 @@ class CallSignature:
 
 @dataclass(frozen=True)
 class RankCall:
-    """A call of a rank in a group.
+    """A call made by a rank in a group.
 
     Attributes:
-        group: the group's identity, the same on all of its ranks; `GroupMembership.name` is its name in messages.
+        group: the identity of the group, equal on all of its ranks. Error messages use `GroupMembership.name` instead.
         sequence: the number of the call in the group.
-        header: the call's arguments.
+        header: the arguments of the call.
         arrived_s: the time at which the rank made the call.
         ended_s: the time at which the call ended, or None.
-        outcome: the outcome, a word of `paceline.comm.record.layout.OUTCOMES`; empty before the end.
+        outcome: an element of `paceline.comm.record.layout.OUTCOMES`; empty until the call has ended.
         step: the training step in which the call was made, or None.
-        come_s: the time at which this rank noticed that all ranks had arrived, or None.
-        missing: the group ranks that had not arrived when the call failed.
-        tcp_nbytes: the bytes that the rank sent over the network for the call.
-        device: the type of the device that runs the call, such as "cuda"; "" for the CPU.
-        reached_s: the time at which the device had done the work before the call, or None if it has not.
+        come_s: the time at which this rank detected that all ranks had arrived, or None.
+        missing: the ranks in the group that had not arrived when the call failed.
+        tcp_nbytes: the number of bytes that the rank sent over the network for the call.
+        device: the type of device that runs the call, such as "cuda"; "" for the CPU.
+        reached_s: the time at which the device reached the call, having completed all earlier work; None if it has not.
     """
 
     group: str
@@ -59,12 +59,12 @@ class RankCall:
 
     @property
     def ready_s(self) -> float:
-        """The time from which the call waited only for other ranks; on a device, when the device reached it."""
+        """The time at which the rank made the call; for a call on a device, the time at which the device reached it."""
         return self.arrived_s if self.reached_s is None else max(self.arrived_s, self.reached_s)
 
     @property
     def is_open(self) -> bool:
-        """Whether the call has no result: it has not ended, or ended in an error."""
+        """Whether the call has not completed, either because it is still running or because it failed."""
         return self.ended_s is None or self.outcome not in ("", "ok")
 
     @property
@@ -87,13 +87,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class StackLocation:
-    """Location of a rank in its program.
+    """A rank's location in the program.
 
     Attributes:
-        what: the function that it executes, such as `DataLoader.__next__`; empty at a module's level.
-        line: the line of the user's program that led there, such as `train.py:71`; empty if there is none.
+        what: the function that the rank executes, such as `DataLoader.__next__`; empty at module level.
+        line: the innermost line in the user's program, such as `train.py:71`; empty if there is none.
         is_loader: whether the rank waits for data.
-        is_call: whether the rank is in a call of Paceline or torch.distributed.
+        is_call: whether the rank is inside a Paceline or torch.distributed call.
     """
 
     what: str = ""
@@ -120,7 +120,7 @@ class ProcessState(Enum):
     ENDED = "has ended"
 
 
-# The states in which a process makes no progress.
+# States in which a process cannot make progress.
 STILL = (ProcessState.STOPPED, ProcessState.TRACED, ProcessState.FROZEN, ProcessState.SWAPS)
 
 
@@ -130,10 +130,10 @@ class ProcessActivity:
 
     Attributes:
         state: the process's state at the second sample.
-        cores: the number of cores that the process and its children used.
-        disk_bytes_s: the bytes per second that they read from and wrote to disks.
-        waited_share: the share of the time for which the process was ready to run and had no core.
-        moves: whether its stack changed.
+        cores: the average number of cores that the process and its children used.
+        disk_bytes_s: the rate at which the process and its children read from and wrote to disks, in bytes per second.
+        waited_share: the fraction of time for which the process was runnable but had no core.
+        moves: whether the process's stack changed.
     """
 
     state: ProcessState
@@ -144,13 +144,13 @@ class ProcessActivity:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the process works: it computes, waits for a core, reads or writes."""
+        """Whether the process is working: it computes, waits for a core, or accesses a disk."""
         is_at_disk = self.disk_bytes_s >= 1 << 17 or self.state is ProcessState.WAITS_FOR_DISK
         return self.cores + self.waited_share >= 0.2 or self.state is ProcessState.RUNS or is_at_disk or self.moves
 
 
 class ExitReason(Enum):
-    """Reason for which a rank ended."""
+    """The reason why a rank ended."""
 
     FINISHED = "its script has ended"
     EXCEPTION = "an exception"
@@ -163,12 +163,12 @@ class ExitReason(Enum):
 
 @dataclass(frozen=True)
 class DevicePhase:
-    """Phase of a training step that a device executes, such as `backward`.
+    """The phase of a training step that a device currently executes, such as `backward`.
 
     Attributes:
-        name: the phase.
-        step: the step, or None.
-        since_s: the time at which the device began it.
+        name: the name of the phase.
+        step: the number of the training step, or None.
+        since_s: the time at which the device began the phase.
     """
 
     name: str
@@ -178,13 +178,13 @@ class DevicePhase:
 
 @dataclass(frozen=True)
 class RankExitStatus:
-    """End of a rank.
+    """The way in which a rank ended.
 
     Attributes:
-        manner: the reason for the exit.
+        manner: the category of the exit.
         at_s: the time of the exit.
-        how: a description of the exit in a few words.
-        line: the line of the user's program that raised an exception, or "".
+        how: a short description of the exit.
+        line: the line in the user's program that raised an exception, or "".
     """
 
     manner: ExitReason
@@ -195,7 +195,7 @@ class RankExitStatus:
 
 @dataclass(frozen=True)
 class GroupMembership:
-    """A rank's number in a group, the group's size, and the group's name in messages."""
+    """A rank's membership in a group: its group rank, the group's size, and the group's name for messages."""
 
     number: int
     size: int
@@ -204,15 +204,15 @@ class GroupMembership:
 
 @dataclass(frozen=True)
 class PeerTraffic:
-    """Traffic from a rank to another one, as the kernel measured it.
+    """Traffic from one rank to another, as measured by the kernel.
 
     Attributes:
         peer: the other rank's number in the job.
-        sent_nbytes: the bytes that arrived there.
-        active_s: the time for which data was in flight while the other rank had room for it.
-        segments, retransmits: the number of segments that were sent, and of those that were retransmitted.
+        sent_nbytes: the number of bytes that the peer received.
+        active_s: the time for which data was in flight and the peer's receive buffer was not full.
+        segments, retransmits: the numbers of segments sent and retransmitted.
         round_trip_s: the smoothed round-trip time.
-        silent_s: the time for which an acknowledgement had been outstanding.
+        silent_s: the time for which an acknowledgment had been outstanding when the traffic was measured.
     """
 
     peer: int
@@ -226,20 +226,20 @@ class PeerTraffic:
 
 @dataclass(frozen=True)
 class RankState:
-    """Known state of one rank.
+    """The known state of one rank.
 
     Attributes:
         rank: the rank's number in the job.
-        seats: the rank's memberships, by the group's identity.
-        calls: the rank's latest calls, oldest first; empty if its recording is missing.
-        step: the training step that the rank is in, or None.
-        since_s: the time since which the rank has recorded nothing, or None.
+        seats: the rank's memberships, keyed by group identity.
+        calls: the rank's latest calls, oldest first; empty if the recording is missing.
+        step: the rank's current training step, or None.
+        since_s: the time of the rank's last recorded activity, or None.
         place: the location of the main thread, or None.
         process: the activity of the process, or None.
-        ending: the end of the rank, or None while it runs.
+        ending: the rank's exit status, or None while it runs.
         data_s: the time for which the rank has waited for data, in seconds.
         links: the rank's traffic to ranks on other hosts.
-        phase: the phase that the rank's device executes, or None.
+        phase: the phase that the rank's device currently executes, or None.
     """
 
     rank: int
@@ -259,7 +259,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """State of a job at `now_s`. Ranks without any known state may be missing; `word` is "rank" or "worker"."""
+    """The state of a job at `now_s`. Ranks with an unknown state may be missing; `word` is "rank" or "worker"."""
 
     now_s: float
     ranks: tuple[RankState, ...]

@@ -27,17 +27,17 @@ from paceline.operate.diagnosis.recording_reader import (
 from paceline.operate.diagnosis.stall_detector import LOOK_S, StallThreshold, WatchedWorker, overdue
 from paceline.operate.diagnosis.worker_process import capture_stack
 
-_MOST_CALLS = 8192  # the limit of calls that are sent to another machine, for all ranks together
+_MOST_CALLS = 8192  # limit for the calls sent to another machine, over all ranks
 
 
 @dataclass(frozen=True)
 class MachineSnapshot:
-    """Ranks of one machine.
+    """The states of the ranks on one machine.
 
     Attributes:
-        taken_s: the time of the snapshot on the machine's monotonic clock, like all times in `ranks`.
+        taken_s: the time of the snapshot on the machine's monotonic clock, which all times in `ranks` also use.
         ranks: the states of the ranks.
-        stalled_since_s: the time at which the longest overdue call began, or None.
+        stalled_since_s: the start time of the longest overdue call, or None.
     """
 
     taken_s: float
@@ -50,28 +50,28 @@ _decoder = msgspec.json.Decoder(MachineSnapshot)
 
 
 def encode(snapshot: MachineSnapshot) -> str:
-    """Returns a snapshot as JSON, with as many calls as another machine needs."""
+    """Returns a snapshot as JSON, limited to the calls that another machine needs."""
     most = _MOST_CALLS // max(8, len(snapshot.ranks))
     short = tuple(replace(rank, calls=_latest(rank.calls, most)) for rank in snapshot.ranks)
     return msgspec.json.encode(replace(snapshot, ranks=short)).decode()
 
 
 def _latest(calls: tuple[RankCall, ...], most: int) -> tuple[RankCall, ...]:
-    """Returns the latest calls, and earlier ones that have not ended."""
+    """Returns the latest calls, and earlier calls that have not ended."""
     return (*(call for call in calls[:-most] if call.ended_s is None), *calls[-most:])
 
 
 def decode(body: str) -> MachineSnapshot:
-    """Returns the snapshot in `body`.
+    """Parses a snapshot.
 
     Raises:
-        ValueError: `body` contains no snapshot.
+        ValueError: `body` is not a snapshot.
     """
     return decode_untrusted(_decoder.decode, body)
 
 
 def job_snapshot_of(snapshots: Iterable[MachineSnapshot], word: str = "rank") -> JobSnapshot:
-    """Joins snapshots of several machines that were taken at the same time; their clocks may differ."""
+    """Merges snapshots that several machines took at the same time, possibly with different clocks."""
     ranks = [shifted(rank, -snapshot.taken_s) for snapshot in snapshots for rank in snapshot.ranks]
     return JobSnapshot(0.0, tuple(sorted(ranks, key=lambda rank: rank.rank)), word)
 
@@ -79,11 +79,11 @@ def job_snapshot_of(snapshots: Iterable[MachineSnapshot], word: str = "rank") ->
 def snapshot_if_stalled(
     workers: Sequence[WatchedWorker], patience: StallThreshold, is_asked: bool, look_s: float = LOOK_S
 ) -> MachineSnapshot | None:
-    """Takes a snapshot over `look_s` seconds. Returns None at once if no call is overdue.
+    """Takes a snapshot over `look_s` seconds, or returns None immediately if no call is overdue.
 
     Args:
-        workers: the workers of this machine.
-        patience: the threshold for a call's duration at the end of the snapshot.
+        workers: the workers on this machine.
+        patience: the threshold that applies to a call's duration at the end of the snapshot.
         is_asked: whether to take the snapshot even if no call is overdue.
         look_s: the time between the two samples of each process, in seconds.
     """
@@ -98,21 +98,21 @@ def snapshot_if_stalled(
     for worker in workers:
         process = worker_process.between(first[worker.pid], last := worker_process.sample(worker.pid))
         frames, earlier = _stack(worker.pid, last), before[worker.pid]
-        moves = bool(frames and earlier) and frames != earlier  # a stack that was not received in time is empty
+        moves = bool(frames and earlier) and frames != earlier  # empty if the stack was not received in time
         is_still = process.state in STILL
         ranks.append(worker_state(worker, replace(process, moves=moves), frames or (() if is_still else earlier)))
     return MachineSnapshot(time.monotonic(), tuple(ranks), _stalled_since_s(ranks, soon))
 
 
 def _waits_too_long(worker: WatchedWorker, patience: StallThreshold) -> bool:
-    """Returns whether a worker is in an overdue call; takes little time if it is in no call."""
+    """Returns whether a worker is in an overdue call. Takes little time if the worker is not in a call."""
     if worker.recording is None or not has_open_calls(worker.recording):
         return False
     return overdue(_recorded(worker), time.monotonic(), patience) is not None
 
 
 def snapshot_ended_workers(workers: Sequence[WatchedWorker]) -> MachineSnapshot:
-    """Returns a snapshot of workers that have ended, from their recordings."""
+    """Builds a snapshot of workers that have ended from their recordings."""
     ranks = tuple(replace(_recorded(worker), ending=worker.ending, place=None) for worker in workers)
     return MachineSnapshot(time.monotonic(), ranks)
 
@@ -120,7 +120,7 @@ def snapshot_ended_workers(workers: Sequence[WatchedWorker]) -> MachineSnapshot:
 def worker_state(
     worker: WatchedWorker, process: ProcessActivity, frames: Sequence[Frame], most_calls: int = MOST_CALLS
 ) -> RankState:
-    """Returns the state of a worker with this process, stack and recording."""
+    """Combines a worker's process activity, stack and recording into its state."""
     recorded = _recorded(worker, most_calls)
     place = worker_process.place_of(frames) or recorded.place
     if worker.ending is not None:
@@ -137,7 +137,7 @@ def _recorded(worker: WatchedWorker, most_calls: int = MOST_CALLS) -> RankState:
 
 
 def _stalled_since_s(ranks: Sequence[RankState], patience: StallThreshold) -> float | None:
-    """Returns the time at which the longest overdue call began, or None."""
+    """Returns the start time of the longest overdue call, or None."""
     now_s = time.monotonic()
     calls = [call for rank in ranks if (call := overdue(rank, now_s, patience)) is not None]
     return min((call.arrived_s for call in calls), default=None)

@@ -1,4 +1,4 @@
-"""State of a job that has ended, from its recordings, snapshots of stalls and failures; any of them may be missing."""
+"""State of a job that has ended, read from recordings, stall snapshots and failures. Any of these may be missing."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from paceline.operate.diagnosis.recording import ProcessRecording
 from paceline.operate.diagnosis.recording_reader import rank_state_of, read_directory
 from paceline.operate.diagnosis.runs import RunStatus, read_run
 
-_STALLS = "stall-*.json"  # the launchers' snapshots of the latest stall
+_STALLS = "stall-*.json"  # the snapshots of the latest stall, written by the launchers
 _FAILURES = "error.json"
 
 
 @dataclass(frozen=True)
 class JobRemnants:
-    """Data that a job left behind.
+    """The data that a job left in its directories.
 
     Attributes:
         snapshot: the last known state of the job.
-        ranks: every rank that recorded something, with all of its calls.
+        ranks: the state of every rank with a recording, including all of its calls.
         world_size: the number of ranks; 0 if unknown.
-        files: the number of files that were read.
+        files: the number of files read.
     """
 
     snapshot: JobSnapshot
@@ -38,7 +38,7 @@ class JobRemnants:
 
 
 def read_job(*directories: str | os.PathLike[str]) -> JobRemnants:
-    """Returns the data that a job left in the directories of its machines."""
+    """Reads the data that a job left in its directories; each machine has one."""
     recordings = _latest([recording for directory in directories for recording in read_directory(directory)])
     stalls = [path for directory in directories for path in sorted(Path(directory).rglob(_STALLS))]
     machines = [machine for path in stalls if (machine := _machine_snapshot(path)) is not None]
@@ -63,22 +63,22 @@ def read_job(*directories: str | os.PathLike[str]) -> JobRemnants:
 
 
 def _is_stopped(directory: Path) -> bool:
-    """Returns whether a signal ended the job; the order in which its workers then lost each other is meaningless."""
+    """Returns whether a signal ended the job. If so, the order in which workers lost each other is meaningless."""
     run = read_run(directory)
     return run is not None and run.state is RunStatus.STOPPED
 
 
 def _latest(recordings: Sequence[ProcessRecording]) -> list[ProcessRecording]:
-    """Returns the latest recording of each rank, which is that of the last attempt."""
+    """Returns each rank's latest recording, which belongs to the last attempt."""
     in_order = sorted(recordings, key=lambda recording: recording.started_ns)
     by_rank = {recording.rank: recording for recording in in_order if recording.rank is not None}
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _ending(rank: RankState, ranks: Sequence[RankState], recording: ProcessRecording) -> RankExitStatus | None:
-    """Returns the end of a rank that left no failure, inferred from the other ranks' calls, or None.
+    """Infers the exit of a rank without a failure file from the other ranks' calls; returns None if that is impossible.
 
-    The result's time is a time of day, as in the files of the launcher.
+    The result uses the time of day, like the launcher's files.
     """
     failed = [call for call in rank.calls if call.is_open and call.ended_s is not None]
     at_s = recording.clock.realtime_ns(recording.written_ns or recording.started_ns) * 1e-9
@@ -104,7 +104,7 @@ def _machine_snapshot(path: Path) -> MachineSnapshot | None:
 
 
 def _failures(path: Path) -> list[tuple[int, RankExitStatus]]:
-    """Returns the rank and the failure in a file that the launcher wrote, or nothing if it cannot be read."""
+    """Returns the rank and its failure from a file written by the launcher; empty if the file cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(path.read_text())
         record = found["record"]

@@ -1,6 +1,6 @@
-"""Recording of a process as data: its calls, events, groups and links, and its clock.
+"""Data classes for the recording of a process: its calls, events, groups, links and clock.
 
-All times are nanoseconds of CLOCK_MONOTONIC on the recording process's host, which the processes of a host share.
+All times are CLOCK_MONOTONIC nanoseconds on the recording process's host. All processes on a host share this clock.
 `Clock.realtime_ns` converts them to the time of day; `ProcessRecording.shifted` converts them to another host's clock.
 """
 
@@ -17,9 +17,9 @@ from paceline.comm.record.layout import EventKind
 
 
 class CallStatus(Enum):
-    """State of a call, numbered in this order in a recording."""
+    """Status of a call. A recording stores the index in this enumeration."""
 
-    PENDING = "pending"  # waits for earlier calls of its group
+    PENDING = "pending"  # queued behind earlier calls in the same group
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
@@ -27,7 +27,7 @@ class CallStatus(Enum):
 
 @dataclass(frozen=True)
 class Pair:
-    """One instant on three clocks: ticks of the time stamp counter, CLOCK_MONOTONIC and CLOCK_REALTIME."""
+    """One instant on three clocks: time stamp counter, CLOCK_MONOTONIC and CLOCK_REALTIME."""
 
     tick: int
     monotonic_ns: int
@@ -36,11 +36,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Clock:
-    """Converter from a recording's ticks to times.
+    """Converts the ticks in a recording to times.
 
     Attributes:
-        identity: the boot and the time namespace. Times of processes with the same identity can be compared directly.
-        ticks_per_s: the frequency that the processor reports; 0 if it must be computed from the pairs.
+        identity: the boot id and the time namespace. Processes with the same identity have comparable times.
+        ticks_per_s: the tick frequency reported by the processor; 0 if it must be computed from `pairs`.
         pairs: the calibration, in chronological order.
     """
 
@@ -49,7 +49,7 @@ class Clock:
     pairs: tuple[Pair, ...]
 
     def monotonic_ns(self, tick: int) -> int | None:
-        """Returns the time of a tick, interpolated between pairs; None for tick 0, which means no time."""
+        """Converts a tick to a time by interpolating between pairs; returns None for tick 0, which means "no time"."""
         if tick == 0 or not self.pairs:
             return None
         index = bisect.bisect(self._ticks, tick)
@@ -57,18 +57,18 @@ class Clock:
         return pair.monotonic_ns + round((tick - pair.tick) * self._slopes[index])
 
     def realtime_ns(self, monotonic_ns: int) -> int:
-        """Returns the time of day at an instant, as the clock was set at that time."""
+        """Converts a time to the time of day, according to the system clock at that moment."""
         index = bisect.bisect(self._monotonic, monotonic_ns)
         pair = self.pairs[max(0, index - 1)]
         return monotonic_ns + pair.realtime_ns - pair.monotonic_ns
 
     @property
     def day_ns(self) -> int:
-        """The nanoseconds from CLOCK_MONOTONIC to the time of day, as the clock was set when the recording began."""
+        """The difference between the time of day and CLOCK_MONOTONIC when the recording began, in nanoseconds."""
         return self.pairs[0].realtime_ns - self.pairs[0].monotonic_ns if self.pairs else 0
 
     def _slope(self, index: int) -> float:
-        """Returns the nanoseconds per tick between the pairs `index - 1` and `index`, or, at the ends, over all."""
+        """Returns the nanoseconds per tick between pairs `index - 1` and `index`; outside the pairs, the average."""
         first, last = self.pairs[0], self.pairs[-1]
         if 0 < index < len(self.pairs):
             first, last = self.pairs[index - 1], self.pairs[index]
@@ -94,11 +94,11 @@ class GroupRecord:
     """A process group.
 
     Attributes:
-        serial: the number of the group in its process, from 1, to which `CallRecord.group` refers.
-        name: "default", or the name that `new_group` gave it.
-        identity: a number that is the same on all members.
-        engine: the name of the engine that runs its calls.
-        size: the number of its members.
+        serial: the number of the group in its process, starting at 1. `CallRecord.group` refers to it.
+        name: "default", or the name assigned by `new_group`.
+        identity: a number that is equal on all members of the group.
+        engine: the name of the engine that runs the group's calls.
+        size: the number of members.
         rank: this process's rank in the group.
         ranks: the members' ranks in the default group; empty if there are too many to record.
         opened_ns: the time at which the group was created.
@@ -117,13 +117,13 @@ class GroupRecord:
 
     @property
     def key(self) -> str:
-        """The group and the kind of device, the same on all members; calls are numbered separately for each device."""
+        """The group identity and the device type, equal on all members. Each device type has its own call numbers."""
         _, on, device = self.engine.rpartition(" on ")
         return f"{self.identity:x} on {device}" if on and device != "cpu" else f"{self.identity:x}"
 
     @property
     def device(self) -> str:
-        """The type of the device whose tensors its calls take, such as "cuda"; "" for the CPU."""
+        """The type of device that the group's tensors are on, such as "cuda"; "" for the CPU."""
         return self.key.partition(" on ")[2].partition(" ")[0]
 
 
@@ -134,26 +134,26 @@ class CallRecord:
     Attributes:
         index: the number of the call in its process.
         group: the serial of its group.
-        sequence: the number of the collective in its group, from 1, the same on all ranks; 0 for messages.
-        operation, dtype: the names of the operation and the data type, such as "all_reduce" and "float32".
-        count: the number of elements.
-        root: the root's group rank, the other rank of a message, or None.
-        reduction: the reduction's name, such as "sum", or None.
-        algorithm: the algorithm's name, such as "ring"; None if the call followed no schedule.
+        sequence: the number of the collective in its group, starting at 1 and equal on all ranks; 0 for messages.
+        operation, dtype: the names of the operation and of the data type, such as "all_reduce" and "float32".
+        count: the number of tensor elements.
+        root: the group rank of the root, or of the peer for messages; None for calls without a root.
+        reduction: the name of the reduction, such as "sum", or None.
+        algorithm: the name of the algorithm, such as "ring"; None if the call did not use a schedule.
         state: whether the call is pending, running, done or failed.
-        outcome: "ok", "timed_out", ...; None while the call has not ended.
-        is_async: whether the program did not wait for the call at once.
+        outcome: the result, such as "ok" or "timed_out"; None until the call has ended.
+        is_async: whether the call was asynchronous.
         arrived_ns: the time at which the program made the call.
-        started_ns: the time at which no earlier call of the group was left, or on a device, at which the device had
-            done the work before the call; None until then.
-        complete_ns: the time at which the last rank was seen to arrive, or None if unknown.
+        started_ns: the time at which all earlier calls in the group had ended or, on a device, at which the device had
+            completed all earlier work; None until then.
+        complete_ns: the time at which this rank detected the last rank's arrival, or None if unknown.
         ended_ns: the time at which the call ended, or None.
-        last_arrived: the group rank that arrived last; None if unknown, as between hosts.
-        missing: the group ranks whose absence made the call fail (of 64 from the first such rank on).
-        shm_nbytes, tcp_nbytes: the bytes that this rank sent through shared memory and over the network.
-        step: the latest training step that the process had begun.
-        thread: the kernel's id of the calling thread.
-        tag: a message's tag; None for collectives.
+        last_arrived: the group rank that arrived last; None if unknown, for example between hosts.
+        missing: the group ranks whose absence made the call fail, limited to a range of 64 from the first such rank on.
+        shm_nbytes, tcp_nbytes: the numbers of bytes that this rank sent through shared memory and over the network.
+        step: the latest training step that the process had begun when it made the call.
+        thread: the kernel thread id of the caller.
+        tag: the tag of a message; None for collectives.
         predicted_s: the duration that the engine predicted, or None.
     """
 
@@ -184,19 +184,19 @@ class CallRecord:
 
     @property
     def is_over(self) -> bool:
-        """Whether the call has ended, with or without an error."""
+        """Whether the call has ended, successfully or not."""
         return self.ended_ns is not None
 
 
 @dataclass(frozen=True)
 class EventRecord:
-    """A span or an instant; an instant ends when it starts.
+    """A span or an instant. The start and end of an instant are equal.
 
     Attributes:
-        end_ns: the end; None while the span lasts.
-        sent_ns: the time at which a bucket was sent, or None.
-        first, second: integers with the meaning that `EventKind` documents for the kind.
-        value: the number of a VALUE, or None.
+        end_ns: the end of the span; None until it has ended.
+        sent_ns: the time at which a bucket was sent; None for other events.
+        first, second: two integers whose meaning depends on the kind and is documented in `EventKind`.
+        value: the logged number if the kind is VALUE, otherwise None.
     """
 
     index: int
@@ -214,20 +214,20 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class LinkRecord:
-    """Connections of one group to one other rank, as the kernel last measured them.
+    """The connections from one group to one other rank, as last measured by the kernel.
 
     Attributes:
-        group: the serial of the group.
-        peer: the other rank, in the default group.
+        group: the serial number of the group.
+        peer: the other rank's number in the default group.
         measured_ns: the time of the measurement.
-        sent_nbytes, received_nbytes: the bytes that were sent and acknowledged, and that were received.
-        segments, retransmits: the number of segments that were sent with data, and of those that were retransmitted.
-        nbytes_per_s: the latest rate at which data was delivered.
-        busy_s, held_s: the time for which data was in flight, and the part of it during which the peer's buffer was
-            full.
-        round_trip_s, variation_s, least_round_trip_s: the smoothed round-trip time of the slowest connection, its
-            variation, and the shortest recent round trip.
-        silent_s: the time for which an acknowledgement has been outstanding.
+        sent_nbytes, received_nbytes: the numbers of acknowledged and received bytes.
+        segments, retransmits: the numbers of data segments sent and retransmitted.
+        nbytes_per_s: the latest delivery rate, in bytes per second.
+        busy_s, held_s: the time for which data was in flight, and the part of that time for which the peer's receive
+            buffer was full.
+        round_trip_s, variation_s, least_round_trip_s: the smoothed round-trip time on the slowest connection, its
+            variation, and the shortest recent round-trip time.
+        silent_s: the time for which an acknowledgment has been outstanding.
         connections: the number of connections.
     """
 
@@ -250,15 +250,15 @@ class LinkRecord:
 
 @dataclass(frozen=True)
 class ProcessRecording:
-    """Recording of one process. Calls and events are the latest ones, in the order in which they began.
+    """The recording of one process, with its latest calls and events in order of their start times.
 
     Attributes:
-        source: the file, or the process, that the recording was read from.
-        worker: the worker's name in an elastic job, otherwise "".
-        is_ended: whether the process ended normally, so that its exit handlers ran.
-        step: the latest training step that the process began, or 0.
+        source: the file or process from which the recording was read.
+        worker: the worker's name in an elastic job; "" in other jobs.
+        is_ended: whether the process ended normally and ran its exit handlers.
+        step: the latest training step that the process began; 0 if there is none.
         written_ns: the time of the process's latest record.
-        torn: the number of entries that are left out because the process was killed while it wrote them.
+        torn: the number of omitted entries, which were incomplete because the process was killed while writing them.
     """
 
     source: str
@@ -279,12 +279,12 @@ class ProcessRecording:
 
     @property
     def started_ns(self) -> int:
-        """The time at which the process began to record."""
+        """The time at which the recording began."""
         return self.clock.pairs[0].monotonic_ns if self.clock.pairs else 0
 
     @property
     def day_ns(self) -> int:
-        """The nanoseconds from CLOCK_MONOTONIC to the time of day; see `Clock.day_ns`."""
+        """See `Clock.day_ns`."""
         return self.clock.day_ns
 
     def open_calls(self) -> tuple[CallRecord, ...]:
@@ -296,7 +296,7 @@ class ProcessRecording:
         return tuple(event for event in self.events if event.end_ns is None)
 
     def shifted(self, offset_ns: int) -> ProcessRecording:
-        """Returns the recording with `offset_ns` added to all times, to convert it to another host's clock."""
+        """Adds `offset_ns` to all times, which converts the recording to another host's clock."""
         pairs = tuple(replace(pair, monotonic_ns=pair.monotonic_ns + offset_ns) for pair in self.clock.pairs)
         return replace(
             self,
@@ -318,10 +318,10 @@ def _shifted(entry: _Entry, offset_ns: int) -> _Entry:
 
 
 def link_of(entry: tuple[int, ...], time_ns: Callable[[int], int]) -> LinkRecord:
-    """Returns the link of an entry of a recording (native/record/layout.hpp, `LinkFields`).
+    """Converts an entry of the link table (`LinkFields` in native/record/layout.hpp).
 
     Args:
-        entry: the entry as `layout.LINK` unpacks it.
+        entry: the entry as unpacked by `layout.LINK`.
         time_ns: a function that converts a tick to nanoseconds.
     """
     _, group, peer, measured, sent, received, segments, rate, busy, held, trip, variation, least = entry[:13]

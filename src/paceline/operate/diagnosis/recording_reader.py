@@ -1,7 +1,7 @@
-"""Reader of recordings: of running processes, through a descriptor of their memory, and of files.
+"""Reads recordings from files, and from running processes through a descriptor for their memory.
 
-A whole recording has 20,000 entries, and Python needs a few microseconds to unpack one. A launcher with many workers
-therefore uses `read_latest`, which first clears the older entries in its copy, by their stamps. `rank_state_of`
+A full recording contains 20,000 entries, and Python takes a few microseconds to unpack each. A launcher with many
+workers therefore uses `read_latest`, which discards older entries by their stamps before unpacking. `rank_state_of`
 converts a recording to the data that a diagnosis uses.
 """
 
@@ -40,50 +40,50 @@ from paceline.operate.diagnosis.recording import (
 )
 from paceline.operate.diagnosis.runs import JOB_FILE, JobRun, read_run
 
-MOST_CALLS = 1024  # per rank: enough to show the period of a training loop
+MOST_CALLS = 1024  # per rank: enough to detect the period of a training loop
 MOST_EVENTS = 1024
 
 _MAGIC = layout.MAGIC.to_bytes(8, "little")
 _STATES = tuple(CallStatus)
 _DOUBLE = struct.Struct("<d")
-_NAMES, _GROUPS, _CALLS, _EVENTS, _LINKS = 1, 2, 3, 4, 5  # the tables in the order of the header, after the pairs
+_NAMES, _GROUPS, _CALLS, _EVENTS, _LINKS = 1, 2, 3, 4, 5  # table numbers; table 0 contains clock pairs
 _WAITS = (EventKind.DATA_WAIT, EventKind.CHECKPOINT)
 _NS = 1e-9
 
 
 class NoRecordingError(ValueError):
-    """A file contains no recording, or one of another version."""
+    """Raised if a file does not contain a recording, or contains one in an unsupported format version."""
 
 
 def read(path: str | os.PathLike[str]) -> ProcessRecording:
-    """Returns the recording in a file.
+    """Reads a recording from a file.
 
     Raises:
-        NoRecordingError: the file contains no recording.
+        NoRecordingError: the file does not contain a recording.
         OSError: the file cannot be read.
     """
     return parse(memory_of(path), str(path))
 
 
 def memory_of(path: str | os.PathLike[str]) -> bytes:
-    """Returns the recorded memory in a file, decompressed and not parsed.
+    """Reads a file and returns the recorded memory, decompressed but not parsed.
 
     Raises:
         OSError: the file cannot be read.
     """
     data = Path(path).read_bytes()
-    if not data.startswith(_MAGIC):  # the launcher compresses the recordings that it writes to files
+    if not data.startswith(_MAGIC):  # recordings saved by the launcher are compressed
         with contextlib.suppress(zlib.error):
             data = zlib.decompress(data)
     return data
 
 
 def read_live(fd: int, source: str = "") -> ProcessRecording:
-    """Returns the recording of a running process, through a descriptor of its memory.
+    """Reads the recording of a running process through a descriptor for its memory.
 
     Args:
         fd: the descriptor.
-        source: the recording's name in errors.
+        source: the name of the recording in error messages.
 
     Raises:
         NoRecordingError: the process has not begun to record.
@@ -95,7 +95,7 @@ def read_live(fd: int, source: str = "") -> ProcessRecording:
 
 
 def read_latest(fd: int, most_calls: int = MOST_CALLS, most_events: int = MOST_EVENTS) -> ProcessRecording:
-    """Returns the latest calls and events of a running process, and those that are open.
+    """Reads the latest calls and events of a running process, and all earlier ones that have not ended.
 
     The calls lack the names of their algorithms.
 
@@ -111,7 +111,7 @@ def read_latest(fd: int, most_calls: int = MOST_CALLS, most_events: int = MOST_E
 
 
 def has_open_calls(fd: int) -> bool:
-    """Returns whether a running process is in a call, at little cost."""
+    """Returns whether a running process is in a call. This check is cheap."""
     try:
         data = _snapshot(fd)
     except OSError:
@@ -123,7 +123,7 @@ def has_open_calls(fd: int) -> bool:
 
 
 def _snapshot(fd: int) -> bytearray:
-    """Returns a copy of the memory, or an empty one if it contains no recording."""
+    """Copies the memory; the copy is empty if it does not contain a recording."""
     from paceline import _core
 
     data = bytearray(_core.snapshot_recording(fd))
@@ -131,13 +131,13 @@ def _snapshot(fd: int) -> bytearray:
 
 
 def _table_location(data: bytearray, table: int) -> tuple[int, int]:
-    """Returns the offset of a table and its number of entries."""
+    """Returns the offset and the number of entries of a table."""
     places = layout.HEADER.unpack_from(data)[4:14]
     return places[2 * table], places[2 * table + 1]
 
 
 def _clear_old(data: bytearray, table: int, nbytes: int, most: int) -> None:
-    """Clears the stamps of all entries of a table but the latest `most` and those that are open."""
+    """Clears the stamps in a table, except for the latest `most` entries and those that have not ended."""
     offset, capacity = _table_location(data, table)
     stamps = _stamps_in(data, offset, capacity, nbytes)
     oldest_kept = layout.first_stamp(layout.index_of(max(stamps, default=0)) - most + 1)
@@ -148,7 +148,7 @@ def _clear_old(data: bytearray, table: int, nbytes: int, most: int) -> None:
 
 
 def read_directory(directory: str | os.PathLike[str]) -> list[ProcessRecording]:
-    """Returns the recordings in a job's directory in the order of ranks, without those that cannot be read."""
+    """Reads the recordings in a job's directory, ordered by rank; skips unreadable files."""
     found = []
     for path in sorted(Path(directory).rglob(f"*{SUFFIX}")):
         with contextlib.suppress(NoRecordingError, OSError):
@@ -157,14 +157,14 @@ def read_directory(directory: str | os.PathLike[str]) -> list[ProcessRecording]:
 
 
 def read_aligned(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[ProcessRecording], int | None]:
-    """Returns the recordings of one job in the order of ranks, on one clock.
+    """Reads the recordings of one job, ordered by rank and converted to one clock.
 
-    The clock is that of the machine at which the launchers met. The second result is the largest error of the times in
-    nanoseconds. It is None if a launcher did not save its clock's offset; the recordings are then aligned by their
-    hosts' time of day, which may be off by any amount.
+    The clock belongs to the machine that ran the rendezvous of the launchers. The second result is the maximum error of
+    the times, in nanoseconds. It is None if a launcher did not save its clock offset. In this case, the recordings are
+    aligned by their hosts' time of day, whose error is unbounded.
 
     Args:
-        directories: the directories of all machines.
+        directories: the job's directories on all machines.
     """
     found = _by_rank([recording for directory in directories for recording in read_directory(directory)])
     sources = [RecordingSource(recording.clock, recording.host, Path(recording.source)) for recording in found]
@@ -179,7 +179,7 @@ def _by_rank(recordings: list[ProcessRecording]) -> list[ProcessRecording]:
 
 @dataclass(frozen=True)
 class RecordingSource:
-    """File of a recording, with the host and the clock of the process."""
+    """A recording's file, with the host and the clock of the recorded process."""
 
     clock: Clock
     host: str
@@ -187,15 +187,15 @@ class RecordingSource:
 
 
 def machines_in(directories: Sequence[str | os.PathLike[str]]) -> list[JobRun]:
-    """Returns the runs that launchers recorded in these directories or below."""
+    """Returns the runs that launchers recorded in these directories or their subdirectories."""
     paths = [path.parent for directory in directories for path in sorted(Path(directory).rglob(JOB_FILE))]
     return [run for path in dict.fromkeys(paths) if (run := read_run(path)) is not None]
 
 
 def shifts_of(sources: Sequence[RecordingSource], machines: Sequence[JobRun]) -> tuple[list[int], int | None]:
-    """Returns the nanoseconds to add to each recording's times to convert them to one clock, and the largest error.
+    """Returns the nanoseconds to add to each recording's times to convert them to one clock, and the maximum error.
 
-    If a launcher did not save its clock's offset, the time of day is used for all recordings, and the error is None.
+    If a launcher did not save its clock offset, all recordings are aligned by the time of day, and the error is None.
     """
     if len({source.clock.identity for source in sources}) <= 1:
         return [0] * len(sources), 0
@@ -207,14 +207,14 @@ def shifts_of(sources: Sequence[RecordingSource], machines: Sequence[JobRun]) ->
 
 
 def _offset(source: RecordingSource, machines: Sequence[JobRun]) -> Offset | None:
-    """Returns the offset that this recording's launcher saved; several launchers may have written to one directory."""
+    """Returns the clock offset saved by this recording's launcher. Several launchers may share one directory."""
     return next(
         (run.clock for run in machines if source.path.is_relative_to(run.directory) and run.host == source.host), None
     )
 
 
 def source_of(data: bytes, path: Path) -> RecordingSource:
-    """Returns the clock and the host of the recording in `data`, which was read from `path`, faster than `parse`.
+    """Returns the clock and the host of the recording in `data`, without parsing all of it.
 
     Raises:
         NoRecordingError: `data` contains no recording.
@@ -223,12 +223,12 @@ def source_of(data: bytes, path: Path) -> RecordingSource:
 
 
 def parse(data: bytes | bytearray, source: str = "memory", *, has_algorithms: bool = True) -> ProcessRecording:
-    """Returns the recording in a copy of its memory.
+    """Parses a recording from a copy of its memory.
 
     Args:
-        data: the copy.
-        source: the recording's name in errors.
-        has_algorithms: whether calls have the names of their algorithms, which require a slow import.
+        data: the copy of the memory.
+        source: the name of the recording in error messages.
+        has_algorithms: whether to fill in the names of algorithms, which requires a slow import.
 
     Raises:
         NoRecordingError: `data` contains no recording.
@@ -237,7 +237,7 @@ def parse(data: bytes | bytearray, source: str = "memory", *, has_algorithms: bo
 
 
 def _stamps_in(data: bytes | bytearray, offset: int, capacity: int, nbytes: int) -> list[int]:
-    """Returns the first word of each entry of a table, read at once, since most of 20,000 entries are often empty."""
+    """Returns the first word of each entry in a table. One bulk read is fast even if most entries are empty."""
     words = memoryview(data)[offset : offset + capacity * nbytes].cast("Q")
     return words[:: nbytes // layout.WORD_NBYTES].tolist()
 
@@ -249,7 +249,7 @@ def _algorithm_names() -> Callable[[int], str | None]:
 
 
 class _Parser:
-    """Parser of one copy of a recording's memory."""
+    """Parser for one copy of a recording's memory."""
 
     def __init__(self, data: bytes | bytearray, source: str, has_algorithms: bool) -> None:
         self._data = data
@@ -304,7 +304,7 @@ class _Parser:
         )
 
     def _placed(self, table: int, entry: struct.Struct, nbytes: int) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yields the complete and the open entries of a table, each with its offset."""
+        """Yields the complete and the open entries in a table, each with its offset."""
         offset, capacity = self._places[table]
         for index, stamp in enumerate(_stamps_in(self._data, offset, capacity, nbytes)):
             if stamp and layout.state_of(stamp) == layout.WRITING:
@@ -394,11 +394,11 @@ class _Parser:
 
 
 def rank_state_of(recording: ProcessRecording, number: int | None = None) -> RankState:
-    """Returns the state of a recording's rank, on the clock of its host.
+    """Converts a recording to the state of its rank, with times on its host's clock.
 
     Args:
         recording: the recording of one process.
-        number: the rank's number in the job; by default the one in the recording.
+        number: the rank's number in the job. Default: the number in the recording.
     """
     groups = {serial: group.key for serial, group in recording.groups.items()}
     early, late = recording.calls[:-MOST_CALLS], recording.calls[-MOST_CALLS:]
@@ -427,7 +427,7 @@ def rank_state_of(recording: ProcessRecording, number: int | None = None) -> Ran
 
 
 def _phase(events: Sequence[EventRecord]) -> DevicePhase | None:
-    """Returns the latest phase that a device has begun and not ended."""
+    """Returns the latest phase that a device has begun but not ended."""
     for event in reversed(events):
         if event.kind is EventKind.DEVICE:
             return DevicePhase(event.name or "a phase", event.second or None, event.start_ns * _NS)
@@ -435,7 +435,7 @@ def _phase(events: Sequence[EventRecord]) -> DevicePhase | None:
 
 
 def _group_name(group: GroupRecord, recording: ProcessRecording) -> str:
-    """Returns the group's name, with its device and its number among the groups of the same name."""
+    """Returns the group's name, with its device type and, if several groups share the name, a number."""
     alike = sorted(
         other.serial for other in recording.groups.values() if other.name == group.name and other.engine == group.engine
     )
@@ -471,7 +471,7 @@ def _rank_call(call: CallRecord, group: GroupRecord) -> RankCall:
 
 
 def _traffic(recording: ProcessRecording) -> tuple[PeerTraffic, ...]:
-    """Returns the traffic to each other rank, over the connections of all groups."""
+    """Returns the traffic to each other rank, summed over the connections of all groups."""
     found: dict[int, PeerTraffic] = {}
     for link in recording.links:
         known = found.get(link.peer, PeerTraffic(link.peer, 0, 0.0))
@@ -488,7 +488,7 @@ def _traffic(recording: ProcessRecording) -> tuple[PeerTraffic, ...]:
 
 
 def _since_s(recording: ProcessRecording) -> float | None:
-    """Returns the latest time at which a call ended or an open wait began, or else at which the recording began."""
+    """Returns the latest time at which a call ended or an open wait began; failing that, the start of the recording."""
     ends = [call.ended_ns for call in recording.calls if call.ended_ns is not None]
     begun = [event.start_ns for event in recording.open_events() if event.kind in _WAITS]
     known = [*ends, *begun] or [recording.started_ns]
@@ -496,7 +496,7 @@ def _since_s(recording: ProcessRecording) -> float | None:
 
 
 def _location(events: Sequence[EventRecord]) -> StackLocation | None:
-    """Returns the rank's location by its open spans, for a rank without a known stack."""
+    """Infers a rank's location from its open spans, if its stack is unknown."""
     for event in reversed(events):
         if event.kind is EventKind.DATA_WAIT:
             return StackLocation(event.name or "a data loader", is_loader=True)

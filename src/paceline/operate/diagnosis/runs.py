@@ -1,11 +1,10 @@
-"""Directories of jobs: their location, their content, and the choice of old ones to remove.
+"""Job directories: their location and contents, and the selection of old ones to remove.
 
-The launcher of each machine makes one directory for each job that it runs, RUNS/ID, or LOG_DIR/RUN_ID if it was given
---log-dir. It contains
+The launcher on each machine creates one directory per job: RUNS/ID, or LOG_DIR/RUN_ID with --log-dir. It contains
 
 - `job.json`: the command, the variables' names, the versions, and the job's outcome;
-- `events.jsonl`: the launcher's actions, one event per line;
-- `attempt_N/RANK/`: a worker's `recording.record`, and, if they are kept, `stdout.log`, `stderr.log` and `error.json`.
+- `events.jsonl`: the launcher's actions, one JSON object per line;
+- `attempt_N/RANK/`: a worker's `recording.record` and, if saved, `stdout.log`, `stderr.log` and `error.json`.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ _DAY_S = 86400.0
 
 
 class RunStatus(Enum):
-    """State of a job on one machine."""
+    """Status of a job on one machine."""
 
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
-    STOPPED = "stopped"  # by a signal
-    LOST = "lost"  # its launcher ended without recording an outcome
+    STOPPED = "stopped"  # ended by a signal
+    LOST = "lost"  # the launcher ended without recording an outcome
 
 
 @dataclass(frozen=True)
 class JobRun:
-    """A job on one machine, as its `job.json` describes it.
+    """A job on one machine, as described by its `job.json`.
 
     Attributes:
-        id: the name of its directory.
-        job: the job's name, the same on all machines.
+        id: the name of the job's directory.
+        job: the name of the job, equal on all machines.
         workers: the number of workers on this machine.
-        state: the state of the job; `exit_code` is None while it runs.
-        clock: the offset to the clock of the machine at which the launchers met; None while the job runs, or if it is
-            unknown.
+        state: the status of the job; `exit_code` is None while it runs.
+        clock: the offset to the clock of the machine that ran the rendezvous of the launchers; None while the job runs,
+            or if unknown.
         pid: the launcher's process id.
-        world_size: the number of ranks on all machines; 0 if unknown.
+        world_size: the total number of ranks on all machines; 0 if unknown.
     """
 
     id: str
@@ -72,7 +71,7 @@ class JobRun:
 
 
 def runs_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Returns the directory of this user's jobs: PACELINE_RUNS_DIR, or paceline/runs in the XDG state directory."""
+    """Returns the directory with this user's jobs: PACELINE_RUNS_DIR, or paceline/runs in the XDG state directory."""
     if given := environment.get(RUNS_DIRECTORY_VARIABLE):
         return Path(given)
     state = environment.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -80,7 +79,7 @@ def runs_directory(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def read_run(directory: Path) -> JobRun | None:
-    """Returns the job in a directory, or None if there is none."""
+    """Reads the job from a directory; returns None if there is none."""
     try:
         facts: dict[str, Any] = json.loads((directory / JOB_FILE).read_bytes())
         state = RunStatus(facts["state"])
@@ -106,7 +105,7 @@ def read_run(directory: Path) -> JobRun | None:
 
 
 def list_runs(directory: Path) -> list[JobRun]:
-    """Returns the jobs in a directory, the latest first."""
+    """Returns the jobs in a directory, latest first."""
     try:
         found = [read_run(path) for path in directory.iterdir()]
     except OSError:
@@ -117,8 +116,8 @@ def list_runs(directory: Path) -> list[JobRun]:
 def outdated(runs: Sequence[JobRun], now_s: float) -> list[JobRun]:
     """Returns the jobs that may be removed.
 
-    The latest `MOST_RUNS` are kept. Of the older ones, those that still run are kept, and those that failed less than a
-    day ago, up to `MOST_RUNS_WITH_FAILURES` in all.
+    The latest `MOST_RUNS` jobs are kept. Older jobs are kept if they still run. Those that failed less than a day ago
+    are kept up to a total of `MOST_RUNS_WITH_FAILURES`.
     """
     old = sorted(runs, key=lambda run: run.started_s, reverse=True)[MOST_RUNS:]
     failures = [
@@ -129,12 +128,12 @@ def outdated(runs: Sequence[JobRun], now_s: float) -> list[JobRun]:
 
 
 def when(run: JobRun) -> str:
-    """Returns the local time at which the job started, as text."""
+    """Formats the local time at which the job started."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started_s))
 
 
 def _launcher_runs(facts: Mapping[str, Any]) -> bool:
-    """Returns whether the job's launcher still runs; assumes so if it is on another machine."""
+    """Returns whether the job's launcher still runs. A launcher on another machine is assumed to run."""
     if facts["host"] != os.uname().nodename:
         return True
     try:

@@ -1,11 +1,11 @@
-"""Detection of slow links between hosts, and of jobs that a slow network delays.
+"""Detection of slow links between hosts, and of jobs delayed by a slow network.
 
-A connection's speed is the amount of data that it carried, over the time in which data was in flight and the peer had
-room for it. Thus a rank that rarely sends, or whose peer reads slowly, does not look like a slow network. The nominal
-speed of the network is unknown, so a link is called slow only in comparison with faster ones.
+The speed of a connection is the amount of data sent divided by the time for which data was in flight and the peer's
+receive buffer was not full. Thus a rank that rarely sends, or whose peer reads slowly, is not mistaken for a slow
+network. The nominal speed of the network is unknown, so a link only counts as slow compared with faster links.
 
-The network delays a job if calls take long after their last rank has arrived; a slow rank would arrive late instead.
-The sentence for the user reports the hosts and the rate without judging them.
+The network delays a job if calls take long after their last rank has arrived. A slow rank would arrive late instead.
+The message for the user states the hosts and the rate without judging them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from paceline.operate.diagnosis.call_history import match_calls, span_of
 from paceline.operate.diagnosis.finding import Cause, Diagnosis, lasting, named
 from paceline.operate.diagnosis.job_snapshot import PeerTraffic, RankState
 
-_SLOWER = 2.0  # the least factor between the median of the other links and a slow link
+_SLOWER = 2.0  # minimum ratio of the other links' median speed to that of a slow link
 _FEWEST_NBYTES = 1 << 20
-_FEWEST_S = 0.05  # the least time for which a slow link must have been in use
-_TICK_S = 0.004  # the kernel counts the time in use in ticks
+_FEWEST_S = 0.05  # minimum time for which a slow link must have been in use
+_TICK_S = 0.004  # resolution of the kernel's counters for the time in use
 _LONG_ROUND_TRIP_S = 1e-3
-_LOSSES = 1e-3  # the share of retransmitted segments that is reported
+_LOSSES = 1e-3  # minimum fraction of retransmitted segments to report
 _SILENT_S = 3.0
-WORTH_TELLING = 0.4  # the share of the time that is reported
+WORTH_TELLING = 0.4  # minimum fraction of the time to report
 _WORTH_TELLING_S = 0.5
-_SLOW_BYTES_S = 100e6  # a gigabit link is faster
+_SLOW_BYTES_S = 100e6  # a network below this rate is slow; a gigabit link is faster
 _MOST_HOSTS = 4
 
 
@@ -39,10 +39,10 @@ class HostPair:
     Attributes:
         hosts: the sending and the receiving host.
         ranks: the sending and the receiving ranks.
-        nbytes_s: the speed of a connection, in bytes per second.
-        others_nbytes_s: the median speed between other hosts.
+        nbytes_s: the speed of one connection, in bytes per second.
+        others_nbytes_s: the median speed between other pairs of hosts.
         round_trip_s: the longest smoothed round-trip time.
-        lost_share: the share of the segments that were sent again.
+        lost_share: the fraction of segments that were retransmitted.
     """
 
     hosts: tuple[str, str]
@@ -54,7 +54,7 @@ class HostPair:
 
     @property
     def sentence(self) -> str:
-        """The description for the user, as a part of a sentence."""
+        """A description for the user, phrased as part of a sentence."""
         facts = []
         if self.round_trip_s >= _LONG_ROUND_TRIP_S:
             facts.append(f"a round trip takes {self.round_trip_s * 1e3:.3g} ms")
@@ -69,7 +69,7 @@ class HostPair:
 
 
 def find_slow_link(ranks: Sequence[RankState]) -> HostPair | None:
-    """Returns the slowest pair of hosts if it is much slower than the others, otherwise None."""
+    """Returns the slowest pair of hosts if it is much slower than the other pairs, otherwise None."""
     uses: dict[tuple[str, str], list[tuple[int, PeerTraffic]]] = defaultdict(list)
     hosts = {rank.rank: rank.host for rank in ranks}
     for rank in ranks:
@@ -96,7 +96,7 @@ def find_slow_link(ranks: Sequence[RankState]) -> HostPair | None:
 
 
 def find_silent_links(ranks: Sequence[RankState]) -> list[tuple[int, int, float]]:
-    """Returns the links with a long outstanding acknowledgement, as (rank, other rank, seconds), longest first."""
+    """Returns links with a long outstanding acknowledgment as (rank, other rank, seconds), longest first."""
     found = [(rank.rank, link.peer, link.silent_s) for rank in ranks for link in rank.links]
     return sorted((link for link in found if link[2] >= _SILENT_S), key=lambda link: -link[2])
 
@@ -113,12 +113,12 @@ def _rate(nbytes_s: float) -> str:
 
 @dataclass(frozen=True)
 class InterHostTraffic:
-    """Calls between hosts, and the time that they took after their last rank had arrived.
+    """Calls between hosts, and the time that they took after their last rank arrived.
 
     Attributes:
         hosts: the hosts.
-        ranks: the ranks on them.
-        time_s: the time of all these calls together, in seconds.
+        ranks: the ranks on these hosts.
+        time_s: the total time of the calls after the last arrivals, in seconds.
         span_s: the time from the first to the last call, in seconds.
         nbytes_s: the rate at which a rank sent, in bytes per second.
     """
@@ -131,12 +131,12 @@ class InterHostTraffic:
 
     @property
     def share(self) -> float:
-        """The share of the whole span that these calls took."""
+        """The fraction of the time span that these calls took."""
         return self.time_s / self.span_s if self.span_s > 0 else 0.0
 
 
 def transfers(ranks: Sequence[RankState]) -> InterHostTraffic | None:
-    """Returns the traffic between hosts, or None if there was none. The ranks must be on one clock."""
+    """Returns the traffic between hosts, or None if there was none. The ranks' times must be on one clock."""
     by_number = {rank.rank: rank for rank in ranks}
     matched = match_calls(ranks)
     time_s, nbytes, who = 0.0, 0, set[int]()
@@ -154,7 +154,7 @@ def transfers(ranks: Sequence[RankState]) -> InterHostTraffic | None:
 
 
 def slow_network(ranks: Sequence[RankState]) -> list[Diagnosis]:
-    """Returns a diagnosis if the network is slow and took most of the time, otherwise none."""
+    """Returns a diagnosis if the network is slow and took much of the time, otherwise an empty list."""
     found = transfers(ranks)
     if found is None or found.share < WORTH_TELLING or found.time_s < _WORTH_TELLING_S:
         return []

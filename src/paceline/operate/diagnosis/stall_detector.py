@@ -1,7 +1,7 @@
-"""Detector of stalls: finds calls that last much longer than earlier ones of their kind. It reads no clock.
+"""Stall detector: finds calls that take much longer than earlier calls of the same kind. It does not read a clock.
 
-The launcher imports this module at its start, so it imports little. The rest of the folder is imported when a call is
-overdue. A diagnosis that fails does not end the job.
+The launcher imports this module at startup, so the module itself imports little. The rest of the folder is imported
+once a call is overdue. An error in a diagnosis does not end the job.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from paceline.operate.diagnosis.job_snapshot import RankCall, RankExitStatus, RankState
 
 
-LOOK_S = 1.5  # the time between two samples of a process, long enough to show whether it works
-CEILING_S = 15.0  # a longer call is overdue, whatever its usual duration
-FLOOR_S = 10.0  # a shorter call is not overdue
+LOOK_S = 1.5  # time between two samples of a process, long enough to detect whether it is working
+CEILING_S = 15.0  # a longer call is always overdue, whatever its usual duration
+FLOOR_S = 10.0  # a shorter call is never overdue
 _TIMES_USUAL = 5.0
-_FEWEST = 20  # the 99th percentile of fewer calls is meaningless
+_FEWEST = 20  # minimum number of calls for a meaningful 99th percentile
 
 T = TypeVar("T")
 Default = TypeVar("Default")
 
 
 def explain_or_default(explain: Callable[[], T], default: Default) -> T | Default:
-    """Returns `explain()`. If it raises, reports the error and its line on stderr, and returns `default`."""
+    """Returns `explain()`. If that raises an exception, reports it with its line on stderr and returns `default`."""
     try:
         return explain()
-    except Exception as error:  # no error of a diagnosis may end the training
+    except Exception as error:  # an error in a diagnosis must not end the training
         frame = traceback.extract_tb(error.__traceback__)[-1]
         sys.stderr.write(
             f"paceline: what was recorded could not be explained ({type(error).__name__}: {error}, in {frame.filename}:"
@@ -43,13 +43,13 @@ def explain_or_default(explain: Callable[[], T], default: Default) -> T | Defaul
 
 @dataclass(frozen=True)
 class WatchedWorker:
-    """A worker of this machine.
+    """A worker on this machine.
 
     Attributes:
         number: the worker's number in the job.
-        pid: its process id.
-        recording: a descriptor of the memory that it records into, or None.
-        ending: the end of the worker, or None while it runs.
+        pid: the worker's process id.
+        recording: a descriptor for the memory of the worker's recording, or None.
+        ending: the worker's exit status, or None while it runs.
     """
 
     number: int
@@ -60,18 +60,18 @@ class WatchedWorker:
 
 @dataclass(frozen=True)
 class StallThreshold:
-    """Duration after which a call is overdue: `min(ceiling, max(floor, 5 x the 99th percentile))`."""
+    """The duration after which a call is overdue: `min(ceiling, max(floor, 5 x the 99th percentile))`."""
 
     floor_s: float = FLOOR_S
     ceiling_s: float = CEILING_S
 
     @classmethod
     def of(cls, ceiling_s: float) -> StallThreshold:
-        """Returns the threshold with another ceiling, and a floor in proportion."""
+        """Returns a threshold with this ceiling and a proportional floor."""
         return cls(ceiling_s * FLOOR_S / CEILING_S, ceiling_s)
 
     def limit_s(self, durations_s: Sequence[float]) -> float:
-        """Returns the threshold for a call, from the durations of earlier calls of its kind."""
+        """Returns the threshold for a call, given the durations of earlier calls of the same kind."""
         if len(durations_s) < _FEWEST:
             return self.floor_s
         ordered = sorted(durations_s)
@@ -80,12 +80,12 @@ class StallThreshold:
 
 
 def kind_of(call: RankCall) -> Hashable:
-    """Returns a key that calls of about the same duration share: group, operation and size, in powers of four."""
+    """Returns a key shared by calls of similar duration: group, operation, and size rounded to a power of four."""
     return call.group, call.header.operation, call.header.count.bit_length() // 2
 
 
 def overdue(rank: RankState, now_s: float, patience: StallThreshold) -> RankCall | None:
-    """Returns the overdue call of a rank, the longest of several, or None."""
+    """Returns the rank's longest overdue call, or None."""
     waiting = [call for call in rank.calls if call.ended_s is None and now_s - call.arrived_s >= patience.floor_s]
     for call in sorted(waiting, key=lambda call: call.arrived_s):
         earlier = [
@@ -100,13 +100,13 @@ def overdue(rank: RankState, now_s: float, patience: StallThreshold) -> RankCall
 
 @dataclass
 class ActivityTracker:
-    """Tracker of the time since which each worker has recorded nothing, so that only quiet recordings are read."""
+    """Tracks when each worker last recorded anything; only the recordings of quiet workers need to be read."""
 
     quiet_since_s: dict[int, float] = field(default_factory=dict)
     _ticks: dict[int, int] = field(default_factory=dict)
 
     def note_tick(self, worker: int, tick: int, now_s: float) -> None:
-        """Notes the tick of a worker's latest record."""
+        """Updates the tick of a worker's latest record."""
         if self._ticks.get(worker) != tick:
             self._ticks[worker] = tick
             self.quiet_since_s[worker] = now_s
@@ -123,13 +123,13 @@ class ActivityTracker:
 
 @dataclass
 class StallReporter:
-    """Reporter of a stall: each diagnosis is reported once until it changes, and so is the stall's end."""
+    """Reports each diagnosis of a stall once until it changes, and the end of the stall."""
 
     verdict: Diagnosis | None = None
     since_s: float = 0.0
 
     def tell(self, verdict: Diagnosis, since_s: float) -> str | None:
-        """Notes a diagnosis; returns the sentence to report, or None."""
+        """Records a diagnosis; returns the sentence to report, or None."""
         before = self.verdict
         is_new = before is None or (before.cause, before.blamed) != (verdict.cause, verdict.blamed)
         if before is None:
@@ -138,7 +138,7 @@ class StallReporter:
         return verdict.sentence if is_new else None
 
     def resumed(self, now_s: float) -> str | None:
-        """Notes that the job continues; returns the sentence to report if a stall had been reported, or None."""
+        """Records that the job continues; returns a sentence to report if a stall had been reported, or None."""
         if self.verdict is None:
             return None
         text = f"the job goes on after {now_s - self.since_s:.0f} s"

@@ -1,9 +1,9 @@
-"""Detection of stragglers, that is, of ranks for which the others repeatedly wait, from the arrivals at each call.
+"""Detection of stragglers, the ranks that others repeatedly wait for, based on arrival times at calls.
 
-The duration of a backward or a call does not show them: in synchronous training it is the same for all ranks, since the
-fast ones wait in their calls for the slow ones. A rank that arrives last costs the others the time from the median
-arrival to its own. If it made several calls before the first of them ended, its delay is counted once. At a call on a
-device, a rank arrives when the device has done the work before the call, since the program runs ahead of the device.
+Durations of backward passes or calls do not reveal stragglers: in synchronous training they are equal on all ranks,
+because fast ranks wait in their calls for slow ones. The cost of a last arrival is its delay after the median arrival.
+If a rank made several calls before the first of them ended, the delay counts only once. The program runs ahead of a
+device, so a rank arrives at a call on a device when the device has completed all earlier work.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from paceline.operate.diagnosis.job_snapshot import RankCall, RankState
 from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot, job_snapshot_of
 from paceline.operate.diagnosis.slow_links import slow_network
 
-WORTH_TELLING, WORTH_TELLING_S = 0.1, 0.5  # the share of the time, and the seconds, from which a cost is reported
+WORTH_TELLING, WORTH_TELLING_S = 0.1, 0.5  # minimum cost to report, as a fraction of the time and in seconds
 _FEWEST_CALLS = 10
-_FEWEST_LAST = 5  # a rank that arrived late less often, as for an evaluation, is no straggler
-_LARGEST_PART = 0.5  # nor is one whose delay is mostly that of a single call
+_FEWEST_LAST = 5  # a straggler arrives last at least this often; an evaluation delays fewer calls
+_LARGEST_PART = 0.5  # a straggler's delay must not come mostly from a single call
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank for which others waited.
+    """A rank that others waited for.
 
     Attributes:
-        rank: the rank's number.
-        cost_s: the time that would have been saved if it had arrived with the median rank, in seconds.
+        rank: the number of the rank.
+        cost_s: the time that would have been saved if the rank had arrived with the median rank, in seconds.
         span_s: the time from the first to the last call.
-        times_last: the number of calls at which it arrived last.
-        calls: the number of all calls.
+        times_last: the number of calls at which the rank arrived last.
+        calls: the total number of calls.
         waited_s: the time that each other rank waited for this rank.
-        data_s: the time that the rank waited for data in excess of the median rank.
-        steps: the number of recorded training steps; 0 if the program marks none.
-        device_s: the part of the cost during which the program had made the call and the device had not reached it.
+        data_s: the time that the rank waited for data beyond that of the median rank.
+        steps: the number of recorded training steps; 0 if the program does not mark steps.
+        device_s: the part of the cost for which the program had made the call but the device had not reached it.
     """
 
     rank: int
@@ -54,12 +54,12 @@ class Straggler:
 
     @property
     def share(self) -> float:
-        """The share of the whole span that the straggler cost."""
+        """The fraction of the time span that the straggler cost."""
         return self.cost_s / self.span_s if self.span_s > 0 else 0.0
 
 
 def stragglers(ranks: Sequence[RankState]) -> list[Straggler]:
-    """Returns the stragglers, the most expensive one first. The ranks must be on one clock."""
+    """Returns the stragglers, most expensive first. The ranks' times must be on one clock."""
     lags: dict[int, list[float]] = defaultdict(list)
     waited: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     on_device: dict[int, float] = defaultdict(float)
@@ -132,13 +132,13 @@ def _reason(found: Straggler) -> tuple[Cause, str]:
 
 
 def worth_telling(ranks: Sequence[RankState], word: str = "rank") -> list[Diagnosis]:
-    """Returns the diagnoses of stragglers that cost more than a tenth of the time."""
+    """Returns diagnoses of the stragglers that cost more than a tenth of the time."""
     found = [late for late in stragglers(ranks) if late.share >= WORTH_TELLING and late.cost_s >= WORTH_TELLING_S]
     return [describe(straggler, word) for straggler in found]
 
 
 def describe_slowdowns(snapshots: Iterable[MachineSnapshot], word: str = "rank") -> list[str]:
-    """Returns the sentences about stragglers and a slow network for the end of a job; usually none."""
+    """Returns the sentences about stragglers and a slow network to print at the end of a job; usually none."""
     seen = job_snapshot_of(snapshots).ranks
     ranks = aligned(seen, [rank.host for rank in seen])
     return [diagnosis.sentence for diagnosis in (*worth_telling(ranks, word), *slow_network(ranks))]

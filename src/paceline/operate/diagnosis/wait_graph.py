@@ -1,4 +1,4 @@
-"""Wait graph of a job: calls that cannot end, the ranks that they wait for, and cycles among them (deadlocks)."""
+"""Wait graph of a job: unfinished calls, the ranks that they wait for, and cycles (deadlocks)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from paceline.operate.diagnosis.job_snapshot import JobSnapshot, RankCall, RankS
 
 @dataclass(frozen=True)
 class CallWait:
-    """A call that has not ended, because members of the group are absent or for another reason.
+    """A call that has not ended, either because members of the group are absent or for another reason.
 
     Attributes:
-        call: the call, as the first of the waiters made it.
-        waiters: the ranks that are in the call, in order.
+        call: the call, as made by the first of the waiters.
+        waiters: the ranks that are in the call, in ascending order.
         absent: the ranks that have not arrived.
-        strangers: the numbers in the group of absent members without a known state.
+        strangers: the group ranks of absent members whose state is unknown.
         since_s: the time at which the first waiter arrived.
-        last_s: the time at which the last rank arrived; for a call on a device, that at which the last device arrived.
+        last_s: the time at which the last rank arrived or, for a call on a device, the last device.
         members: the size of the group.
-        unreached: the waiters whose devices have not done the work before the call.
+        unreached: the waiters whose devices have not reached the call, because earlier work is incomplete.
     """
 
     call: RankCall
@@ -57,7 +57,7 @@ def _collectives(rank: RankState, group: str) -> list[RankCall]:
 
 
 def _messages(rank: RankState, group: str, members: Mapping[int, RankState]) -> list[CallWait]:
-    """Returns the first open message of a rank whose peer has not begun the matching call."""
+    """Returns a rank's first open message whose peer has not begun the matching call."""
     for call in rank.calls:
         if call.group == group and call.is_message and call.is_open:
             peer, mine = members.get(call.header.peer), rank.seats[group]
@@ -104,17 +104,17 @@ def _latest(rank: RankState, group: str) -> int:
 
 
 def _made(rank: RankState, group: str, number: int) -> RankCall | None:
-    # In an elastic job each view has a group of the same name, whose calls are numbered from the beginning.
+    # In an elastic job, the groups of successive views share a name, and each restarts the numbering of calls.
     made = [call for call in _collectives(rank, group) if call.sequence == number]
     return max(made, key=lambda call: (call.is_open, call.arrived_s), default=None)
 
 
 def find_deadlock(waits: Sequence[CallWait], is_blocked: Mapping[int, bool]) -> list[CallWait]:
-    """Returns calls of different groups that wait for each other, or an empty list.
+    """Returns calls in different groups that wait for each other, or an empty list.
 
     Args:
-        waits: the calls.
-        is_blocked: whether each rank is blocked until a call that it is in has ended.
+        waits: the unfinished calls.
+        is_blocked: whether each rank is blocked until its current call ends.
     """
     edges = {
         index: [
@@ -131,7 +131,7 @@ def find_deadlock(waits: Sequence[CallWait], is_blocked: Mapping[int, bool]) -> 
 
 
 def _shortest_cycle(start: int, edges: Mapping[int, Sequence[int]]) -> list[int]:
-    """Returns the shortest path from `start` back to it, or an empty list."""
+    """Returns the shortest cycle through `start`, or an empty list."""
     paths = [[start, node] for node in edges[start]]
     seen = set()
     while paths:
@@ -145,7 +145,7 @@ def _shortest_cycle(start: int, edges: Mapping[int, Sequence[int]]) -> list[int]
 
 
 def roots(waits: Sequence[CallWait], is_blocked: Mapping[int, bool]) -> list[int]:
-    """Returns the ranks that others wait for and that do not wait; those missing from the most calls are first."""
+    """Returns ranks that others wait for but that do not wait themselves, by decreasing number of missed calls."""
     missed = Counter(rank for wait in waits for rank in wait.absent)
     held = {rank for wait in waits if not wait.is_complete for rank in wait.waiters if is_blocked.get(rank, True)}
     return [rank for rank in sorted(missed, key=lambda rank: (-missed[rank], rank)) if rank not in held]

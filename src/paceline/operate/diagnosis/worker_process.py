@@ -1,10 +1,10 @@
-"""State of a worker process, from outside: counters of the kernel in /proc, and its Python stack.
+"""External inspection of a worker process: kernel counters from /proc, and the Python stack.
 
-The process need not cooperate, and may be stuck in native code. At its start, a worker of `paceline run` has
-faulthandler answer a real-time signal by writing the stack of the thread that receives it into a memory file, which the
-launcher finds through /proc. The signal would kill a process without a handler for it, so it is sent only to a process
-that has one, and never to a worker's children. Only the stack of the receiving thread is written, since walking the
-frames of a running thread could crash the process.
+The process does not have to cooperate and may be stuck in native code. At startup, a worker started by `paceline run`
+registers faulthandler for a real-time signal. The handler writes the stack of the receiving thread to a memory file
+that the launcher finds through /proc. The signal kills processes that do not handle it, so it is only sent to a process
+with a handler, and never to a worker's children. Only the receiving thread's stack is written, because walking the
+frames of another running thread could crash the process.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path, PurePath
 from paceline.linux import pidfd_open, pidfd_send_signal
 from paceline.operate.diagnosis.job_snapshot import Frame, ProcessActivity, ProcessState, StackLocation
 
-SIGNAL = signal.SIGRTMAX - 7  # programs rarely use it; `operate/launch/workers/bootstrap.py` names it too
-FILE = "paceline-stack"  # followed by the process id, since a fork inherits the file of its parent
+SIGNAL = signal.SIGRTMAX - 7  # rarely used by programs; keep in sync with `operate/launch/workers/bootstrap.py`
+FILE = "paceline-stack"  # followed by the process id, because a fork inherits its parent's file
 
 _PAUSE_S = 0.005
 _MOST_THREADS = 16
-_THREAD_S = 0.1  # the time for one other thread's answer; most of these have no Python frames
+_THREAD_S = 0.1  # time limit for a response from one other thread; most have no Python frames
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$')
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir)) + os.sep
@@ -58,12 +58,12 @@ _STATES = {
     "t": ProcessState.TRACED,
 }
 _ENDED = "ZXx"
-_SWAPPING_FAULTS_S = 50.0  # page faults from the disk per second that occur only where memory is short
+_SWAPPING_FAULTS_S = 50.0  # rate of major page faults that indicates a memory shortage, per second
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def parse(text: str) -> tuple[Frame, ...]:
-    """Returns the frames of the first stack in `text`, the innermost one first."""
+    """Returns the frames of the first stack in `text`, innermost first."""
     frames: list[Frame] = []
     for line in text.splitlines():
         found = _FRAME.match(line)
@@ -75,18 +75,18 @@ def parse(text: str) -> tuple[Frame, ...]:
 
 
 def is_whole(text: str) -> bool:
-    """Returns whether the text ends like a complete stack: at the thread's first function, or cut after 100 frames."""
+    """Returns whether the text is a complete stack: it ends at the thread's first function or after 100 frames."""
     last = text.rstrip("\n").rpartition("\n")[2]
     return text.endswith("\n") and (last.endswith(tuple(f" in {name}" for name in _LAST_FUNCTIONS)) or last == "  ...")
 
 
 def is_in_a_thread(frames: Sequence[Frame]) -> bool:
-    """Returns whether the thread only waits for another one, whose stack is more informative."""
+    """Returns whether the thread only waits for another thread, whose stack is more informative."""
     return bool(frames) and frames[0].file.endswith(_THREAD_WAITS)
 
 
 def place_of(frames: Sequence[Frame]) -> StackLocation | None:
-    """Returns the location of a program with this stack, in the user's terms; None if the stack is empty."""
+    """Returns the program location for this stack, in terms of the user's code; None if the stack is empty."""
     if not frames:
         return None
     depth = next((index for index, frame in enumerate(frames) if _is_users(frame)), None)
@@ -120,7 +120,7 @@ def _is_in(frame: Frame, parts: Sequence[str]) -> bool:
 
 
 def _library_function(frame: Frame) -> str:
-    """Returns the name of a library's function, with its module, since its class is unknown."""
+    """Returns the name of a library function, qualified with its module because its class is unknown."""
     module = PurePath(frame.file).stem
     module = PurePath(frame.file).parent.name if module == "__init__" else module
     return f"{module}.{frame.function}"
@@ -131,17 +131,17 @@ class ProcessSample:
     """Counters of a process and its children at one moment."""
 
     at_s: float
-    letter: str  # the process's state in /proc/PID/stat
+    letter: str  # state of the process in /proc/PID/stat
     cpu_s: float
     disk_bytes: int
     major_faults: int
     swapped_kib: int
-    ready_s: float  # the time for which main threads were ready to run and had no core
+    ready_s: float  # time for which the main threads were runnable but had no core
     is_frozen: bool
 
 
 def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
-    """Returns a sample of a process, or None if it does not exist."""
+    """Samples a process; returns None if it does not exist."""
     fields = _stat(root, pid)
     if not fields:
         return None
@@ -164,7 +164,7 @@ def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
 
 
 def between(first: ProcessSample | None, last: ProcessSample | None) -> ProcessActivity:
-    """Returns the activity of a process between two samples."""
+    """Computes the activity of a process between two samples."""
     if first is None or last is None or last.letter in _ENDED:
         return ProcessActivity(ProcessState.ENDED)
     seconds = max(last.at_s - first.at_s, 1e-3)
@@ -180,14 +180,14 @@ def between(first: ProcessSample | None, last: ProcessSample | None) -> ProcessA
 
 
 def threads(pid: int, root: Path = Path("/proc")) -> list[int]:
-    """Returns the kernel's ids of a process's threads, without the main thread."""
+    """Returns the kernel ids of a process's threads, excluding the main thread."""
     with contextlib.suppress(OSError):
         return sorted(int(name) for name in os.listdir(root / str(pid) / "task") if int(name) != pid)
     return []
 
 
 def _stat(root: Path, pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    """Returns the fields in /proc/PID/stat, starting with the state; empty if the process does not exist."""
     return _read(root / str(pid) / "stat").rpartition(")")[2].split()
 
 
@@ -229,15 +229,14 @@ def _is_frozen(root: Path, pid: int) -> bool:
 
 
 def capture_stack(pid: int, timeout_s: float = 1.0) -> tuple[Frame, ...]:
-    """Returns the frames of a worker's main thread, or of the thread that it waits for; empty without an answer."""
+    """Returns the stack of a worker's main thread, or of the thread that it waits for; empty without a response."""
     return capture_stacks([pid], timeout_s).get(pid, ())
 
 
 def capture_stacks(pids: Sequence[int], timeout_s: float = 1.0) -> dict[int, tuple[Frame, ...]]:
-    """Returns the frames of several workers by process, see `capture_stack`, without those that did not answer.
+    """Captures stacks as `capture_stack` does, keyed by process id; omits workers without a response.
 
-    All processes receive their signal before the first answer is awaited, so one that does not answer does not delay
-    the others.
+    All signals are sent before the first response is awaited, so one unresponsive process does not delay the others.
     """
     files: dict[int, int] = {}
     signalled = []
@@ -245,7 +244,7 @@ def capture_stacks(pids: Sequence[int], timeout_s: float = 1.0) -> dict[int, tup
         for pid in pids:
             if (file := _open(pid)) is not None:
                 files[pid] = file
-                if _send_signal(pid, file):  # at once, since a process that is about to end removes its handler
+                if _send_signal(pid, file):  # a process that is about to end removes its handler
                     signalled.append(pid)
         deadline_s = time.monotonic() + timeout_s
         found = {pid: frames for pid in signalled if (frames := _answer(files[pid], deadline_s))}
@@ -260,13 +259,13 @@ def capture_stacks(pids: Sequence[int], timeout_s: float = 1.0) -> dict[int, tup
 
 
 def _send_signal(pid: int, file: int) -> bool:
-    """Requests the stack of a worker's main thread; returns whether the worker still runs."""
+    """Requests the stack of a worker's main thread; returns whether the worker is still running."""
     try:
         os.ftruncate(file, 0)
         pidfd = pidfd_open(pid)
     except ProcessLookupError:
         return False
-    except OSError:  # an old kernel, a sandbox, or no free descriptor
+    except OSError:  # old kernel, sandbox, or no free descriptor
         return _send_by_number(pid)
     try:
         pidfd_send_signal(pidfd, SIGNAL)
@@ -278,7 +277,7 @@ def _send_signal(pid: int, file: int) -> bool:
 
 
 def _send_by_number(pid: int) -> bool:
-    """Sends the signal to the process that has this id now; the worker had it a moment ago."""
+    """Sends the signal to a process id, which belonged to the worker a moment ago."""
     try:
         os.kill(pid, SIGNAL)
     except OSError:
@@ -287,7 +286,7 @@ def _send_by_number(pid: int) -> bool:
 
 
 def _frames_of_other_thread(pid: int, file: int, deadline_s: float) -> tuple[Frame, ...]:
-    """Returns the frames of the first other thread that has Python frames and does not wait for another thread."""
+    """Returns the frames of the first other thread that has Python frames and does not itself wait for a thread."""
     try:
         tgkill = ctypes.CDLL(None).tgkill
     except AttributeError:  # an older C library
@@ -304,7 +303,7 @@ def _frames_of_other_thread(pid: int, file: int, deadline_s: float) -> tuple[Fra
 
 
 def _answer(file: int, deadline_s: float) -> tuple[Frame, ...]:
-    """Returns the frames once the stack is complete, or the part that was written by the deadline."""
+    """Returns the frames once the stack is complete, or those written by the deadline."""
     while True:
         text = os.pread(file, 1 << 20, 0).decode(errors="replace")
         if is_whole(text) or time.monotonic() >= deadline_s:
@@ -313,7 +312,7 @@ def _answer(file: int, deadline_s: float) -> tuple[Frame, ...]:
 
 
 def _open(pid: int) -> int | None:
-    """Returns a descriptor of the file into which a process writes its stack; None if it has no handler or file."""
+    """Opens the file into which a process writes its stack; returns None if the process has no handler or no file."""
     try:
         with open(f"/proc/{pid}/status") as status:
             caught = next((int(line.split()[1], 16) for line in status if line.startswith("SigCgt:")), 0)
@@ -322,6 +321,6 @@ def _open(pid: int) -> int | None:
         for name in os.listdir(f"/proc/{pid}/fd"):
             if os.readlink(f"/proc/{pid}/fd/{name}").startswith(f"/memfd:{FILE}-{pid} "):
                 return os.open(f"/proc/{pid}/fd/{name}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # the process has just ended
+    except OSError:  # the process ended in the meantime
         pass
     return None
