@@ -1,8 +1,8 @@
-"""Access rules of the page (the token, its cookie and the Host header), and the ASGI middleware that applies them.
+"""Access rules for the page (token, cookie and Host header), and the ASGI middleware that applies them.
 
-Any web site that the user visits could read the page from the same browser: the site may change the address of its own
-name to 127.0.0.1 after it has loaded (DNS rebinding), and then has the same origin as the page. Only the Host header
-distinguishes them, so it is compared with a list on every request, before anything else.
+A malicious web site in the same browser could otherwise read the page: after loading, the site can point its own host
+name to 127.0.0.1 (DNS rebinding), and then shares the page's origin. Only the Host header reveals this, so every
+request's Host header is first compared with a list of permitted names.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ HEADERS = {
 
 
 class AccessDecision(Enum):
-    """Decision on a request: pass it to the page, or send a response with this status and text."""
+    """Decision on a request: pass it to the page, or respond with this status and text."""
 
     PASSES = (200, "")
-    ENTERS = (303, "")  # the token in the address is stored as a cookie
+    ENTERS = (303, "")  # redirects after storing the token from the URL in a cookie
     UNKNOWN_HOST = (421, "This page is not served under that host name. See docs/observe.md, --dash-host.")
     WRONG_METHOD = (405, "This page can only be read.")
     NO_TOKEN = (401, "Open the address with the token that `paceline run --dash` printed.")
 
     @property
     def status(self) -> int:
-        """The HTTP status."""
+        """The HTTP status code."""
         return self.value[0]
 
     @property
     def text(self) -> str:
-        """The text of the response."""
+        """The response text."""
         return self.value[1]
 
 
 @dataclass(frozen=True)
 class PageRequest:
-    """The parts of a request that a decision depends on; the names of `headers` are in lower case."""
+    """The parts of a request that determine the decision. Header names are in lower case."""
 
     method: str
     path: str
@@ -67,12 +67,12 @@ class PageRequest:
 
 @dataclass(frozen=True)
 class Access:
-    """Access rules of one page.
+    """The access rules for one page.
 
     Attributes:
-        token: 128 random bits in hexadecimal.
-        name: the page's name in its cookie, since browsers send the cookies of a host to all of its ports.
-        hosts: further host names of the page, such as that of a proxy, without ports.
+        token: a secret of 128 random bits, in hexadecimal.
+        name: a name for the page, included in the cookie's name because browsers share a host's cookies between ports.
+        hosts: additional host names for the page, such as a proxy's, without ports.
         acts: whether actions, which are POST requests, are allowed.
     """
 
@@ -83,11 +83,11 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """The cookie's name."""
+        """The name of the cookie."""
         return f"{COOKIE}-{self.name}" if self.name else COOKIE
 
     def decide(self, request: PageRequest) -> AccessDecision:
-        """Returns the decision on a request by its host, its method and its token, in this order."""
+        """Decides on a request by checking its host, method and token, in this order."""
         if not self.knows(request.headers.get("host", "")):
             return AccessDecision.UNKNOWN_HOST
         if request.method != "GET" and not self._is_action(request):
@@ -97,12 +97,12 @@ class Access:
         return AccessDecision.PASSES if self._has_token(request.headers) else AccessDecision.NO_TOKEN
 
     def knows(self, host: str) -> bool:
-        """Returns whether a Host header names this page. The port is ignored, since `ssh -L` may use another one."""
+        """Returns whether a Host header refers to this page. Ignores the port, which `ssh -L` may change."""
         match = _HOST.fullmatch(host)
         return match is not None and match[1].lower() in _LOOPBACK_HOSTS | self.hosts
 
     def _is_action(self, request: PageRequest) -> bool:
-        """Returns whether the request is a POST from a script of this page; forms cannot add the header."""
+        """Returns whether the request is a POST from this page's script. HTML forms cannot set the required header."""
         return self.acts and request.method == "POST" and ACTION_HEADER in request.headers
 
     def _has_token(self, headers: Mapping[str, str]) -> bool:
@@ -116,12 +116,12 @@ class Access:
 
 
 def new_token() -> str:
-    """Returns a new token."""
+    """Generates a random token."""
     return secrets.token_hex(_TOKEN_NBYTES)
 
 
 def name_of(run_id: str) -> str:
-    """Returns a job's name, reduced to the characters that a cookie's name may contain."""
+    """Replaces characters in a job's name that are not allowed in a cookie's name."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", run_id)[:64]
 
 
@@ -141,14 +141,14 @@ _ALWAYS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 class AccessMiddleware:
-    """ASGI application around another one, to which it passes only permitted requests.
+    """ASGI application that wraps another one and only passes permitted requests to it.
 
     Args:
-        inner: the page.
-        access: the rules.
-        prefix: the path under which a proxy serves the page, such as "/user/ana/proxy/8080", or "". It is optional in
-            requests, since some proxies remove it and others do not.
-        passed: a function that is called with the peer's address for each request that has the token.
+        inner: the wrapped application.
+        access: the access rules.
+        prefix: the path under which a proxy serves the page, such as "/user/ana/proxy/8080", or "". Requests may omit
+            it, because some proxies remove it.
+        passed: a function called with the peer's address for each request with a valid token.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class AccessMiddleware:
         self._passed = passed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one connection."""
+        """Handles one connection."""
         if scope["type"] == "lifespan":
             await self._inner(scope, receive, send)
             return
-        if scope["type"] != "http":  # the page uses no WebSockets
+        if scope["type"] != "http":  # the page does not use WebSockets
             await send({"type": "websocket.close", "code": 1008})
             return
         request = self._request_of(scope)
@@ -184,7 +184,8 @@ class AccessMiddleware:
         headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             key = name.decode("latin-1").lower()
-            # Only an attacker sends two Host headers; joined, they match no host. Cookies may be in several headers.
+            # A browser may send several Cookie headers, which are joined. Two Host headers are an attack; joined, they
+            # match no permitted host.
             headers[key] = f"{headers[key]}; {value.decode('latin-1')}" if key in headers else value.decode("latin-1")
         path = scope["path"]
         if self._prefix and (path == self._prefix or path.startswith(self._prefix + "/")):
@@ -200,7 +201,7 @@ class AccessMiddleware:
         return [(b"set-cookie", value.encode("latin-1"))]
 
     def _location(self, scope: Scope) -> str:
-        """Returns the address without the token. It is relative, and therefore valid behind every proxy."""
+        """Returns the URL without the token. The URL is relative, so it is valid behind any proxy."""
         return f"{self._prefix.rpartition('/')[2]}/" if self._prefix and scope["path"] == self._prefix else "./"
 
 

@@ -1,9 +1,9 @@
-"""Aggregator from samples of a job to the state that is shown. It has no files, sockets or clock.
+"""Aggregation of a job's samples into the state to display. Does not use files, sockets or a clock.
 
-The what-if line is the duration of a step if its slowest rank were as fast as the median. In data-parallel training
-every step lasts as long as the slowest rank's own work and the exposed communication, which is the same for all. In
-each step, the time that one rank costs is therefore the difference between its own time and that of the next slowest
-rank, or the median if that is larger (Lin et al., OSDI 2025, replay whole traces to answer the same question).
+The what-if line estimates the step duration if the slowest rank were as fast as the median. In data-parallel training,
+a step takes as long as the slowest rank's own work plus the exposed communication, which is equal on all ranks. The
+cost of the slowest rank in a step is therefore its own time minus that of the second slowest rank, or minus the median
+if that is larger. Lin et al. (OSDI 2025) replay whole traces to answer the same question.
 """
 
 from __future__ import annotations
@@ -48,51 +48,51 @@ from paceline.operate.dashboard.link_rates import rows_of
 _STEPS_KEPT = 240
 _LINES_KEPT = 2000
 _EVENTS_KEPT = 500
-_RECENT = 30  # the number of steps over which medians are taken
-_PATIENCE = 3  # samples before a step is shown without the ranks that have not finished it; other machines lag by one
+_RECENT = 30  # number of steps over which medians are computed
+_PATIENCE = 3  # number of samples to wait for ranks that have not finished a step; other machines lag by one
 
-_SAMPLES_OF_CALLS = 30  # the number of samples over which the durations of calls are averaged
+_SAMPLES_OF_CALLS = 30  # number of samples over which call durations are averaged
 _MOST_KINDS = 256
 _MOST_ROWS = 12
 _FAR = 1.2
 
 _CURVES_KEPT = 16
-_STEPS_OPEN = 4  # the number of steps by which a rank's logged values may lag
+_STEPS_OPEN = 4  # number of steps by which a rank's logged values may lag
 
-_QUIET_S = 10.0  # the time without any record after which the job is reported to make no progress
+_QUIET_S = 10.0  # a job without any new records for this long is reported as making no progress
 _AWAY = (RankActivity.STARTING, RankActivity.DEAD, RankActivity.ENDED)
 
 _FEWEST_STEPS = 5
-_WORTH_SAYING = 0.03  # as a share of a step
+_WORTH_SAYING = 0.03  # minimum gain to report, as a fraction of the step duration
 
 _Kind = tuple[str, str, int, str]
 
 
 class CallTable:
-    """Recent durations of each kind of call."""
+    """Recent durations of calls, grouped by kind."""
 
     def __init__(self) -> None:
         self._kinds: dict[_Kind, dict[int, deque[CallTally]]] = {}
 
     def take(self, ranks: Sequence[RankSample]) -> None:
-        """Adds the calls of a sample."""
+        """Adds the calls in a sample."""
         for sample in ranks:
             for tally in sample.calls:
                 kind = tally.operation, tally.dtype, tally.count, tally.algorithm
-                by_rank = self._kinds.pop(kind, {})  # added again at the end, so that the oldest kinds are first
+                by_rank = self._kinds.pop(kind, {})  # reinserted at the end, so kinds stay ordered by their latest use
                 by_rank.setdefault(sample.rank, deque(maxlen=_SAMPLES_OF_CALLS)).append(tally)
                 self._kinds[kind] = by_rank
         while len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
 
     def rows(self) -> tuple[CallRow, ...]:
-        """Returns the kinds that take most of the time, longest first."""
+        """Returns the kinds of calls that take the most time, in descending order."""
         rows = [_row(kind, by_rank) for kind, by_rank in self._kinds.items()]
         return tuple(sorted(rows, key=lambda row: (-row.calls * row.actual, row.name))[:_MOST_ROWS])
 
 
 def _row(kind: _Kind, by_rank: dict[int, deque[CallTally]]) -> CallRow:
-    """Returns a kind's row, with the shortest duration of all ranks: that rank waits least for late ones."""
+    """Returns the row for a kind. Its duration is the shortest over all ranks, which includes the least waiting."""
     operation, dtype, count, algorithm = kind
     actual_s = min(
         sum(tally.took_s for tally in tallies) / sum(tally.calls for tally in tallies) for tallies in by_rank.values()
@@ -108,18 +108,18 @@ def _row(kind: _Kind, by_rank: dict[int, deque[CallTally]]) -> CallRow:
 
 
 class Curves:
-    """Curves of the values that the ranks log, one for each name: averaged over the ranks, with few points."""
+    """Curves of the values that the ranks log, one per name, averaged over the ranks and thinned."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, str], list[float]] = {}
-        self._loggers: dict[str, int] = {}  # the number of ranks that log a name, once known
+        self._loggers: dict[str, int] = {}  # number of ranks that log each name
         self._thinned: dict[str, Thinned] = {}
         self._points: list[Point] = []
         self._epoch = 0
         self._growing: Growing[Point] = Growing()
 
     def take(self, ranks: tuple[RankSample, ...]) -> None:
-        """Adds the values of a sample."""
+        """Adds the logged values in a sample."""
         for sample in ranks:
             for step, name, value in sample.values:
                 if name in self._thinned or len(self._thinned) < _CURVES_KEPT:
@@ -134,46 +134,45 @@ class Curves:
             self._growing = Growing(tuple(self._points), 0, self._epoch)
 
     def _is_complete(self, step: int, name: str) -> bool:
-        """Returns whether all ranks that log the name have logged this step, or several later steps have been
-        logged."""
+        """Returns whether all ranks that log this name have logged the step, or several later steps exist."""
         if len(self._open[step, name]) >= self._loggers.get(name, 1 << 30):
             return True
         later = sum(1 for other, its_name in self._open if its_name == name and other > step)
         return later >= _STEPS_OPEN
 
     def growing(self) -> Growing[Point]:
-        """Returns the points of all curves, in the order in which they were added."""
+        """Returns the points of all curves in insertion order."""
         return self._growing
 
     def _add(self, point: Point) -> None:
         curve = self._thinned[point.name]
         epoch = curve.epoch
-        if curve.points and point.step <= curve.points[-1].step:  # the job was restarted from an earlier step
+        if curve.points and point.step <= curve.points[-1].step:  # the job restarted from an earlier step
             curve = self._thinned[point.name] = curve.until(point.step)
         done = curve.add(point)
         if curve.epoch == epoch:
             self._points += done
-        else:  # all points of this curve are new
+        else:  # thinning has replaced all points of the curve
             self._points = [kept for other in self._thinned.values() for kept in other.points]
             self._epoch += 1
 
 
 def _short(value: float) -> float:
-    """Returns the value with the number of digits that a chart can show."""
+    """Rounds a value to as many digits as a chart can show."""
     return float(f"{value:.6g}")
 
 
 def header_of(
     facts: JobInfo, ranks: tuple[RankSample, ...], verdict: StallNotice | None, now_s: float, step_s: float | None
 ) -> JobHeader:
-    """Returns the header.
+    """Returns the header of the page.
 
     Args:
-        facts: the job.
-        ranks: the latest sample of each rank.
+        facts: the properties of the job.
+        ranks: the latest sample from each rank.
         verdict: the diagnosis of a job that makes no progress, or None.
-        now_s: the time on the job's clock.
-        step_s: the recent duration of a step, or None.
+        now_s: the current time on the job's clock.
+        step_s: the recent duration of a step, or None if unknown.
     """
     step = max((sample.step for sample in ranks if sample.step is not None), default=None)
     ranks_here = sum(sample.state not in _AWAY for sample in ranks)
@@ -230,7 +229,7 @@ def _activity(
 
 
 def what_if(steps: Sequence[StepColumn]) -> WhatIf | None:
-    """Returns the what-if of the rank that costs most in these steps; None if none costs much."""
+    """Returns the what-if estimate for the most expensive rank in these steps, or None if no rank costs much."""
     if len(steps) < _FEWEST_STEPS:
         return None
     costs: dict[int, float] = {}
@@ -254,7 +253,7 @@ def what_if(steps: Sequence[StepColumn]) -> WhatIf | None:
 
 
 def _cost_of(column: StepColumn) -> tuple[int | None, float]:
-    """Returns the slowest rank of a step, and the time that the step would save if it were as fast as the median."""
+    """Returns the slowest rank in a step, and the time saved if that rank were as fast as the median."""
     own = sorted((time, rank) for rank, time in enumerate(column.compute) if time is not None)
     if len(own) < 2:
         return None, 0.0
@@ -263,24 +262,24 @@ def _cost_of(column: StepColumn) -> tuple[int | None, float]:
 
 
 class DashboardAggregator:
-    """Aggregator of consecutive samples.
+    """Aggregates consecutive samples into the dashboard's state.
 
     Args:
-        steps_kept: the number of the latest steps in the state.
+        steps_kept: the number of latest steps to keep in the state.
     """
 
     def __init__(self, steps_kept: int = _STEPS_KEPT) -> None:
         self._sample: JobSample | None = None
         self._ranks: dict[int, RankSample] = {}
-        self._open: dict[int, dict[int, RankStep]] = {}  # by step and rank, until every rank has finished the step
-        self._latest: dict[int, RankStep] = {}  # the step of the timeline, by rank
+        self._open: dict[int, dict[int, RankStep]] = {}  # steps that not all ranks have finished, by step and rank
+        self._latest: dict[int, RankStep] = {}  # each rank's part of the step shown in the timeline
         self._recent: dict[int, deque[RankStep]] = {}
         self._shown_up_to = -1
         self._steps: Tail[StepColumn] = Tail(steps_kept)
         self._story: Tail[JobEvent] = Tail(_EVENTS_KEPT)
         self._log: Tail[Line] = Tail(_LINES_KEPT)
-        self._taken = 0  # the number of samples
-        self._seen: dict[int, int] = {}  # the number of the first sample with each open step
+        self._taken = 0  # number of samples so far
+        self._seen: dict[int, int] = {}  # number of the first sample that contained each open step
         self._stacks: dict[int, Stack] = {}
         self._curves = Curves()
         self._calls = CallTable()
@@ -307,10 +306,10 @@ class DashboardAggregator:
         self._close_steps()
 
     def state(self) -> DashboardState:
-        """Returns the state after the latest sample.
+        """Returns the state as of the latest sample.
 
         Raises:
-            ValueError: no sample has been added.
+            ValueError: no sample has been added yet.
         """
         sample = self._sample
         if sample is None:
@@ -340,7 +339,7 @@ class DashboardAggregator:
         )
 
     def _drop_steps_before_restart(self, sample: JobSample) -> None:
-        """Drops steps from before a restart, after which the steps are counted from the beginning."""
+        """Drops the steps before a restart, because step numbers start over."""
         now = [rank.step for rank in sample.ranks if rank.step is not None]
         if now and max(now) < self._shown_up_to:
             self._shown_up_to = -1
@@ -348,7 +347,7 @@ class DashboardAggregator:
             del self._open[step], self._seen[step]
 
     def _close_steps(self) -> None:
-        """Adds columns for the steps that every rank has finished, and for those that a rank will never finish."""
+        """Adds columns for steps that all ranks have finished, and for steps that some rank will never finish."""
         columns = []
         for step in sorted(self._open):
             finished = self._open[step]
@@ -396,13 +395,13 @@ def _own_time(rank: int, recent: tuple[StepColumn, ...]) -> float:
 
 
 def _mean(numbers: list[float]) -> float:
-    """Returns the mean, or 0 of an empty list, ten times as fast as the exact fmean."""
+    """Returns the mean, or 0 for an empty list. Ten times as fast as `fmean`, which is exact."""
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 
 def _samples_per_s(steps: deque[RankStep]) -> float:
     samples = sum([step.samples for step in steps])
-    took_s = sum([step.end_s - step.begin_s for step in steps])  # not last - first, since steps may be missing
+    took_s = sum([step.end_s - step.begin_s for step in steps])  # not last minus first, because steps may be missing
     return samples / took_s if took_s > 0 and samples else 0.0
 
 
@@ -425,7 +424,7 @@ def _column(step: int, finished: dict[int, RankStep]) -> StepColumn:
 
 
 def _parts_of(step: RankStep) -> tuple[float, ...]:
-    """Returns seconds in the order of `PARTS`."""
+    """Returns the durations of a step's parts in seconds, in the order of `PARTS`."""
     named = (step.data_s, step.forward_s, step.backward_s, step.exposed_s, step.optimizer_s)
     return (*named, max(0.0, step.duration_s - sum(named)))
 

@@ -1,6 +1,6 @@
-"""ASGI application of the page: its files, its event stream, the state as JSON, `/metrics`, and actions.
+"""ASGI application for the page: static files, the event stream, the state as JSON, `/metrics`, and actions.
 
-It also limits the number and the duration of connections without a valid token.
+Also limits the number and the duration of connections without a valid token.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from paceline.operate.dashboard.event_stream import Broadcaster
 from paceline.operate.dashboard.prometheus import metrics
 from paceline.operate.dashboard.report import STATIC, assets
 
-ENTRANCE_S = 10.0  # the time limit from the connection to the first permitted request
+ENTRANCE_S = 10.0  # time limit from accepting a connection to its first permitted request
 _MOST_PENDING = 64
 _RETRY_MS = 2000
-_HEARTBEAT_S = 15.0  # the time without a change after which a comment is sent, so that proxies keep the connection
+_HEARTBEAT_S = 15.0  # interval of keep-alive comments while the state does not change, for proxies
 
 
 class PageConnections:
-    """Limiter of connections that have not yet sent a request with the token; other connections are not limited.
+    """Limits connections that have not sent a request with a valid token yet.
 
-    Any user of the machine can connect to the page, and idle connections must not lock out the page's own user.
+    Any user on the machine can connect to the page, and their idle connections must not lock out the page's owner.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class PageConnections:
         self._by_address: dict[object, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
 
     def opened(self, transport: asyncio.Transport) -> None:
-        """Adds a connection, and aborts another one if there are too many."""
+        """Adds a connection, and aborts another if there are too many."""
         peer = transport.get_extra_info("peername")
-        if not isinstance(peer, tuple):  # a Unix socket, which only its user can open
+        if not isinstance(peer, tuple):  # a Unix socket, which only its owner can open
             return
         timer = asyncio.get_running_loop().call_later(ENTRANCE_S, self._end, transport)
         self._by_address[peer[:2]] = transport, timer
@@ -53,13 +53,13 @@ class PageConnections:
             crowded_out.abort()
 
     def passed(self, client: object) -> None:
-        """Removes the limits of the connection from the address `client`, which has sent a request with the token."""
+        """Lifts the limits for the connection from `client`, which has sent a valid token."""
         if isinstance(client, (tuple, list)) and (found := self._by_address.get(tuple(client))) is not None:
             self._pending.remove(found[0])
             found[1].cancel()
 
     def closed(self, transport: asyncio.Transport) -> None:
-        """Removes a connection that has ended."""
+        """Removes a closed connection."""
         self._pending.remove(transport)
         peer = transport.get_extra_info("peername")
         found = self._by_address.pop(peer[:2], None) if isinstance(peer, tuple) else None
@@ -72,7 +72,7 @@ class PageConnections:
 
 
 def protocol_of(connections: PageConnections) -> type[H11Protocol]:
-    """Returns uvicorn's protocol class, which reports each connection to `connections`."""
+    """Returns a uvicorn protocol class that reports each connection to `connections`."""
 
     class LimitedProtocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
@@ -93,16 +93,16 @@ def application(
     actions: dict[str, Callable[[], str]] | None = None,
     passed: Callable[[object], None] = lambda _: None,
 ) -> AccessMiddleware:
-    """Returns the page.
+    """Returns the ASGI application for the page.
 
     Args:
-        broadcaster: the source of the page's state.
+        broadcaster: the source of the state to display.
         access: the access rules.
         prefix: the path under which a proxy serves the page.
-        actions: the functions that a POST to actions/NAME calls if `access.acts`; each returns a short report.
-        passed: a function that is called with the peer's address for each request that has the token.
+        actions: functions by name, which a POST to actions/NAME calls if `access.acts`; each returns a short report.
+        passed: a function called with the peer's address for each request with a valid token.
     """
-    known_files = assets()  # by name, so that no path is built from a request
+    known_files = assets()  # a fixed set of names; no path is ever built from a request
     index = known_files["index.html"]
     if access.acts:
         index = index.replace(b"<html ", b'<html data-actions="1" ', 1)
@@ -149,7 +149,7 @@ def application(
 
 
 async def _events(broadcaster: Broadcaster, last_id: str | None) -> AsyncIterator[bytes]:
-    """Yields server-sent events: those that the viewer has missed, then each change."""
+    """Yields server-sent events: first those that the viewer has missed, then each change."""
     yield b"retry: %d\n\n" % _RETRY_MS
     with broadcaster.viewer(last_id) as viewer:
         while True:

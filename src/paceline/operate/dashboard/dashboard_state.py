@@ -1,7 +1,7 @@
-"""State of a job that the page, `paceline top` and the report draw: one immutable `DashboardState`.
+"""State of a job as displayed by the page, `paceline top` and the report: one immutable `DashboardState`.
 
-Durations are in milliseconds, as they are shown, except those with the suffix `_s`, which are in seconds. Lists that
-only grow are `Growing`: a viewer that has the beginning of a list fetches only the rest.
+Durations are in milliseconds, as displayed, except those with the suffix `_s`, which are in seconds. Append-only lists
+have the type `Growing`: a viewer that already has the beginning of a list only fetches the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.operate.dashboard.job_sample import JobEvent, Line, Stack, StallNo
 
 
 def about(seconds: float) -> str:
-    """Returns a duration as text in one or two units.
+    """Formats a duration with one or two units.
 
     >>> about(0.4), about(14), about(14 * 60), about(3 * 3600 + 5 * 60), about(50 * 3600)
     ('less than 1 s', '14 s', '14 min', '3 h 5 min', '2 d 2 h')
@@ -35,7 +35,7 @@ def about(seconds: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Returns milliseconds as text with three significant digits.
+    """Formats a duration in milliseconds with three significant digits.
 
     >>> milliseconds(174.2), milliseconds(17.42), milliseconds(1.742), milliseconds(2500.0)
     ('174 ms', '17.4 ms', '1.74 ms', '2.5 s')
@@ -54,12 +54,12 @@ PARTS = ("data", "forward", "backward", "exposed", "optimizer", "other")
 
 @dataclass(frozen=True)
 class Growing(Generic[Item]):
-    """Latest items of a list that grows at its end.
+    """The latest items of an append-only list.
 
     Attributes:
-        items: the items that are kept.
-        first: the number of the first of them; earlier ones were dropped.
-        epoch: a number that changes when earlier items have changed, so that a viewer needs all of them again.
+        items: the items kept.
+        first: the index of the first item kept; earlier items were dropped.
+        epoch: a number that changes whenever earlier items have changed and a viewer must fetch all items again.
     """
 
     items: tuple[Item, ...] = ()
@@ -68,15 +68,15 @@ class Growing(Generic[Item]):
 
     @property
     def end(self) -> int:
-        """The number of the next item."""
+        """The index of the next item."""
         return self.first + len(self.items)
 
 
 @dataclass(frozen=True)
 class JobHeader:
-    """State of the job in one sentence, and its figures.
+    """The job's state in one sentence, with its key figures.
 
-    `mood` is "good", "waiting", "bad" or "over" and selects the colour. `share` is the completed share of the steps.
+    `mood` is "good", "waiting", "bad" or "over" and selects the color. `share` is the fraction of steps completed.
     """
 
     sentence: str
@@ -100,10 +100,10 @@ class Figures:
 
     Attributes:
         step: the duration of a step.
-        exposed_share: the share of the step in which ranks wait for communication.
-        overlap: the share of the communication that overlapped with other work; None without communication.
-        parts: the durations of the parts in the order of `PARTS`.
-        predicted: the duration of a step whose calls take the predicted time; None without predictions.
+        exposed_share: the fraction of the step for which ranks wait for communication.
+        overlap: the fraction of communication that overlaps with other work; None without communication.
+        parts: the durations of the step's parts in the order of `PARTS`.
+        predicted: the duration of a step if its calls took the predicted time; None without predictions.
     """
 
     step: float
@@ -116,7 +116,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class RankRow:
-    """Row of a rank. `slowness` is its own time divided by the median of all ranks."""
+    """A row in the table of ranks. `slowness` is the rank's own time divided by the median over all ranks."""
 
     rank: int
     host: str
@@ -135,7 +135,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Duration of a step, now and if the slowest rank were as fast as the median."""
+    """The duration of a step: actual, and if the slowest rank were as fast as the median."""
 
     sentence: str
     rank: int
@@ -145,9 +145,9 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class StepColumn:
-    """Column of a step: the mean of each part over the ranks, and each rank's own time and wait (None if absent).
+    """The data of one step: the mean of each part over all ranks, and each rank's own time and wait (None if absent).
 
-    `predicted` is the mean duration of the step if its calls had taken the predicted time.
+    `predicted` is the mean duration over all ranks if the calls had taken the predicted time.
     """
 
     step: int
@@ -160,7 +160,7 @@ class StepColumn:
 
 @dataclass(frozen=True)
 class TimelineLane:
-    """Lane of a rank in the timeline, in milliseconds from the timeline's beginning.
+    """One rank's lane in the timeline, in milliseconds from the start of the timeline.
 
     `phases` are (name, begin, end); `buckets` are (ready, sent, done, bytes, name).
     """
@@ -172,7 +172,7 @@ class TimelineLane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Timeline of one step of all ranks on one clock, `span` milliseconds long."""
+    """Timeline of one step on all ranks, on a common clock and `span` milliseconds long."""
 
     step: int
     span: float
@@ -181,9 +181,9 @@ class Timeline:
 
 @dataclass(frozen=True)
 class LinkRow:
-    """Row of a link from a rank to another one, or, with the peer -1, of shared memory.
+    """A row for a link from one rank to another, or for shared memory if the peer is -1.
 
-    Unknown values are None. `is_slow` marks the links between a pair of hosts that is slower than the others.
+    Unknown values are None. `is_slow` marks the links between a pair of hosts that is slower than other pairs.
     """
 
     rank: int
@@ -199,9 +199,10 @@ class LinkRow:
 
 @dataclass(frozen=True)
 class CallRow:
-    """Row of one kind of calls: their recent number, and the predicted and the actual duration of one.
+    """A row for one kind of call: the number of recent calls, and the predicted and actual durations of one call.
 
-    The engine chose the algorithm by the prediction. `is_far` marks an actual duration that differs by a fifth or more.
+    The engine uses these predictions to choose an algorithm. `is_far` is set if the actual duration differs from the
+    prediction by more than a fifth.
     """
 
     name: str
@@ -213,7 +214,7 @@ class CallRow:
 
 @dataclass(frozen=True)
 class Point:
-    """A logged value: the mean over the ranks that logged it, the smallest and the largest."""
+    """A logged value: the mean, minimum and maximum over the ranks that logged it."""
 
     name: str
     step: int
@@ -224,7 +225,7 @@ class Point:
 
 @dataclass(frozen=True)
 class DashboardState:
-    """State of a job at one instant, as it is shown; the field names are those of the page's JSON."""
+    """The displayed state of a job at one instant. The page's JSON uses the same field names."""
 
     header: JobHeader
     figures: Figures | None = None
@@ -234,7 +235,7 @@ class DashboardState:
     timeline: Timeline | None = None
     curves: Growing[Point] = field(default_factory=Growing)
     links: tuple[LinkRow, ...] = ()
-    network: str | None = None  # the description of a slow pair of hosts
+    network: str | None = None  # description of a slow pair of hosts
     calls: tuple[CallRow, ...] = ()
     story: Growing[JobEvent] = field(default_factory=Growing)
     log: Growing[Line] = field(default_factory=Growing)
@@ -248,7 +249,7 @@ def in_ms(seconds: float) -> float:
 
 
 class Tail(Generic[Item]):
-    """The last `most` items of a list."""
+    """An append-only list that keeps its last `most` items."""
 
     def __init__(self, most: int) -> None:
         self._items: deque[Item] = deque(maxlen=most)
@@ -265,28 +266,28 @@ class Tail(Generic[Item]):
             self._growing = None
 
     def growing(self) -> Growing[Item]:
-        """Returns the items; the same object until more are appended."""
+        """Returns the items; returns the same object until more items are appended."""
         if self._growing is None:
             self._growing = Growing(tuple(self._items), self._count - len(self._items))
         return self._growing
 
 
 class Thinned:
-    """Curve of one name over all steps, with a limited number of points.
+    """The curve of one logged name over all steps, with a limited number of points.
 
-    When there are too many, each pair of neighbours is merged into one point with the smallest and the largest value,
-    so a spike remains visible after a million steps.
+    If the limit is exceeded, pairs of neighboring points are merged. A merged point has the minimum and the maximum of
+    both, so a spike remains visible even after a million steps.
     """
 
     def __init__(self, most: int = 1024) -> None:
         self._most = most
-        self._stride = 1  # the number of values in a point
+        self._stride = 1  # number of values merged into each point
         self._open: list[Point] = []
         self.points: list[Point] = []
         self.epoch = 0
 
     def until(self, step: int) -> Thinned:
-        """Returns the curve without the points from a step on."""
+        """Returns a copy of the curve that ends before a step."""
         rest = Thinned(self._most)
         rest.points = [point for point in self.points if point.step < step]
         rest._stride = self._stride
@@ -294,7 +295,7 @@ class Thinned:
         return rest
 
     def add(self, point: Point) -> list[Point]:
-        """Adds a value; returns the points that it completes. If `epoch` changes, all points are new."""
+        """Adds a value and returns the points that it completes. If `epoch` changes, all points have changed."""
         self._open.append(point)
         if len(self._open) < self._stride:
             return []

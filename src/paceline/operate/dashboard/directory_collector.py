@@ -1,4 +1,4 @@
-"""Collector of one sample from the directories of a running or finished job."""
+"""Collector that builds one sample from the directories of a running or finished job."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from paceline.operate.diagnosis.recording_reader import (
 from paceline.operate.diagnosis.runs import EVENTS_FILE, JOB_FILE
 
 _ATTEMPT = re.compile(r"attempt_(\d+)")
-_LAST_LINES = 400  # per stream of each rank
+_LAST_LINES = 400  # per rank and stream
 _STEPS_KEPT = 2000
 
 
 class NothingRecordedError(ValueError):
-    """A directory contains no recordings that can be read."""
+    """Raised if a directory does not contain any readable recordings."""
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Recording of one rank, in the file `path`, with times on the job's clock."""
+    """The recording of one rank in the file `path`, with times on the job's clock."""
 
     path: Path
     follower: RecordingFollower
@@ -58,14 +58,14 @@ class _Recorded:
 
 
 def dashboard_of(directories: Sequence[Path], verdict: StallNotice | None = None) -> DashboardState:
-    """Returns the state of the job in the directories of its machines, for the last attempt.
+    """Returns the state of a job's last attempt, read from the directories of its machines.
 
     Args:
         directories: the job's directories, as `paceline runs` lists them on each machine.
         verdict: the diagnosis of the job's failure, or None.
 
     Raises:
-        NothingRecordedError: the directories contain no recordings.
+        NothingRecordedError: the directories do not contain any recordings.
     """
     recordings = _recordings(directories)
     if not recordings:
@@ -79,7 +79,7 @@ def dashboard_of(directories: Sequence[Path], verdict: StallNotice | None = None
     ranks = tuple(_sample(rank, recordings[rank], was_stopped) for rank in sorted(recordings))
     links = tuple(link for rank in sorted(recordings) for link in _links(rank, recordings[rank].update))
     if was_stopped:
-        verdict = None  # ranks that were stopped have not failed
+        verdict = None  # stopping a rank is not a failure
     events: list[JobEvent] = []
     lines: list[Line] = []
     for index, directory in enumerate(directories):
@@ -99,7 +99,7 @@ def dashboard_of(directories: Sequence[Path], verdict: StallNotice | None = None
 
 
 def _recordings(directories: Sequence[Path]) -> dict[int, _Recorded]:
-    """Returns the readable recording of each rank; if there are several, that of the last attempt."""
+    """Returns each rank's readable recording; if there are several, the one from the last attempt."""
     found: list[tuple[RecordingSource, bytes]] = []
     paths = (path for directory in directories for path in directory.rglob(f"*{SUFFIX}"))
     for path in sorted(paths, key=_attempt):
@@ -131,7 +131,7 @@ def _number_of(path: Path) -> int:
 
 
 def _links(rank: int, update: RecordingUpdate) -> Iterator[LinkRate]:
-    """Yields the rates of a rank's links, over the time that its recording covers."""
+    """Yields the rates of a rank's links, averaged over the time that its recording covers."""
     span_s = update.heard_s - update.steps[0].begin_s if update.steps else 0.0
     if span_s <= 0:
         return
@@ -144,7 +144,7 @@ def _links(rank: int, update: RecordingUpdate) -> Iterator[LinkRate]:
 
 
 def _sample(rank: int, recorded: _Recorded, was_stopped: bool) -> RankSample:
-    """Returns a rank's sample with all data of its recording."""
+    """Returns a rank's sample with all data from its recording."""
     update = recorded.update
     waits = [call for call in update.open_calls if not call.is_async]
     doing = f"was in {waits[0].operation}, call {waits[0].sequence}" if waits else ""
@@ -195,7 +195,7 @@ def _job(directory: Path) -> dict[str, Any]:
 
 
 def _events(directory: Path, ended_s: float, now_s: float) -> Iterator[JobEvent]:
-    """Yields the launcher's events; `now_s` on the job's clock is the time of day `ended_s`."""
+    """Yields the launcher's events. `now_s` on the job's clock and the time of day `ended_s` are the same instant."""
     for path in sorted(directory.rglob(EVENTS_FILE)):
         formatter = EventFormatter()
         for text in path.read_text(errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""Queue of notes from the launcher to the page's thread, and the conversion of launcher events to text."""
+"""Queue of notes from the launcher to the page's thread, and formatting of launcher events."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Fact = str | int | list[int]
 TOLD_BY_ALL = frozenset({"wait", "view", "end"})
 """Kinds of events that the launchers of all machines report, so that one launcher's report is sufficient."""
 
-_NUMBER = (1 << 32) - 1  # mask of a view's number; the bits above are the term of its coordinator
-_MOST = 20_000  # the limit of unread notes; beyond it the oldest are dropped
-_MOST_LINES = 2000  # the limit of unread lines of the workers' output, which must not displace rarer notes
+_NUMBER = (1 << 32) - 1  # mask for the number of a view; higher bits contain its coordinator's term
+_MOST = 20_000  # limit for unread notes; if exceeded, the oldest are dropped
+_MOST_LINES = 2000  # limit for unread lines of worker output, which must not displace other notes
 
 
 class EventFormatter:
-    """Converter from the launcher's events to text for the user. It has no clock."""
+    """Formats launcher events for the user. Does not read a clock."""
 
     def __init__(self) -> None:
         self._view = 0
-        self._broken_s: float | None = None  # the time since which workers have been missing without a new view
+        self._broken_s: float | None = None  # time of the first loss of a worker since the last view
 
     def tell(self, event: str, facts: dict[str, Fact], now_s: float) -> list[JobEvent]:
-        """Returns the text of an event at `now_s`, or an empty list if it is not shown."""
+        """Returns the displayed form of an event at `now_s`; empty if the event is not displayed."""
         match event:
             case "start":
                 ranks = facts.get("ranks", [])
@@ -65,7 +65,7 @@ class EventFormatter:
 
 @dataclass(frozen=True)
 class WorkerRunning:
-    """Note that a worker runs; `fd` is a descriptor of its recording, which the page's thread closes, or -1."""
+    """Note that a worker is running; `fd` is a descriptor for its recording, closed by the page's thread, or -1."""
 
     rank: int
     pid: int
@@ -84,7 +84,7 @@ class WorkerGone:
 
 @dataclass(frozen=True)
 class RemoteSample:
-    """Note with another machine's ranks, and its events and lines since the previous one."""
+    """Note with the state of another machine's ranks, and its events and lines since the previous note."""
 
     ranks: tuple[RankSample, ...] = ()
     links: tuple[LinkRate, ...] = ()
@@ -104,7 +104,7 @@ class EventQueue:
         self._notes: deque[Note] = deque(maxlen=_MOST)
         self._lines: deque[Line] = deque(maxlen=_MOST_LINES)
         self._is_open = True
-        self._lock = threading.Lock()  # so that each descriptor is either taken or closed
+        self._lock = threading.Lock()  # ensures that each descriptor is either taken or closed
 
     def leave(self, note: Note) -> None:
         """Adds a note, unless the queue is closed."""
@@ -113,11 +113,11 @@ class EventQueue:
                 self._lines.append(note) if isinstance(note, Line) else self._notes.append(note)
 
     def leave_worker(self, rank: int, pid: int, host: str, fd: int | None) -> None:
-        """Adds a note that a worker runs. `fd` is duplicated."""
+        """Adds a note that a worker is running. Duplicates `fd`."""
         self.leave(WorkerRunning(rank, pid, host, os.dup(fd) if fd is not None and fd >= 0 else -1))
 
     def take(self) -> list[Note]:
-        """Removes and returns all notes in order, lines last."""
+        """Removes and returns all notes in order, with lines of output last."""
         with self._lock:
             notes = [*self._notes, *self._lines]
             self._notes.clear()
@@ -125,7 +125,7 @@ class EventQueue:
         return notes
 
     def close(self) -> None:
-        """Rejects further notes, and closes the descriptors of waiting ones; idempotent."""
+        """Rejects further notes and closes the descriptors in unread notes; idempotent."""
         with self._lock:
             self._is_open = False
             for note in self._notes:

@@ -1,8 +1,8 @@
-"""Stream of server-sent events to the viewers of the page: a snapshot of the state first, then its changes.
+"""Stream of server-sent events to the page's viewers: first a snapshot of the state, then its changes.
 
-A message is one JSON object with the keys of `DashboardState`. An absent key has not changed; `null` removes a value. A
-list that grows is `{"epoch", "first", "from", "items"}`: the viewer drops its items from number `from` on and before
-`first`, and appends the new ones. With another epoch it drops all items.
+A message is one JSON object with the keys of `DashboardState`. Absent keys are unchanged; `null` removes a value. A
+growing list is sent as `{"epoch", "first", "from", "items"}`: the viewer drops its items before index `first` and from
+index `from` on, and appends the new items. If the epoch has changed, it drops all items.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from paceline.operate.dashboard.aggregator import DashboardAggregator
 from paceline.operate.dashboard.dashboard_state import DashboardState, Growing
 from paceline.operate.dashboard.job_sample import JobSample
 
-WATCHED_S = 1.0  # the time between two samples while there are viewers
-ALONE_S = 5.0  # the time between two samples without viewers, short enough to leave no gaps in curves and the log
-_REMEMBERED_S = 10.0  # how long the job counts as watched after a request for the state, as by `paceline top`
-_QUEUED = 30  # the number of messages by which a viewer may lag before it receives a snapshot instead
-_KEPT = 120  # the number of messages kept for viewers that reconnect
+WATCHED_S = 1.0  # interval between samples while there are viewers
+ALONE_S = 5.0  # interval between samples without viewers, short enough to avoid gaps in curves and the log
+_REMEMBERED_S = 10.0  # time for which a request for the state, e.g. from `paceline top`, counts as a viewer
+_QUEUED = 30  # number of messages by which a viewer may lag before it receives a snapshot instead
+_KEPT = 120  # number of messages kept for viewers that reconnect
 
 _encode = msgspec.json.Encoder().encode
 _NAMES = tuple(field.name for field in fields(DashboardState))
@@ -33,7 +33,7 @@ _NAMES = tuple(field.name for field in fields(DashboardState))
 
 @dataclass(frozen=True)
 class StreamMessage:
-    """Message of the stream; `number` is the number in its event id, and `data` is its JSON on one line."""
+    """A message in the stream. `number` is part of its event id, and `data` is its JSON on one line."""
 
     number: int
     data: bytes
@@ -41,10 +41,11 @@ class StreamMessage:
 
 
 class Feed:
-    """Messages of one job, for one thread at a time.
+    """The messages about one job. Not thread-safe.
 
     Args:
-        life: a name that distinguishes this server's event ids from those of an earlier server at the same address.
+        life: a name that distinguishes this server's event ids from those issued by an earlier server at the same
+            address.
     """
 
     def __init__(self, life: str) -> None:
@@ -55,11 +56,11 @@ class Feed:
 
     @property
     def number(self) -> int:
-        """The number of the latest message, or 0."""
+        """The number of the latest message; 0 if there is none."""
         return self._number
 
     def publish(self, state: DashboardState) -> StreamMessage | None:
-        """Returns the message with the changes from the previous state to this one, or None if there are none."""
+        """Returns a message with the changes since the previous state, or None if nothing has changed."""
         changed = changes(self._state, state)
         self._state = state
         if not changed:
@@ -70,7 +71,7 @@ class Feed:
         return message
 
     def since(self, last_id: str | None) -> list[StreamMessage]:
-        """Returns the messages after the one with this event id, or a snapshot if they are not available."""
+        """Returns the messages after this event id, or a snapshot if they are no longer available."""
         life, _, number = (last_id or "").rpartition("-")
         if life == self.life and number.isdecimal():
             seen = int(number)
@@ -91,7 +92,7 @@ class Feed:
 
 
 def changes(before: DashboardState | None, after: DashboardState) -> dict[str, Any]:
-    """Returns the content of a message with the changes from `before` to `after`."""
+    """Returns the content of a message that describes the changes from `before` to `after`."""
     changed: dict[str, Any] = {}
     for name in _NAMES:
         new = getattr(after, name)
@@ -118,7 +119,7 @@ def _growth(old: Growing[Any] | None, new: Growing[Any]) -> dict[str, Any] | Non
 
 
 class Viewer:
-    """Queue of messages for one open page."""
+    """A queue of messages for one open page."""
 
     def __init__(self, feed: Feed, first: list[StreamMessage]) -> None:
         self._feed = feed
@@ -127,7 +128,7 @@ class Viewer:
             self._queue.put_nowait(message)
 
     def put(self, message: StreamMessage) -> None:
-        """Adds a message, or a snapshot in place of all waiting messages if the viewer is far behind."""
+        """Adds a message. If the viewer lags too far behind, replaces all queued messages with a snapshot."""
         if self._queue.qsize() >= _QUEUED:
             while not self._queue.empty():
                 self._queue.get_nowait()
@@ -140,11 +141,11 @@ class Viewer:
 
 
 class Broadcaster:
-    """Sampler of the job in one event loop, which sends each change to every viewer.
+    """Samples the job in an event loop and sends each change to every viewer.
 
     Args:
-        look: a function that takes a sample of the job, called in the loop's thread.
-        life: the name of this server's event ids.
+        look: a function that takes a sample of the job; called on the event loop's thread.
+        life: the server's name for event ids, see `Feed`.
     """
 
     def __init__(self, look: Callable[[], JobSample], life: str) -> None:
@@ -159,7 +160,7 @@ class Broadcaster:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a page is open, or the state was requested recently."""
+        """Whether a page is open or the state was requested recently."""
         return bool(self._viewers) or time.monotonic() - self._asked_s < _REMEMBERED_S
 
     async def run(self) -> None:
@@ -173,7 +174,7 @@ class Broadcaster:
                 continue
 
     def sample(self) -> None:
-        """Takes a sample now, and sends the changes to the viewers."""
+        """Takes a sample immediately and sends the changes to the viewers."""
         self._aggregator.take(self._look())
         self.state = self._aggregator.state()
         self._taken_s = time.monotonic()
@@ -183,11 +184,11 @@ class Broadcaster:
                 viewer.put(message)
 
     def request_sample(self) -> None:
-        """Makes `run` take the next sample at once."""
+        """Causes `run` to take the next sample immediately."""
         self._wake.set()
 
     async def fresh(self) -> bytes:
-        """Returns the state as JSON, no older than a second."""
+        """Returns the state as JSON, at most one second old."""
         self._asked_s = time.monotonic()
         if self._asked_s - self._taken_s > WATCHED_S:
             self.sample()
@@ -195,7 +196,7 @@ class Broadcaster:
 
     @contextmanager
     def viewer(self, last_id: str | None) -> Iterator[Viewer]:
-        """Registers a viewer that has received the event `last_id`, for the duration of the context."""
+        """Context manager that registers a viewer whose latest event is `last_id`."""
         if time.monotonic() - self._taken_s > WATCHED_S:
             self.sample()
         viewer = Viewer(self._feed, self._feed.since(last_id))

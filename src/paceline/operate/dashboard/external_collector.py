@@ -1,6 +1,6 @@
-"""Collector of samples in another process than the launcher, whose recordings it opens through /proc/PID/fd.
+"""Collector that runs outside the launcher and opens the launcher's recordings through /proc/PID/fd.
 
-The kernel permits this for processes of the launcher's user. The launcher and the workers are not affected.
+The kernel permits this for processes of the same user. The launcher and the workers are not affected.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _HEAD = struct.Struct("<Q")
 
 
 class OutOfReachError(Exception):
-    """The job has ended, or this user may not read its recordings."""
+    """Raised if the job has ended, or this user may not read its recordings."""
 
 
 @dataclass(frozen=True)
 class _RecordedWorker:
-    """A worker's rank and process id from its recording, and the recording's descriptor."""
+    """A worker's rank and process id, and a descriptor for its recording."""
 
     rank: int
     pid: int
@@ -38,7 +38,7 @@ class _RecordedWorker:
 
 
 class ExternalCollector:
-    """Collector of the workers of one machine's launcher."""
+    """Collects samples from the workers of one machine's launcher."""
 
     def __init__(self, run: JobRun) -> None:
         self._run = run
@@ -47,11 +47,11 @@ class ExternalCollector:
         facts = JobInfo(run.job, " ".join(["paceline run", *run.command]), run.world_size or run.workers, began_s)
         self._collector = LocalCollector(self._notes, facts)
         self._aggregator = DashboardAggregator()
-        self._open: dict[int, int] = {}  # descriptors of recordings, by inode
-        self._workers: dict[int, _RecordedWorker] = {}  # by their recording's inode
+        self._open: dict[int, int] = {}  # descriptors for recordings, by inode
+        self._workers: dict[int, _RecordedWorker] = {}  # workers by their recording's inode
 
     def look(self) -> DashboardState:
-        """Returns the current state.
+        """Takes a sample and returns the current state.
 
         Raises:
             OutOfReachError: the job has ended, or its recordings cannot be read.
@@ -68,14 +68,14 @@ class ExternalCollector:
             os.close(self._open.popitem()[1])
 
     def _find(self) -> None:
-        """Finds the workers that have started or ended."""
+        """Detects workers that have started or ended."""
         kept = self._kept()
         for inode in set(self._open) - set(kept):
             os.close(self._open.pop(inode))
             self._ended(inode)
         for inode, path in kept.items():
             if inode not in self._open:
-                with contextlib.suppress(OSError):  # the worker has just ended
+                with contextlib.suppress(OSError):  # the worker ended in the meantime
                     self._open[inode] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         for inode, fd in self._open.items():
             worker, known = _worker_of(fd), self._workers.get(inode)
@@ -87,7 +87,7 @@ class ExternalCollector:
             self._notes.leave_worker(worker.rank, worker.pid, self._run.host, fd)
 
     def _kept(self) -> dict[int, str]:
-        """Returns the paths of the launcher's recordings in /proc, by inode."""
+        """Returns the paths of the launcher's recordings in /proc, keyed by inode."""
         directory = f"/proc/{self._run.pid}/fd"
         found: dict[int, str] = {}
         try:
@@ -114,7 +114,7 @@ class ExternalCollector:
 
 
 def _worker_of(fd: int) -> _RecordedWorker | None:
-    """Returns the worker of a recording; None until it has recorded its rank."""
+    """Returns the worker for a recording; None until the worker has recorded its rank."""
     data = os.pread(fd, layout.HEADER.size, 0)
     if len(data) < layout.HEADER.size or _HEAD.unpack_from(data)[0] != layout.MAGIC:
         return None

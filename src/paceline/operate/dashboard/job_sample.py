@@ -1,4 +1,4 @@
-"""Sample of a running or finished job, the input of the aggregator. Times are seconds on the job's clock."""
+"""Sample of a running or finished job, the input for the aggregator. Times are in seconds on the job's clock."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class RankActivity(str, Enum):
     """Activity of a rank, according to its recording."""
 
     STARTING = "starting"
-    RUNNING = "running"  # records calls but no steps
+    RUNNING = "running"  # the rank records calls but no steps
     TRAINING = "training"
-    WAITING = "waiting"  # in a call, for other ranks
-    LOADING = "loading"  # waits for its data
-    SILENT = "silent"  # has recorded nothing for a long time
+    WAITING = "waiting"  # the rank waits in a call for other ranks
+    LOADING = "loading"  # the rank waits for data
+    SILENT = "silent"  # the rank has not recorded anything for a long time
     ENDED = "ended"
     DEAD = "dead"
 
 
 @dataclass(frozen=True)
 class BucketTiming:
-    """Times of a bucket of gradients: ready in backward, sent, and averaged on this rank."""
+    """Times at which a gradient bucket was ready, sent, and averaged on this rank."""
 
     ready_s: float
     sent_s: float
@@ -34,19 +34,18 @@ class BucketTiming:
 
 @dataclass(frozen=True)
 class RankStep:
-    """One training step of one rank.
+    """One training step on one rank.
 
     Attributes:
-        step: the step's number.
+        step: the number of the step.
         begin_s, end_s: the times at which the step began and ended.
-        data_s, forward_s, backward_s, optimizer_s: the durations of the step's phases, without waits for other ranks.
-        exposed_s: the time for which the rank only waited for communication.
+        data_s, forward_s, backward_s, optimizer_s: the durations of the step's phases, excluding waits for other ranks.
+        exposed_s: the time for which the rank waited for communication and did nothing else.
         communication_s: the time for which any communication was in progress.
-        samples: the number of samples that the rank trained on; 0 if the program did not log that number.
+        samples: the number of samples that the rank trained on; 0 if the program does not log it.
         phases: the phases as (name, begin, end), for the timeline.
         buckets: the buckets in the order in which they became ready.
-        predicted_s: the duration that the step would have had if its calls had taken the predicted time; None without
-            predictions.
+        predicted_s: the duration of the step if its calls had taken the predicted time; None without predictions.
     """
 
     step: int
@@ -70,18 +69,18 @@ class RankStep:
 
     @property
     def compute_s(self) -> float:
-        """The rank's own part of the step, without the wait for communication."""
+        """The rank's own time in the step, excluding the wait for communication."""
         return max(0.0, self.duration_s - self.exposed_s)
 
 
 @dataclass(frozen=True)
 class CallTally:
-    """Completed calls of one kind, for which the engine had predicted the duration.
+    """Completed calls of one kind whose duration the engine had predicted.
 
     Attributes:
-        operation, dtype, count, algorithm: the kind; `count` is the number of elements of a call.
+        operation, dtype, count, algorithm: the kind of call; `count` is the number of elements per call.
         calls: the number of calls.
-        took_s: the duration of all these calls together.
+        took_s: the total duration of the calls.
         predicted_s: the predicted duration of one call.
     """
 
@@ -96,15 +95,15 @@ class CallTally:
 
 @dataclass(frozen=True)
 class RankSample:
-    """State of a rank, with its steps since the previous sample.
+    """The state of a rank, with its steps since the previous sample.
 
     Attributes:
-        rank, host, pid: the rank, and the process that runs it.
+        rank, host, pid: the rank, its host and its process id.
         state: the activity of the rank.
-        doing: the activity as text, such as the call that the rank is in.
+        doing: a description of the activity, such as the rank's current call.
         heard_s: the time of the rank's latest record.
         memory_nbytes: the resident memory of the process.
-        step: the number of the current step; None before the first.
+        step: the number of the current step; None before the first step.
         steps: the steps completed since the previous sample, in order.
         values: the values that the program has logged since the previous sample, as (step, name, value).
         calls: the calls with predictions that were completed since the previous sample.
@@ -125,11 +124,11 @@ class RankSample:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """Rate at which a rank sends to another one over TCP, or, with the peer -1, through shared memory.
+    """The rate at which a rank sends to another over TCP, or through shared memory if the peer is -1.
 
     Attributes:
         nbytes_per_s: the rate since the previous sample.
-        delivers_nbytes_per_s: the latest rate at which the kernel delivered data; 0 if unknown.
+        delivers_nbytes_per_s: the kernel's latest delivery rate; 0 if unknown.
         round_trip_s, variation_s: the smoothed round-trip time and its variation; 0 if unknown.
         retransmits: the total number of retransmitted segments.
         recent: the recent traffic, or None if unknown.
@@ -148,7 +147,7 @@ class LinkRate:
 
 @dataclass(frozen=True)
 class JobEvent:
-    """Event of the job, such as a start, a death or a view; `cost_s` is the time that it cost, if known."""
+    """An event in the job, such as a start, a death or a new view; `cost_s` is the time lost, if known."""
 
     at_s: float
     kind: str
@@ -168,7 +167,7 @@ class Line:
 
 @dataclass(frozen=True)
 class StallNotice:
-    """Diagnosis of a job that makes no progress: a sentence, the blamed ranks, and further lines."""
+    """Diagnosis of a job that makes no progress: a sentence, the blamed ranks, and additional lines."""
 
     sentence: str
     ranks: tuple[int, ...] = ()
@@ -178,7 +177,7 @@ class StallNotice:
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack of a rank as text, taken on request."""
+    """A rank's stack as text, captured on request."""
 
     rank: int
     at_s: float
@@ -205,7 +204,7 @@ class JobInfo:
 
 @dataclass(frozen=True)
 class JobSample:
-    """Sample of the whole job. `events`, `lines` and `stacks` are those since the previous sample."""
+    """Sample of the whole job. `events`, `lines` and `stacks` cover the time since the previous sample."""
 
     now_s: float
     facts: JobInfo

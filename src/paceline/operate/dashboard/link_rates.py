@@ -1,4 +1,4 @@
-"""Rates of the links between ranks, from consecutive measurements, and the table rows that the page shows."""
+"""Link rates between ranks, computed from consecutive measurements, and the corresponding table rows for the page."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from paceline.operate.diagnosis.slow_links import find_slow_link
 
 SHARED_MEMORY, TCP = "shared memory", "TCP"
 
-_WINDOW = 30  # the number of measurements kept per link, one per second
+_WINDOW = 30  # number of measurements kept per link, one per second
 _IDLE_S = 3.0  # a link without a measurement for this long is idle
 _MOST_ROWS = 64
-_WORTH_SHOWING = 0.01  # of the busiest link's bytes; links with only control messages are below it
+_WORTH_SHOWING = 0.01  # minimum traffic to display, as a fraction of the busiest link's; hides control messages
 
 
 class LinkRates:
-    """Rates of one rank's links, from consecutive samples of its recording."""
+    """Computes the rates of one rank's links from consecutive samples of its recording."""
 
     def __init__(self) -> None:
         self._past: dict[tuple[int, int], deque[LinkRecord]] = {}
 
     def take(self, rank: int, measured: Sequence[LinkRecord], now_s: float) -> tuple[LinkRate, ...]:
-        """Returns the rank's links in the order of the other ranks.
+        """Returns the rank's links, ordered by peer.
 
         Args:
-            rank: the rank.
-            measured: the links of its recording.
-            now_s: the time on the recording's clock.
+            rank: the number of the rank.
+            measured: the links in the rank's recording.
+            now_s: the current time on the recording's clock.
         """
         links = []
         for record in measured:
             past = self._past.setdefault((record.group, record.peer), deque(maxlen=_WINDOW))
             if past and past[-1].sent_nbytes > record.sent_nbytes:
-                past.clear()  # the connections were replaced
+                past.clear()  # counters decreased, so the connections were replaced
             if not past or past[-1].measured_ns != record.measured_ns:
                 past.append(record)
             links.append(_recent(rank, past, now_s))
@@ -48,7 +48,7 @@ class LinkRates:
 
 
 def links_over(rank: int, measured: Iterable[LinkRecord], span_s: float) -> tuple[LinkRate, ...]:
-    """Returns a rank's links over a whole job of `span_s` seconds."""
+    """Returns a rank's links with rates averaged over a whole job of `span_s` seconds."""
     return _by_peer(_link(rank, record, None, record.sent_nbytes / span_s) for record in measured)
 
 
@@ -60,11 +60,11 @@ def _by_peer(links: Iterable[LinkRate]) -> tuple[LinkRate, ...]:
 
 
 def rows_of(links: Sequence[LinkRate], hosts: Mapping[int, str]) -> tuple[tuple[LinkRow, ...], str | None]:
-    """Returns the rows to show, and the description of the slowest pair of hosts if it is slow.
+    """Returns the rows to display, and a description of the slowest pair of hosts if it is slow.
 
     Args:
         links: the links of all ranks.
-        hosts: the ranks' hosts.
+        hosts: the host of each rank.
     """
     by_rank: dict[int, list[job_snapshot.PeerTraffic]] = {rank: [] for rank in hosts}
     for link in links:
@@ -108,7 +108,7 @@ def _recent(rank: int, past: deque[LinkRecord], now_s: float) -> LinkRate:
 
 
 def _link(rank: int, last: LinkRecord, first: LinkRecord | None, rate: float) -> LinkRate:
-    """Returns a link with its traffic since the measurement `first`, or since it was opened."""
+    """Returns a link with its traffic since the measurement `first`, or since the link was opened."""
     recent = job_snapshot.PeerTraffic(
         peer=last.peer,
         sent_nbytes=last.sent_nbytes - (first.sent_nbytes if first else 0),
@@ -136,7 +136,7 @@ def _active_s(measured: LinkRecord) -> float:
 
 
 def _joined(one: LinkRate, other: LinkRate) -> LinkRate:
-    """Joins the links of two groups between the same ranks, with the round trip of the busier one."""
+    """Merges two groups' links between the same ranks, with the round-trip time of the busier link."""
     assert one.recent is not None and other.recent is not None
     busier = max(one, other, key=lambda link: (link.nbytes_per_s, _weight(link)))
     recent = job_snapshot.PeerTraffic(

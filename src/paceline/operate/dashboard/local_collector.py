@@ -1,4 +1,4 @@
-"""Collector of samples in the launcher, from the recordings of this machine's workers and the launcher's notes."""
+"""Collector that runs in the launcher and uses the recordings of this machine's workers and the launcher's notes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ TOTAL_STEPS = "total_steps"
 """The name under which a program logs its total number of steps, once."""
 
 _SILENT_S = 10.0
-_WAITING_S = 1.0  # an open call that has lasted longer is shown as the rank's activity
-_STEPS_A_SECOND = 64  # the limit of steps read over all ranks; above it, only every second, fourth, ... step is read
+_WAITING_S = 1.0  # an open call is shown as the rank's activity after this time
+_STEPS_A_SECOND = 64  # limit for steps read over all ranks; above it, only every 2nd, 4th, ... step is read
 _MEMORY_PERIOD_S = 4.0
-_IN_STEP = 2  # the largest difference in steps between ranks that began together
+_IN_STEP = 2  # maximum difference in steps between ranks that started together
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -42,17 +42,17 @@ class _Worker:
     fd: int
     follower: RecordingFollower | None
     update: RecordingUpdate | None = None
-    ended: str | None = None  # the failure, or "" after a success
+    ended: str | None = None  # description of the failure, or "" after a success
     total_steps: int | None = None
-    ahead: int | None = None  # the number of steps that the other workers had made before this one counted its first
-    step: int | None = None  # the current step in the others' count
+    ahead: int | None = None  # number of steps made by the other workers before this worker's first
+    step: int | None = None  # current step, counted as on the other workers
     rates: LinkRates = field(default_factory=LinkRates)
     memory_nbytes: int = 0
     memory_read_s: float = float("-inf")
 
 
 class LocalCollector:
-    """Collector of a running job's samples. Everything except `notes` belongs to one thread."""
+    """Collects samples of a running job. Only `notes` may be used by several threads."""
 
     def __init__(self, notes: EventQueue, facts: JobInfo, clock: Callable[[], float] = time.monotonic) -> None:
         self.notes = notes
@@ -66,7 +66,7 @@ class LocalCollector:
         self._stride = 1
 
     def look(self) -> JobSample:
-        """Returns a sample with everything new since the previous one."""
+        """Returns a sample with everything new since the previous sample."""
         now_s = self._clock()
         events: list[JobEvent] = []
         lines: list[Line] = []
@@ -152,7 +152,7 @@ class LocalCollector:
         )
 
     def _count(self, worker: _Worker, update: RecordingUpdate) -> None:
-        """Converts the step number of a worker that joined late to the others' count; each process counts from 1."""
+        """Adjusts the step number of a worker that joined late, because each process counts its steps from 1."""
         if update.step is None:
             return
         if worker.ahead is None:
@@ -195,7 +195,7 @@ class LocalCollector:
 
 
 def _appended(before: RankSample | None, new: RankSample) -> RankSample:
-    """Returns a sample with the steps, values and calls of an earlier one that has not been returned yet."""
+    """Returns `new` with the steps, values and calls from an earlier sample that has not been returned yet."""
     if before is None:
         return new
     steps, values, calls = (before.steps + new.steps, before.values + new.values, before.calls + new.calls)
@@ -225,7 +225,7 @@ def _state_of(worker: _Worker, now_s: float) -> tuple[RankActivity, str]:
 
 
 def _event_of(rank: int, mark: StandaloneEvent) -> JobEvent | None:
-    """Returns the event to show for a rank's mark; views are reported by the launcher, once for all ranks."""
+    """Returns the event to display for a rank's mark, or None. The launcher reports views, once for all ranks."""
     if mark.kind is not EventKind.CHECKPOINT:
         return None
     return JobEvent(

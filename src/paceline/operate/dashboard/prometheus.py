@@ -1,4 +1,4 @@
-"""Metrics of a job for Prometheus (text exposition format 0.0.4)."""
+"""Job metrics for Prometheus (text exposition format 0.0.4)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_LINKS: tuple[tuple[str, str, Callable[[LinkRow], float | None]], ...] = (
 
 
 def metrics(state: DashboardState) -> str:
-    """Returns the metrics as text. Each has a label `job`, and those of a rank also have `rank` and `host`."""
+    """Formats the metrics. Each has the label `job`, and per-rank metrics also have `rank` and `host`."""
     job: dict[str, str | int] = {"job": state.header.run_id}
     lines: list[str] = []
     for name, text, values in _families(state):

@@ -1,10 +1,10 @@
-"""Follower of one rank's recording, which reads only new entries, and the breakdown of its training steps.
+"""Incremental reader for one rank's recording, and the breakdown of its training steps.
 
-`operate/diagnosis/recording_reader.py` reads a whole recording, which takes tens of milliseconds, but the page samples
-64 ranks every second. An entry's position is its index modulo the ring's size (native/record/recorder.cpp), so new
-entries form one or two slices. Only complete entries are final; an open one, such as the current step, is read again.
-Python needs a microsecond to unpack an entry, so the words that determine which entries are used are read as columns
-first.
+`operate/diagnosis/recording_reader.py` takes tens of milliseconds to read a whole recording, but the page samples 64
+ranks every second. An entry's position is its index modulo the size of the ring (native/record/recorder.cpp), so new
+entries form one or two slices. Only complete entries are final; an open entry, such as the current step, is read again
+later. Python takes a microsecond to unpack an entry, so the words that determine which entries are used are first read
+as columns.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ReadAt = Callable[[int, int], bytes]  # (offset, number of bytes) -> data
 SAMPLES = "samples"
 """The name under which a program logs the number of samples that a rank trains on in a step."""
 
-_RECENT_CALLS, _RECENT_EVENTS = 512, 2048  # entries that a follower reads at its start, or after falling behind
+_RECENT_CALLS, _RECENT_EVENTS = 512, 2048  # maximum number of entries to read at the start or after falling behind
 _STEPS_OPEN = 32
 _SEQUENCE, _COUNT_OF, _OUTCOME, _IS_ASYNC, _ARRIVED, _STARTED, _ENDED, _COMPLETE = 6, 7, 10, 11, 13, 14, 15, 23
-_SHM_WORD, _TCP_WORD, _CALLS_STEP_WORD, _PREDICTED_WORD = 8, 9, 11, 15  # indices in words of 8 bytes
+_SHM_WORD, _TCP_WORD, _CALLS_STEP_WORD, _PREDICTED_WORD = 8, 9, 11, 15  # indices of 8-byte words in an entry
 _KIND_WORD, _EVENTS_STEP_WORD = 1, 7
 _LOW = (1 << 32) - 1
 _DOUBLE = struct.Struct("<d")
 _INTEGER = struct.Struct("<q")
 _COUNT = struct.Struct("<Q")
 _HEAD_NBYTES = layout.PROGRESS_AT + layout.PROGRESS.size
-_VALUE, _STEP, _BUCKET = int(EventKind.VALUE), int(EventKind.STEP), int(EventKind.BUCKET)  # ints compare faster
+_VALUE, _STEP, _BUCKET = int(EventKind.VALUE), int(EventKind.STEP), int(EventKind.BUCKET)  # integers compare faster than enums
 _MARKS = frozenset({int(EventKind.VIEW_CHANGE), int(EventKind.CHECKPOINT)})
 _PHASES = {
     int(EventKind.DATA_WAIT): "data",
@@ -54,7 +54,7 @@ class PastCall(NamedTuple):
     Attributes:
         begin_s, end_s: the times at which the call began and ended.
         complete_s: the time at which all ranks had arrived; 0 if unknown.
-        is_async: whether the program did not wait for it at once.
+        is_async: whether the call was asynchronous.
         predicted_s: the duration that the engine predicted; 0 without a prediction.
     """
 
@@ -67,7 +67,7 @@ class PastCall(NamedTuple):
 
 @dataclass
 class StepParts:
-    """Recorded parts of one step, with times in seconds."""
+    """The recorded parts of one step, with times in seconds."""
 
     phases: dict[str, list[Interval]] = field(default_factory=dict)
     buckets: list[BucketTiming] = field(default_factory=list)
@@ -75,7 +75,7 @@ class StepParts:
     samples: float = 0.0
 
     def add(self, kind: int, start_s: float, end_s: float) -> None:
-        """Adds an event, if it is a phase."""
+        """Adds an event if it is a phase of a step."""
         name = _PHASES.get(kind)
         if name is not None:
             self.phases.setdefault(name, []).append((start_s, end_s))
@@ -110,13 +110,13 @@ class StepParts:
         )
 
     def _predicted(self, own_s: float) -> float | None:
-        """Returns the duration that the step would have had if its calls had taken the predicted time, or None.
+        """Returns the duration of the step if its calls had taken the predicted time, or None.
 
-        Buckets are averaged sequentially, each when it is ready, as in `operate/plan/step_time.py`. A call without a
-        prediction counts with its actual duration, but if it is that of a bucket, the result is None.
+        Buckets are averaged sequentially as they become ready, as in `operate/plan/step_time.py`. A call without a
+        prediction counts with its actual duration. If a bucket's call has no prediction, the result is None.
 
         Args:
-            own_s: the rank's own part of the step, in seconds.
+            own_s: the rank's own time in the step, in seconds.
         """
         if not any(call.predicted_s for call in self.calls):
             return None
@@ -133,7 +133,7 @@ class StepParts:
         return own_s + exposed_s + sum(waited)
 
     def _without_wait(self, bucket: BucketTiming) -> BucketTiming:
-        """Returns the bucket with the time at which all ranks had arrived at its call as its sending time, if known."""
+        """Returns the bucket with its sending time set to the last rank's arrival at the bucket's call, if known."""
         for call in self.calls:
             if call.complete_s and bucket.ready_s <= call.complete_s and call.end_s <= bucket.done_s:
                 return replace(bucket, sent_s=max(bucket.sent_s, call.complete_s))
@@ -142,8 +142,8 @@ class StepParts:
     def _exposed(self, buckets: Sequence[BucketTiming], begin_s: float, end_s: float) -> list[Interval]:
         """Returns the intervals in which the rank only waited for communication.
 
-        These are the rank's synchronous calls, and the buckets' calls after the last gradient was ready; before that,
-        backward computes.
+        These are the rank's synchronous calls, and the parts of bucket calls after the last gradient was ready. Before
+        that, the backward pass was still computing.
         """
         waits = [(call.begin_s, call.end_s) for call in self.calls if not call.is_async]
         if buckets:
@@ -153,7 +153,7 @@ class StepParts:
 
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the union of intervals as disjoint ones in order."""
+    """Returns the union of intervals as sorted, disjoint intervals."""
     union: list[Interval] = []
     for start, end in sorted(intervals):
         if union and start <= union[-1][1]:
@@ -165,12 +165,12 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def within(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
-    """Returns the parts of disjoint intervals between `begin` and `end`."""
+    """Clips disjoint intervals to the range from `begin` to `end`."""
     return [(max(start, begin), min(until, end)) for start, until in intervals if until > begin and start < end]
 
 
 def without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """Returns disjoint intervals without their parts in `holes`, which are disjoint and in order too."""
+    """Subtracts `holes` from intervals; both must be sorted and disjoint."""
     rest: list[Interval] = []
     for start, end in intervals:
         for begin, until in holes:
@@ -192,7 +192,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 class EntryBlock:
-    """Copy of consecutive entries of a table; `complete` has the positions of the complete ones."""
+    """A copy of consecutive table entries. `complete` lists the positions of complete entries."""
 
     def __init__(self, data: bytes, entry: struct.Struct, complete: Sequence[int]) -> None:
         self._data = data
@@ -201,7 +201,7 @@ class EntryBlock:
         self.complete = complete
 
     def column(self, word: int) -> list[int]:
-        """Returns one word of each entry, which is much faster than unpacking the entries."""
+        """Returns one word of each entry. This is much faster than unpacking the entries."""
         return self._words[word :: self._entry.size // 8].tolist()
 
     def __getitem__(self, position: int) -> tuple[int, ...]:
@@ -209,10 +209,10 @@ class EntryBlock:
 
 
 class EntryRing:
-    """Incremental reader of a ring of entries in a recording that is still being written.
+    """Incremental reader for a ring of entries in a recording that is still being written.
 
     Args:
-        entry: the format of an entry.
+        entry: the binary format of an entry.
         most: the maximum number of entries to read at a time; None for no limit.
     """
 
@@ -224,13 +224,13 @@ class EntryRing:
         self._incomplete: set[int] = set()
 
     def reset(self, offset: int, capacity: int) -> None:
-        """Starts from the beginning, with the ring at an offset in the recording."""
+        """Restarts from the first entry, with the ring at an offset in the recording."""
         self._offset, self._capacity = offset, capacity
         self._next = 0
         self._incomplete.clear()
 
     def take(self, read: ReadAt, begun: int) -> tuple[list[EntryBlock], list[tuple[int, ...]]]:
-        """Returns the entries that were completed since the previous call, and those that are open.
+        """Returns the entries completed since the previous call, and the open entries.
 
         Args:
             read: a function that reads the recording.
@@ -266,12 +266,12 @@ class EntryRing:
             first = until
 
     def _is_complete(self, entry: tuple[int, ...], index: int, open_entries: list[tuple[int, ...]]) -> bool:
-        """Returns whether this is the entry of that index and complete; otherwise notes whether to read it again."""
+        """Returns whether the slot contains the complete entry `index`. If not, records whether to read it again."""
         stamp, owner = entry[0], entry[0] >> 8
         if stamp == 0 or (owner < index and stamp & 3 == 0):
-            self._incomplete.add(index)  # the entry is about to be written
+            self._incomplete.add(index)  # the entry has not been written yet
         elif owner != index:
-            self._incomplete.discard(index)  # the slot has a newer entry, or an older open one that was not replaced
+            self._incomplete.discard(index)  # a newer entry, or an older open entry that was not replaced
         elif stamp & 3 == 0:
             self._incomplete.discard(index)
             return True
@@ -306,10 +306,10 @@ class StandaloneEvent:
 
 @dataclass
 class RecordingUpdate:
-    """New entries of a recording; times are seconds of CLOCK_MONOTONIC on its host.
+    """New entries in a recording; times are CLOCK_MONOTONIC seconds on its host.
 
     Attributes:
-        step: the current step of the process; None before the first.
+        step: the current step of the process; None before the first step.
         heard_s: the time of the process's latest record.
         is_ended: whether the process has ended normally.
         steps: the steps that have ended, in order.
@@ -317,9 +317,9 @@ class RecordingUpdate:
         marks: other events that have ended.
         open_calls: the calls that have not ended, oldest first.
         open_kinds: the kinds of events that have not ended.
-        shm_nbytes, tcp_nbytes: the bytes that calls which have ended sent through shared memory and over the network.
-        links: the latest measurements of the connections to ranks on other hosts.
-        calls: the successful calls with predictions, one entry for each kind.
+        shm_nbytes, tcp_nbytes: the numbers of bytes that ended calls sent through shared memory and over the network.
+        links: the latest measurements of connections to ranks on other hosts.
+        calls: the successful calls with predictions, one entry per kind.
     """
 
     step: int | None = None
@@ -337,40 +337,40 @@ class RecordingUpdate:
 
 
 class RecordingFollower:
-    """Reader of one recording that grows.
+    """Incremental reader for one growing recording.
 
     Args:
         read: a function that reads bytes of the recording at an offset.
-        is_whole: whether to read all entries, as for a report, instead of only the recent ones.
+        is_whole: whether to read all entries (for a report) instead of only recent ones.
         shift_s: the seconds to add to all times.
     """
 
     def __init__(self, read: ReadAt, is_whole: bool = False, shift_s: float = 0.0) -> None:
         self._read = read
         self._shift_s = shift_s
-        self._places: list[tuple[int, int]] = []  # offset and capacity of pairs, names, groups, calls, events
+        self._places: list[tuple[int, int]] = []  # table offsets and capacities: pairs, names, groups, calls, events
         self._names: dict[int, str] = {}
-        self._origin = (0, 0.0, 1e-9)  # a tick, its second, and the seconds per tick
+        self._origin = (0, 0.0, 1e-9)  # a tick, its time in seconds, and the seconds per tick
         self._calls = EntryRing(layout.CALL, None if is_whole else _RECENT_CALLS)
         self._events = EntryRing(layout.EVENT, None if is_whole else _RECENT_EVENTS)
-        self._parts: dict[int, StepParts] = {}  # by step
-        self._samples = 0  # the number of the name `SAMPLES`, once known
-        self._counts: dict[str, int] = {}  # the number of values of each name, in a program without steps
+        self._parts: dict[int, StepParts] = {}  # parts of the steps that have not ended, by step
+        self._samples = 0  # number of the name `SAMPLES` in the name table, once known
+        self._counts: dict[str, int] = {}  # number of values logged under each name, in a program without steps
         self.rank: int | None = None
         self.pid = 0
         self.host = ""
 
     @classmethod
     def of_descriptor(cls, fd: int) -> RecordingFollower:
-        """Follows the recording behind a descriptor, which the caller closes."""
+        """Creates a follower for the recording behind a descriptor. The caller closes the descriptor."""
         return cls(lambda offset, nbytes: os.pread(fd, nbytes, offset))
 
     def update(self, stride: int = 1) -> RecordingUpdate | None:
         """Returns the new entries, or None while the process has not begun to record.
 
         Args:
-            stride: the interval of the returned steps' numbers; 2 returns every second step, to save time with many
-                ranks.
+            stride: the interval between returned steps. For example, 2 returns every second step, to save time with
+                many ranks.
         """
         head = self._read(0, _HEAD_NBYTES)
         if len(head) < _HEAD_NBYTES or _COUNT.unpack_from(head)[0] != layout.MAGIC:
@@ -396,7 +396,7 @@ class RecordingFollower:
         return update
 
     def _begin(self, fields: tuple[int, ...]) -> None:
-        """Reads the constant part of a process's recording, and drops the data of the previous process."""
+        """Reads the constant part of a process's recording and drops data from the previous process."""
         self.pid = fields[14]
         self._places = list(zip(fields[4:14:2], fields[5:14:2], strict=True))
         self.host = self._text(layout.HOST_AT, layout.HOST_NBYTES)
@@ -466,7 +466,7 @@ class RecordingFollower:
                     self._samples = name
                     self._parts.setdefault(step, StepParts()).samples += value
                 else:
-                    if not step:  # the program has no steps, so its values are numbered instead
+                    if not step:  # the program does not mark steps, so values are numbered instead
                         step = self._counts[text] = self._counts.get(text, 0) + 1
                     update.values.append((step, text, value))
             elif kind == _STEP:
@@ -485,7 +485,7 @@ class RecordingFollower:
             update.steps.append(self._parts.pop(number, StepParts()).step(number, begin_s, end_s))
 
     def _used_events(self, new: Sequence[EntryBlock], stride: int) -> Iterator[tuple[int, ...]]:
-        """Yields all events of every `stride`-th step, and the marks and values of the others except `SAMPLES`."""
+        """Yields all events in every `stride`-th step, and the marks and values except `SAMPLES` in other steps."""
         for block in new:
             kinds, steps = block.column(_KIND_WORD), block.column(_EVENTS_STEP_WORD)
             for position in block.complete:

@@ -1,4 +1,4 @@
-"""Report of a job: the page with its scripts, styles and data in one HTML file, built from the page's files."""
+"""Job report: one HTML file with the page's scripts and styles and the job's data."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _HEAD = re.compile(r'<link rel="(?:icon|stylesheet)".*?>\n|<script .*?</script>\
 
 
 def assets() -> dict[str, bytes]:
-    """Returns the files of the page by name."""
+    """Returns the files of the page, keyed by name."""
     folder = files("paceline.operate.dashboard") / "static"
     return {file.name: file.read_bytes() for file in folder.iterdir() if PurePosixPath(file.name).suffix in STATIC}
 
 
 def report(state: DashboardState, made: str) -> bytes:
-    """Returns the report as HTML that loads no other files and needs no network.
+    """Returns the report as self-contained HTML, which loads no other files.
 
     Args:
         state: the state of the job.
-        made: the text of the footer: the time and the program.
+        made: the text for the footer, with the time and the program.
     """
     known = {name: data.decode() for name, data in assets().items()}
     styles = known["uplot.css"] + known["page.css"]
@@ -63,7 +63,7 @@ def report(state: DashboardState, made: str) -> bytes:
     )
     feed = Feed("report")
     feed.publish(state)
-    data = feed.snapshot().data.decode().replace("<", "\\u003c")  # so that no text from the job can close the element
+    data = feed.snapshot().data.decode().replace("<", "\\u003c")  # text from the job must not close the script element
     head = (
         f'<meta http-equiv="content-security-policy" content="{policy}">\n<style>{styles}</style>\n'
         f"<script>{chart}</script>\n"
@@ -77,7 +77,7 @@ def report(state: DashboardState, made: str) -> bytes:
 
 
 def _without_modules(text: str) -> str:
-    """Returns a module's code without imports and exports, for a script that contains all modules."""
+    """Removes imports and exports from a module's code, to combine all modules into one script."""
     return _EXPORT.sub("", _IMPORT.sub("", text))
 
 

@@ -1,4 +1,4 @@
-"""Server of the page in a thread of its own, where failures do not affect the job; and the page's address."""
+"""Server for the page on a separate thread, where failures do not affect the job, and the page's address."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ if TYPE_CHECKING:
 ADDRESS_FILE = "page.json"
 """The name of the file in a job's directory that contains the page's address and token."""
 
-_SUGGESTED_PORT = 8080  # the port on the user's own machine for a page on a Unix socket
+_SUGGESTED_PORT = 8080  # port on the user's own machine when the page uses a Unix socket
 _STOP_S = 2.0
 _START_S = 20.0
-_LAST_S = 0.2  # the time for the last message to reach the viewers
+_LAST_S = 0.2  # time for the last message to reach viewers
 
 
 class AddressError(ValueError):
-    """The page cannot listen at its address."""
+    """Raised if the page cannot listen at its address."""
 
 
 class MissingDashError(ValueError):
-    """The packages that the page needs are not installed."""
+    """Raised if packages required by the page are not installed."""
 
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Address of the page: `port` on loopback (0 for a free one), or the Unix socket `path`."""
+    """Address of the page: `port` on loopback (0 for any free port), or the Unix socket `path`."""
 
     port: int = 0
     path: str | None = None
 
     def listen(self) -> socket.socket:
-        """Returns a listening socket.
+        """Opens a listening socket.
 
         Raises:
-            AddressError: another process listens there, or the socket's directory does not exist.
+            AddressError: the address is in use, or the socket's directory does not exist.
         """
         return _listen_on_path(self.path) if self.path is not None else _listen_on_port(self.port)
 
 
 def lines(listener: socket.socket, token: str, prefix: str = "") -> list[str]:
-    """Returns the lines to print: the address, and the commands to open it from another machine."""
+    """Returns the lines to print: the address, and commands to open the page from another machine."""
     user, host = getpass.getuser(), socket.gethostname()
     name = listener.getsockname()
     query = f"{prefix}/?token={token}"
@@ -100,7 +100,7 @@ def _listen_on_port(port: int) -> socket.socket:
 
 
 def _listen_on_path(path: str) -> socket.socket:
-    """Returns a socket that only this user can open, in place of an old one that no process serves."""
+    """Opens a socket that only this user can access; replaces an old socket that no process serves."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise AddressError(f"--dash-socket {path}: there is a file of that name already, which is no socket")
@@ -111,7 +111,7 @@ def _listen_on_path(path: str) -> socket.socket:
         raise AddressError(f"--dash-socket {path}: there is no directory {Path(path).parent}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.fchmod(listener.fileno(), 0o600)  # on Linux, bind applies the mode of the socket's own inode
+        os.fchmod(listener.fileno(), 0o600)  # on Linux, bind() creates the file with the mode of the socket's inode
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen(64)
@@ -131,15 +131,15 @@ def _is_served(path: str) -> bool:
 
 
 class DashboardServer:
-    """Server of the page until `close`.
+    """Serves the page until `close`.
 
     Args:
-        listener: the listening socket, which the server closes.
-        look: a function that takes a sample of the job, called in the page's thread.
+        listener: the listening socket; the server closes it.
+        look: a function that takes a sample of the job; called on the page's thread.
         access: the access rules.
         prefix: the path under which a proxy serves the page.
-        actions: the page's actions by name, see `application`.
-        complain: a function that is called with one line if the page fails.
+        actions: the page's actions by name; see `application`.
+        complain: a function called with a one-line message if the page fails.
 
     Raises:
         MissingDashError: Starlette or uvicorn is not installed.
@@ -172,11 +172,11 @@ class DashboardServer:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a page is open, or `paceline top` requests the state."""
+        """Whether a page is open or `paceline top` requests the state."""
         return self._broadcaster is not None and self._broadcaster.is_watched
 
     def close(self) -> None:
-        """Ends the page, waiting at most two seconds for its thread; idempotent."""
+        """Stops the server and waits at most two seconds for its thread; idempotent."""
         self._began.wait(_START_S)
         if self._loop is not None and self._task is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._task.cancel)
@@ -191,7 +191,7 @@ class DashboardServer:
             asyncio.run(self._serve())
         except asyncio.CancelledError:
             pass
-        except Exception as error:  # no error of the page may end the job
+        except Exception as error:  # an error in the page must not end the job
             self._complain(f"the page has failed and is gone; the job goes on ({type(error).__name__}: {error})")
         finally:
             self._began.set()
@@ -228,7 +228,7 @@ class DashboardServer:
             await asyncio.wait([sampling, serving], return_when=asyncio.FIRST_COMPLETED)
         finally:
             if broadcaster.is_watched and not sampling.done():
-                broadcaster.sample()  # the last sample, with the job's outcome
+                broadcaster.sample()  # the last sample contains the job's outcome
                 await asyncio.sleep(_LAST_S)
             server.should_exit = server.force_exit = True
             sampling.cancel()
@@ -239,10 +239,10 @@ class DashboardServer:
 
 
 def check_installed() -> None:
-    """Checks that the page's packages can be imported, without importing them.
+    """Checks that the packages required by the page are installed, without importing them.
 
     Raises:
-        MissingDashError: one of them is not installed.
+        MissingDashError: a package is not installed.
     """
     from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-// Charts of the values that the program logs, one for each name: the mean over the ranks, and their range behind it.
+// Charts of logged values, one for each name: the mean over the ranks in front of their range.
 
 import { byId, colour, element, empty, fill, setText } from "./dom.js";
 import { short } from "./format.js";

@@ -1,4 +1,4 @@
-// Elements and canvases. Text from the job is put into text nodes only, and never parsed as HTML.
+// Helpers for elements and canvases. Text from the job only goes into text nodes and is never parsed as HTML.
 
 export function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
@@ -37,7 +37,7 @@ export function empty(...children) {
 let colours = {};
 let colourEpoch = 0;
 
-// Changes with the colours.
+// Changes whenever the colors change.
 export function paletteKey() {
   return colourEpoch;
 }
@@ -72,7 +72,7 @@ export function prepared(canvas, height) {
   return [context, width];
 }
 
-// Returns a hidden canvas of the same size for slow drawings, so that a click only copies them. `paint(context)` is called
+// Returns an offscreen canvas of the same size that caches a slow drawing for later redraws. `paint(context)` is called
 // when `key` changes.
 export function copied(context, store, key, paint) {
   const { width, height } = context.canvas;
@@ -101,7 +101,7 @@ export function tip(event, text) {
   box.style.top = `${event.clientY + 18 + box.offsetHeight > height ? event.clientY - box.offsetHeight - 10 : event.clientY + 18}px`;
 }
 
-// Shows the text of `describe(x, y)` for the point of a canvas under the mouse; a click calls `pick` with the point.
+// Shows the text of `describe(x, y)` for the point under the mouse; a click calls `pick` with the point.
 export function hovering(canvas, describe, pick) {
   const at = (event) => {
     const box = canvas.getBoundingClientRect();

@@ -1,4 +1,4 @@
-// Numbers as text.
+// Formatting of numbers.
 
 export function ms(value) {
   if (value === null || value === undefined) return "–";

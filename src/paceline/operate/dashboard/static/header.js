@@ -1,4 +1,4 @@
-// Header: the sentence, the progress, the diagnosis, the what-if line and the figures.
+// Page header: the job's state, progress, diagnosis, what-if line and key figures.
 
 import { byId, element, fill, setText } from "./dom.js";
 import { count, ms, percent, span } from "./format.js";

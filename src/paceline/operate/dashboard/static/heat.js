@@ -1,4 +1,4 @@
-// The heat map: a row for each rank, a column for each step. A slow rank shows as a horizontal line, a slow step as a vertical one.
+// Heat map with a row for each rank and a column for each step. Slow ranks appear as horizontal lines, slow steps as vertical ones.
 
 import { byId, colour, copied, element, empty, fill, hovering, paletteKey, prepared, setText } from "./dom.js";
 import { count, ms } from "./format.js";

@@ -1,4 +1,4 @@
-// Events, links, stacks and the ranks' output.
+// Lists of events, links, stacks and the ranks' output.
 
 import { byId, element, empty, fill, setText } from "./dom.js";
 import { clock, count, ms, perSecond, span } from "./format.js";

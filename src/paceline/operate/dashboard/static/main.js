@@ -1,4 +1,4 @@
-// The page: follows the launcher's event stream and draws the changes.
+// Entry point of the page: follows the launcher's event stream and draws changes.
 
 import { byId, setText } from "./dom.js";
 import { applied, newPicture } from "./state.js";

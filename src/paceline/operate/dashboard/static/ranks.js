@@ -1,4 +1,4 @@
-// Table of ranks. Rows are reused and only their texts change, so that a message is cheap with 64 ranks.
+// Table of ranks. Rows are reused and only their text changes, which keeps updates cheap with 64 ranks.
 
 import { byId, element, empty, fill, setText } from "./dom.js";
 import { age, bytes, count, ms } from "./format.js";
@@ -62,7 +62,7 @@ function sortBy(column, heads, picture, view) {
 function arrange(ranks) {
   const key = COLUMNS[order.column][2];
   const compare = (a, b) => (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : a.rank - b.rank);
-  const isDefault = order.column === 0 && !order.descending; // then the ranks that the verdict names come first
+  const isDefault = order.column === 0 && !order.descending; // in the default order, blamed ranks come first
   const sorted = [...ranks].sort((a, b) => (isDefault && b.is_blamed - a.is_blamed) || (order.descending ? compare(b, a) : compare(a, b)));
   const wanted = sorted.map((row) => rows.get(row.rank).line);
   if (wanted.some((line, at) => body.children[at] !== line)) body.append(...wanted);

@@ -1,4 +1,4 @@
-// The report: draws the state that the file contains.
+// Entry point of the report: draws the state embedded in the file.
 
 import { byId } from "./dom.js";
 import { applied, newPicture } from "./state.js";

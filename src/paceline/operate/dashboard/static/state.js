@@ -1,4 +1,4 @@
-// State of the job, built from the messages of the stream (see event_stream.py).
+// State of the job, built from messages in the event stream (see event_stream.py).
 
 export const PARTS = ["data", "forward", "backward", "exposed", "optimizer", "other"];
 export const PART_NAMES = {

@@ -1,4 +1,4 @@
-// Breakdown of the steps: a stacked bar for each recent step, and the recent medians in figures.
+// Breakdown of steps: a stacked bar for each recent step, and the recent medians as numbers.
 
 import { byId, colour, element, empty, fill, hovering, prepared, setText, swatch } from "./dom.js";
 import { count, ms, percent } from "./format.js";
@@ -60,7 +60,7 @@ function paintBars(steps) {
   stepBars = { steps, width: each };
 }
 
-// One very long step, such as the first, must not flatten all others.
+// A single very long step, such as the first, must not flatten all other bars.
 function niceTop(totals) {
   const sorted = [...totals].sort((a, b) => a - b);
   const usual = sorted[Math.floor(sorted.length * 0.95)] || sorted[sorted.length - 1] || 1;

@@ -1,4 +1,4 @@
-// Timeline of one step of all ranks on one clock: each rank's phases, and its buckets below them. Dragging zooms in.
+// Timeline of one step on all ranks: each rank's phases, with its buckets below them. Dragging zooms in.
 
 import { byId, colour, copied, element, empty, fill, hovering, paletteKey, prepared, setText, swatch } from "./dom.js";
 import { bytes, count, ms } from "./format.js";
@@ -7,8 +7,8 @@ import { PART_NAMES } from "./state.js";
 const GUTTER = 46;
 const FOOT = 22;
 let laneCanvas = null;
-let laneView = null; // what is drawn: { timeline, lane, from, to, width }
-let zoomed = null; // [from, to] in ms
+let laneView = null; // the current drawing: { timeline, lane, from, to, width }
+let zoomed = null; // the zoomed range, [from, to] in ms
 let dragged = null;
 const laneStore = {};
 

@@ -1,4 +1,4 @@
-// Draws the changes, once per frame, and keeps the user's selection.
+// Draws changes once per frame and stores the user's selection.
 
 import { byId, onNewColours, setText } from "./dom.js";
 import { drawCurves, redrawCurves } from "./curves.js";
