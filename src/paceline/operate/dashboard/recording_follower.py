@@ -38,7 +38,7 @@ _DOUBLE = struct.Struct("<d")
 _INTEGER = struct.Struct("<q")
 _COUNT = struct.Struct("<Q")
 _HEAD_NBYTES = layout.PROGRESS_AT + layout.PROGRESS.size
-_VALUE, _STEP, _BUCKET = int(EventKind.VALUE), int(EventKind.STEP), int(EventKind.BUCKET)  # integers compare faster than enums
+_VALUE, _STEP, _BUCKET = int(EventKind.VALUE), int(EventKind.STEP), int(EventKind.BUCKET)  # ints, which compare faster
 _MARKS = frozenset({int(EventKind.VIEW_CHANGE), int(EventKind.CHECKPOINT)})
 _PHASES = {
     int(EventKind.DATA_WAIT): "data",

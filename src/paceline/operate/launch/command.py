@@ -1,7 +1,7 @@
-"""Runs `paceline run`, `paceline join` and `python -m paceline.launch`, from parsed options to an exit code.
+"""Implementation of `paceline run`, `paceline join` and `python -m paceline.launch`, from parsed options to exit code.
 
-`cli/main.py` and `paceline/launch.py` parse the command lines. Most imports are inside functions, so that help texts
-and usage errors appear at once.
+`cli/main.py` and `paceline/launch.py` parse the command lines. Most imports are inside functions, to print help texts
+and usage errors quickly.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, environment: Mapping[str, str] = os.environ) -> None:
-    """Adds the flags, the script and its arguments."""
+    """Adds the launcher's flags, the script and the script's arguments to a parser."""
     add_flags(parser, environment)
     parser.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the job that the flags describe, or prints it with --dry-run; reports an error in one line.
+    """Runs the job described by the flags, or prints it with --dry-run. Reports an error in one line.
 
-    Returns the exit code: 2 for wrong flags, 1 for other errors, 130 after Ctrl-C during the rendezvous of machines.
+    Returns the exit code: 2 for invalid flags, 1 for other errors, 130 after Ctrl-C during the rendezvous of machines.
     """
     return run_command(options, _join if getattr(options, "token", None) else _run)
 
 
 def run_command(options: argparse.Namespace, action: Callable[[argparse.Namespace], int]) -> int:
-    """Calls `action` with the reporting of errors and the exit codes of `run`."""
+    """Calls `action`, and handles errors and exit codes like `run`."""
     from paceline.errors import PacelineError
     from paceline.operate.launch.workers.output import open_standard_streams
 
@@ -45,12 +45,12 @@ def run_command(options: argparse.Namespace, action: Callable[[argparse.Namespac
     except (PacelineError, ValueError, OSError) as error:
         print(f"paceline {getattr(options, 'command', 'run')}: {explain_os_error(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:  # during the rendezvous of machines; no worker runs yet
+    except KeyboardInterrupt:  # during the rendezvous of machines, before any worker runs
         return 130
 
 
 def explain_os_error(error: Exception) -> Exception:
-    """Replaces a bare `OSError` by an error that names the missing resource and its remedy; keeps any other error."""
+    """Replaces a bare `OSError` with an error that states the missing resource and the remedy; keeps other errors."""
     from paceline.errors import PacelineError
     from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
@@ -89,13 +89,13 @@ def _run(options: argparse.Namespace) -> int:
     if not options.print_token:
         return run_job(job)
     job, listener, secret, token = _token(job)
-    # Two lines: the token holds the secret, and every user of a machine can read the arguments of its processes.
+    # The token is on a separate line, because it contains the secret, and any user on a machine can read command lines.
     print(f"paceline join - {' '.join(_words(options))}\n{token}", flush=True)
     return run_job(job, listener, secret)
 
 
 def choose_security(options: argparse.Namespace) -> None:
-    """Exports the options for the security level to the environment, and checks that this machine supports it."""
+    """Exports the security options to the environment, and checks that this machine supports the security level."""
     from paceline.comm.security.encryption import identity_of
     from paceline.comm.security.levels import INSECURE_VARIABLE, LEVEL_VARIABLE, chosen_level
 
@@ -111,9 +111,9 @@ def choose_security(options: argparse.Namespace) -> None:
 
 
 def _token(job: Job) -> tuple[Job, ListeningEndpoint | None, bytes, str]:
-    """Returns the job, the listener for its meeting, its secret, and the token with which other machines join.
+    """Returns the job, the listener for its meeting, its secret, and the token that other machines need to join.
 
-    The listener is None in a job with one port, where the launcher listens after it has opened that port.
+    The listener is None in a job with a single port, where the launcher itself opens the port before it listens.
     """
     import secrets
     from dataclasses import replace
@@ -168,14 +168,14 @@ def _join(options: argparse.Namespace) -> int:
     host = f"[{token.host}]" if ":" in token.host else token.host
     options.rdzv_endpoint, options.rdzv_backend = f"{host}:{token.port}", "c10d"
     options.rdzv_conf = {**options.rdzv_conf, "is_host": "0"}
-    options.nnodes = (2, 2)  # more than one; the machine that serves the meeting decides the number
+    options.nnodes = (2, 2)  # any number above 1; the machine that serves the meeting determines the actual number
     job = job_of(options)
     _check_settings(options, job)
     return run_job(job, secret=token.secret)
 
 
 def _check_settings(options: argparse.Namespace, job: Job) -> None:
-    """Checks the variables that workers read, and warns of probable mistakes."""
+    """Checks the variables that workers read, and warns about probable mistakes."""
     from paceline.operate.launch.flags import flags_after_script
     from paceline.operate.launch.workers.environment import check_variables, misspelt
 

@@ -1,6 +1,6 @@
-"""Connection of a launcher to the dashboard, which this launcher or one on another machine serves.
+"""Connection from a launcher to the dashboard, which is served by this launcher or by one on another machine.
 
-Each launcher records the activity of its own machine: events, workers, output and stacks.
+Each launcher records the activity on its own machine: events, workers, output and stacks.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 
 
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_LONGEST_LINE = 2000  # the limit of characters of a line that the dashboard shows
-_UPDATES_S = 10.0  # the time between two states of a progress bar
-_KEPT_NBYTES = 1 << 16  # the size of the output kept for a dashboard that is opened later
+_LONGEST_LINE = 2000  # maximum length of a line shown on the dashboard, in characters
+_UPDATES_S = 10.0  # interval between displayed states of a progress bar
+_KEPT_NBYTES = 1 << 16  # amount of output kept for viewers that open the dashboard later
 
 
 class DashboardLink:
-    """The dashboard, if this launcher serves it; otherwise the feed for the launcher that does.
+    """The dashboard if this launcher serves it, otherwise the feed to the launcher that serves it.
 
     Args:
         job: The job, whose options specify whether there is a dashboard.
-        connection: The connection to the meeting; the launcher that serves the meeting also serves the dashboard.
+        connection: The connection to the meeting. The launcher that serves the meeting also serves the dashboard.
         is_secret: Whether the job has a secret.
         directory: The job's directory, or None.
         say: A function that prints a line for the user.
-        workers: A function that returns the running workers of this machine.
+        workers: A function that returns the running workers on this machine.
 
     Attributes:
-        local: The recorded activity of this machine, or None if no dashboard can exist.
+        local: The recorded activity on this machine, or None if the job cannot have a dashboard.
     """
 
     def __init__(
@@ -82,24 +82,24 @@ class DashboardLink:
         return next((source.deadline_s for source in (self._page, self._feed) if source is not None), None)
 
     def tick(self, now_s: float) -> None:
-        """Samples the workers when a sample is due."""
+        """Samples the workers if a sample is due."""
         if self._page is not None:
             self._page.watch(now_s, self._workers)
         elif self._feed is not None:
             self._feed.tick(now_s)
 
     def generation(self, world_size: int, restarts: int) -> None:
-        """Shows that workers start or restart."""
+        """Displays the start or restart of workers."""
         if self._page is not None:
             self._page.generation(world_size, restarts)
 
     def seen(self, body: str) -> None:
-        """Shows an update from another machine's launcher."""
+        """Displays an update from another machine's launcher."""
         if self._page is not None:
             self._page.seen(body)
 
     def stalled(self, message: UserMessage) -> None:
-        """Shows the cause of a stall."""
+        """Displays the cause of a stall."""
         if self._page is not None:
             self._page.stalled(message)
 
@@ -109,7 +109,7 @@ class DashboardLink:
             self.local.start_stack_capture()
 
     def send_to_dashboard(self, is_on: bool) -> None:
-        """Starts or stops the feed for the launcher that serves the dashboard."""
+        """Starts or stops the feed to the launcher that serves the dashboard."""
         if self._feed is not None:
             self._feed.close()
             self._feed = None
@@ -119,20 +119,20 @@ class DashboardLink:
             self._feed = RemoteDashboardFeed(self.local, self._workers, self._offset_s, self._connection.client.send)
 
     def send_last_update(self) -> None:
-        """Sends the workers' last state to the launcher with the dashboard, before it is notified of their end.
+        """Sends the workers' last state to the launcher with the dashboard, before the report that they have ended.
 
-        It must be called while `workers` still returns them.
+        Must be called while `workers` still returns these workers.
         """
         if self._feed is not None:
             self._feed.send_sample()
 
     def over(self, outcome: str) -> None:
-        """Shows the end of the job."""
+        """Displays the end of the job."""
         if self._page is not None:
             self._page.over(outcome)
 
     def close(self) -> None:
-        """Ends the dashboard or the feed; idempotent."""
+        """Closes the dashboard or the feed; idempotent."""
         for resource in (self._page, self._feed, self.local):
             if resource is not None:
                 resource.close()
@@ -143,12 +143,12 @@ class DashboardLink:
 
 
 class LocalActivity:
-    """The recorded events, output and workers of this machine.
+    """The recorded events, output and workers on this machine.
 
     Args:
-        is_observed: Whether output is processed as it arrives. Otherwise the latest output is kept, at almost no cost,
+        is_observed: Whether to process output as it arrives. If not, the latest output is stored at almost no cost
             until `set_observed(True)`.
-        has_all_events: Whether to record even those events that the launcher with the dashboard also records.
+        has_all_events: Whether to include the events that the launcher with the dashboard records as well.
     """
 
     def __init__(self, is_observed: bool = True, has_all_events: bool = True) -> None:
@@ -162,13 +162,13 @@ class LocalActivity:
         self._kept_nbytes = 0
 
     def note_event(self, event: str, facts: dict[str, Fact]) -> None:
-        """Records an event of the launcher."""
+        """Records a launcher event."""
         for note in self._formatter.tell(event, facts, time.monotonic()):
             if self._has_all_events or note.kind not in TOLD_BY_ALL:
                 self.notes.leave(note)
 
     def watch(self, workers: Iterable[WatchedWorker]) -> None:
-        """Records the workers that have started and those that have ended since the last call."""
+        """Records the workers that have started or ended since the previous call."""
         running = {}
         for worker in workers:
             if worker.ending is not None:
@@ -183,7 +183,7 @@ class LocalActivity:
         self._known = running
 
     def forget_workers(self) -> None:
-        """Makes the next `watch` record all running workers."""
+        """Causes the next `watch` to record all running workers again."""
         self._known = {}
 
     def take_stacks(self) -> int:
@@ -198,11 +198,11 @@ class LocalActivity:
         return len(workers)
 
     def start_stack_capture(self) -> None:
-        """Captures the stacks in a thread."""
+        """Captures the stacks on a separate thread."""
         threading.Thread(target=self.take_stacks, name="paceline-stacks", daemon=True).start()
 
     def sink(self, number: int, stream: int) -> _OutputTap:
-        """Returns the sink for the output of a worker's stream."""
+        """Returns the sink for a worker's output stream."""
 
         def write(data: bytes) -> None:
             now_s = time.monotonic()
@@ -221,7 +221,7 @@ class LocalActivity:
         self._kept_nbytes = 0 if is_on else self._kept_nbytes
 
     def feed_lines(self, lines: LinePrefixer, data: bytes) -> None:
-        """Processes output, or keeps it for later."""
+        """Processes output or stores it for later."""
         if self._is_observed:
             lines.feed(data)
             return
@@ -231,7 +231,7 @@ class LocalActivity:
             self._kept_nbytes -= len(self._kept.popleft()[1])
 
     def close(self) -> None:
-        """Releases the resources of the queued notes; idempotent."""
+        """Releases the resources held by queued notes; idempotent."""
         self.notes.close()
 
     def _ended(self, number: int, how: str) -> None:
@@ -241,7 +241,7 @@ class LocalActivity:
 
 
 class _OutputTap:
-    """Sink for the output of one stream."""
+    """Sink for one output stream."""
 
     def __init__(self, notes: LocalActivity, lines: LinePrefixer) -> None:
         self._notes = notes

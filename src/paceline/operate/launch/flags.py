@@ -1,7 +1,7 @@
-"""The flags of `paceline run` as a table, the parser of command lines, and completion in shells.
+"""Command-line flags: the table of flags for `paceline run`, the command-line parser, and shell completion.
 
-The table holds torchrun's flags in both spellings, with their PET_* variables, and Paceline's own. The parser reports a
-mistake in a line or two with the nearest flag, instead of listing every flag.
+The table contains torchrun's flags in both spellings, with their PET_* variables, and Paceline's own flags. For a
+mistake, the parser prints a line or two with the most similar flag instead of listing all flags.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ _WORD = re.compile(r"[A-Za-z][\w-]*")
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors name the mistake, the nearest flag and `--help`, with exit code 2."""
+    """An `ArgumentParser` whose errors state the mistake, the most similar flag and `--help`. Exits with code 2."""
 
-    whole: Callable[[], argparse.ArgumentParser] | None = None  # makes the parser of all commands, if there are others
+    whole: Callable[[], argparse.ArgumentParser] | None = None  # creates the parser for all commands
 
     def error(self, message: str) -> NoReturn:
-        """Prints the mistake and ends the process."""
-        message = message.removesuffix(", ...")  # argparse names the script's own arguments as required too
+        """Prints an error message and exits."""
+        message = message.removesuffix(", ...")  # argparse also lists the script's own arguments as required
         self.exit(2, f"{self.prog}: {message}\nSee `{self.prog} --help` for all flags.\n")
 
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads by the namespace's class
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses as argparse does, but rejects an unknown flag here, where the command's own flags are known."""
+        """Parses like argparse, but rejects unknown flags here, where the command's own flags are known."""
         words = sys.argv[1:] if args is None else list(args)
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
-        """Returns the flags that an abbreviation matches; the two spellings of one flag count as one."""
+        """Returns the flags that match an abbreviation. The two spellings of a flag count as one match."""
         found = super()._get_option_tuples(option_string)
         return list({id(match[0]): match for match in reversed(found)}.values())[::-1]
 
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class CompletionAction(argparse.Action):
-    """Prints the completion script for a shell and exits; the positional SCRIPT is not required."""
+    """Action that prints the completion script for a shell and exits, even if the positional SCRIPT is missing."""
 
     def __call__(
         self,
@@ -102,7 +102,7 @@ class CompletionAction(argparse.Action):
 
 
 def commands_of(whole: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Returns the parser of each command, by its name."""
+    """Returns the parsers of all commands, keyed by command name."""
     return {
         name: parser
         for action in whole._actions
@@ -112,7 +112,7 @@ def commands_of(whole: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def completion(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
-    """Returns the completion script for one of `SHELLS`. Arguments without a list of choices complete to files."""
+    """Returns the completion script for one of `SHELLS`. Completes arguments without fixed choices to file names."""
     flags = {command: _flags(parser) for command, parser in commands.items()}
     names = " ".join(commands)
     if shell == "tcsh":
@@ -130,7 +130,7 @@ def completion(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> s
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """Returns the choices of each flag, by the flag's spelling with dashes; [] without choices."""
+    """Returns the choices for each flag, keyed by the spelling with dashes; [] for flags without choices."""
     return {
         next(spelling for spelling in action.option_strings if spelling[:2] == "--"): list(
             map(str, action.choices or ())
@@ -142,7 +142,7 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. A switch has no `parse`; with `variable`, PET_<NAME> gives the default, as for torchrun."""
+    """A flag; `parse` is None for switches. With `variable`, PET_<NAME> provides the default, as in torchrun."""
 
     name: str
     help: str
@@ -157,12 +157,12 @@ class Flag:
 
     @property
     def dest(self) -> str:
-        """The attribute of the parsed options."""
+        """The attribute name in the parsed options."""
         return self.name.replace("-", "_")
 
     @property
     def spellings(self) -> list[str]:
-        """The accepted spellings: short, with dashes, with underscores."""
+        """All accepted spellings: short, with dashes, and with underscores."""
         long = list(dict.fromkeys((f"--{self.name}", f"--{self.dest}")))
         return [self.short, *long] if self.short else long
 
@@ -249,7 +249,7 @@ FLAGS = (
          metavar="PATH", ours=True),
     Flag("export", "with --hosts: variables that the workers on the other machines also get", parse_exports, "",
          "NAME,NAME=VALUE,...", ours=True),
-    # the live page
+    # live page
     Flag("dash", "serve a live page of the job on this machine, for this user only (needs paceline[dash])", ours=True),
     Flag("dash-port", "with --dash: the page's port on loopback (default: a free one)", parse_port,
          metavar="PORT", ours=True),
@@ -274,13 +274,13 @@ FLAGS = (
 
 
 def is_flag(word: str) -> bool:
-    """Returns whether a word is a flag, or the beginning of one, with or without a value."""
+    """Returns whether a word is a flag or an abbreviation of one, with or without a value."""
     name = word.split("=")[0]
     return any(flag.startswith(name) if name.startswith("--") else flag == name[:2] for flag in _spellings())
 
 
 def flags_after_script(script: str, arguments: Sequence[str]) -> Iterator[str]:
-    """Yields a warning if the script's arguments contain flags of the launcher that the script does not mention."""
+    """Yields a warning if the script's arguments contain launcher flags that the script's source does not mention."""
     own = {flag for flag in _spellings() if flag.startswith("--")}
     before_dashes = arguments[: arguments.index("--")] if "--" in arguments else arguments
     found = [name for word in before_dashes if (name := word.split("=")[0]) in own]
@@ -298,7 +298,7 @@ def _text_of(script: str) -> str:
     try:
         with open(script, encoding="utf-8") as file:
             return file.read()
-    except (OSError, ValueError):  # a module, a directory, or compiled code
+    except (OSError, ValueError):  # a module, a directory, or a compiled file
         return ""
 
 
@@ -307,7 +307,7 @@ def _spellings() -> list[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
-    """Adds all flags, with defaults from PET_* variables."""
+    """Adds all flags to a parser, with defaults from PET_* variables."""
     groups = {
         False: parser.add_argument_group("torchrun's flags (--a-b or --a_b; PET_A_B in the environment)"),
         True: parser.add_argument_group("flags of Paceline's own"),

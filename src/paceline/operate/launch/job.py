@@ -1,4 +1,4 @@
-"""The `Job` that a launcher runs, decided once from flags, PET_* variables and the scheduler's variables."""
+"""`Job`: the job that a launcher runs, determined once from flags, PET_* variables and the scheduler's variables."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from paceline.operate.launch.workers.cleanup import MARK
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's default
 _TORCHRUNS_PORT = 29500
-_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # the variable of torchrun
+_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # as in torchrun
 _TIMEOUTS = {"join_timeout", "timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "return_timeout"}
 _SETTINGS = _TIMEOUTS | {"is_host"}
 _IGNORED_SETTINGS = {"read_timeout", "keep_alive_interval", "keep_alive_max_attempt", "store_type", "rank"}
 
 
 class CommandKind(Enum):
-    """Ways to start a command."""
+    """The way to start a command."""
 
     SCRIPT = "script"
     MODULE = "module"
@@ -39,97 +39,97 @@ class CommandKind(Enum):
 
 @dataclass(frozen=True)
 class Command:
-    """The script, module or program that workers run."""
+    """The script, module or program that the workers run."""
 
-    argv: tuple[str, ...]  # the script, module or program, and its arguments
+    argv: tuple[str, ...]  # script, module or program, followed by its arguments
     kind: CommandKind = CommandKind.SCRIPT
-    passes_local_rank: bool = False  # whether it receives --local_rank=N before the arguments
+    passes_local_rank: bool = False  # whether to insert --local_rank=N before the arguments
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Destinations of the workers' output streams, by local rank."""
+    """The destinations of the workers' output streams, by local rank."""
 
     log_dir: str | None = None
     redirects: StreamsOfRanks = field(default_factory=dict)
     tee: StreamsOfRanks = field(default_factory=dict)
-    shown: frozenset[int] = frozenset()  # empty: all
+    shown: frozenset[int] = frozenset()  # if empty, all ranks are shown
     stdout_words: tuple[str, ...] = ()
     stderr_words: tuple[str, ...] = ()
-    line_prefix: str = ""  # replaces "[rank N] "; may contain ${rank} and ${local_rank}
+    line_prefix: str = ""  # replacement for "[rank N] "; may contain ${rank} and ${local_rank}
 
     @property
     def needs_files(self) -> bool:
-        """Whether any output goes to files."""
+        """Whether any output is written to files."""
         chosen = (*self.redirects.values(), *self.tee.values())
         return any(chosen) or bool(self.log_dir or self.stdout_words or self.stderr_words)
 
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """Parameters of the rendezvous of a job's machines; `address` is None on a single machine."""
+    """Parameters for the rendezvous of a job's machines. `address` is None on a single machine."""
 
     min_nodes: int = 1
     max_nodes: int = 1
     address: tuple[str, int] | None = None
     is_static: bool = False
     node_rank: int | None = None
-    serves: bool | None = None  # None: this machine serves if the address is its own
+    serves: bool | None = None  # if None, this machine serves if the address is its own
     local_address: str | None = None
     join_timeout_s: float = 600.0
     last_call_s: float = 0.5
     silence_s: float = 2.0
-    return_timeout_s: float = 120.0  # how long an elastic job waits for machines that it cannot reach
-    running: tuple[str, str] | None = None  # the elastic job that this machine joins, and its coordinator's address
+    return_timeout_s: float = 120.0  # time for which an elastic job waits for unreachable machines
+    running: tuple[str, str] | None = None  # identity of the elastic job to join, and its coordinator's address
 
 
 @dataclass(frozen=True)
 class DashboardOptions:
-    """The address of the dashboard, and its permissions."""
+    """The address and the permissions of the dashboard."""
 
-    port: int = 0  # the port on loopback; 0 chooses a free one
-    socket: str | None = None  # the path of a Unix socket instead of a port
-    prefix: str = ""  # the path under which a proxy serves it
-    hosts: tuple[str, ...] = ()  # the names under which a proxy serves it
-    acts: bool = False  # whether it may act on the job, for example take stacks
+    port: int = 0  # port on loopback; 0 selects a free port
+    socket: str | None = None  # path of a Unix socket to use instead of a port
+    prefix: str = ""  # path under which a proxy serves the dashboard
+    hosts: tuple[str, ...] = ()  # host names under which a proxy serves the dashboard
+    acts: bool = False  # whether the dashboard may act on the job, e.g. capture stacks
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as the launcher of one machine runs it."""
+    """A job, from the perspective of the launcher on one machine."""
 
     command: Command
     workers: int = 1
     run_id: str = ""
     rendezvous: RendezvousOptions = field(default_factory=RendezvousOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
-    port: int | None = None  # MASTER_PORT, on a single machine
+    port: int | None = None  # MASTER_PORT on a single machine
     max_restarts: int = 0
     shutdown_timeout_s: float = _SHUTDOWN_TIMEOUT_S
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     role: str = "default"
     virtual_local_rank: bool = False
-    binding: str | None = "exclusive"  # how workers are bound to cores; None binds none
+    binding: str | None = "exclusive"  # mode for binding workers to cores; None disables binding
     binding_is_asked_for: bool = False
-    stdin_rank: int | None = 0  # the rank that reads the launcher's stdin, if it runs on this machine
+    stdin_rank: int | None = 0  # rank that reads the launcher's stdin, if it runs on this machine
     events: bool = False
-    stall_after_s: float = 15.0  # the duration after which a call counts as stalled and is explained; 0: never
-    start_method: str = "auto"  # "spawn": each worker is a new interpreter; "fork": all are forks of a template process
-    slot: tuple[int, int] = (0, 1)  # the number of this launcher on its machine, and the count that a scheduler started
+    stall_after_s: float = 15.0  # duration after which a call counts as stalled and is diagnosed; 0 for never
+    start_method: str = "auto"  # "spawn": new interpreters; "fork": forks of a template process
+    slot: tuple[int, int] = (0, 1)  # index and number of launchers started by a scheduler on this machine
     scheduler: Scheduler | None = None
     elastic: ElasticOptions | None = None
     page: DashboardOptions | None = None
-    compat: tuple[str, ...] = ()  # libraries whose calls Paceline handles
-    one_port: int | None = None  # the port of each machine for all connections; None: each listener has its own
+    compat: tuple[str, ...] = ()  # libraries whose calls are handled by Paceline
+    one_port: int | None = None  # port for all connections to a machine; None for a port per listener
 
 
 def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
-    """Returns the job that the parsed flags describe.
+    """Returns the job described by the parsed flags.
 
     Raises:
-        OptionError: flags contradict each other, or a required one is missing.
+        OptionError: the flags are contradictory, or a required flag is missing.
     """
-    # Inside another job, a worker started this launcher, and the scheduler's variables describe the outer job.
+    # In a nested job, a worker started this launcher, and the scheduler's variables describe the outer job.
     is_alone = options.standalone or MARK in environment
     scheduler = None if is_alone else detect(environment)
     command = Command((options.script, *options.args), _kind(options), getattr(options, "passes_local_rank", False))
@@ -176,7 +176,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
 
 
 def shutdown_timeout_s(options: argparse.Namespace, environment: Mapping[str, str]) -> float:
-    """Returns the time between the request to end and SIGKILL, in seconds."""
+    """Returns the time between the shutdown request and SIGKILL, in seconds."""
     if options.shutdown_timeout is not None:
         return float(options.shutdown_timeout)
     return parse_seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
@@ -218,7 +218,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
     if unknown := sorted(set(conf) - _SETTINGS - _IGNORED_SETTINGS):
         raise OptionError(f"--rdzv-conf has {', '.join(unknown)}, which is not known; known: {sorted(_SETTINGS)}")
     if most == 1:
-        return RendezvousOptions()  # a single machine has no rendezvous, whatever the address
+        return RendezvousOptions()  # a single machine does not need a rendezvous, even if an address is given
     is_dynamic = options.print_token or (options.rdzv_endpoint and options.node_rank is None)
     is_static = options.rdzv_backend == "static" and not is_dynamic and not options.elastic
     address, serves = _address(options, scheduler)
@@ -258,7 +258,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
 
 
 def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[tuple[str, int], bool | None]:
-    """Returns the address of the meeting, and whether this machine serves it (None if still unknown)."""
+    """Returns the address of the meeting, and whether this machine serves it (None if not known yet)."""
     otherwise = options.port or _TORCHRUNS_PORT
     if options.rdzv_endpoint:
         return endpoint_of(options.rdzv_endpoint, otherwise), None
@@ -275,10 +275,10 @@ def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[
 
 
 def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
-    """Parses `host:port`, `[v6]:port` or `host`; `otherwise` is the port if `text` has none.
+    """Parses `host:port`, `[v6]:port` or `host`; `otherwise` is the port if `text` does not contain one.
 
     Raises:
-        OptionError: the text has another form.
+        OptionError: the text is malformed.
     """
     if "," in text:
         raise OptionError(
@@ -300,7 +300,7 @@ def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
 def _output(options: argparse.Namespace, environment: Mapping[str, str]) -> OutputOptions:
     tee = options.tee
     if options.log_dir and not any((*options.redirects.values(), *tee.values())):
-        tee = {None: Streams.BOTH}  # --log-dir alone means that logs are kept
+        tee = {None: Streams.BOTH}  # --log-dir on its own keeps logs
     template = options.log_line_prefix_template or environment.get(_PREFIX_VARIABLE, "")
     return OutputOptions(
         options.log_dir,
@@ -314,10 +314,10 @@ def _output(options: argparse.Namespace, environment: Mapping[str, str]) -> Outp
 
 
 def dashboard_options_of(options: argparse.Namespace) -> DashboardOptions | None:
-    """Returns the options of the dashboard, or None without --dash.
+    """Returns the dashboard's options, or None without --dash.
 
     Raises:
-        OptionError: a flag is malformed or contradicts another one.
+        OptionError: a flag is malformed or contradicts another flag.
     """
     others = {
         "--dash-port": options.dash_port,

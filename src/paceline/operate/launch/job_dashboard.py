@@ -1,6 +1,6 @@
-"""The dashboard of a job in its launcher, and the feed that launchers of other machines send to it.
+"""A job's dashboard in the launcher, and the feed to it from launchers on other machines.
 
-Launchers import this module only for a job with a dashboard. A feed runs only while a browser shows the dashboard.
+Launchers only import this module if the job has a dashboard. A feed only runs while a browser shows the dashboard.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from paceline.operate.launch.job import Job
 from paceline.operate.launch.multinode.protocol import AskStacks, DashboardUpdate, DashboardWatched, UserMessage
 
 _SAMPLE_INTERVAL_S = 1.0
-_MOST_LINES = 500  # the limit of lines in one update
+_MOST_LINES = 500  # maximum number of output lines in one update
 _MOST_CHARACTERS = 1 << 18
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(RemoteSample).decode
-_POLL_INTERVAL_S = 0.5  # the time between two checks for started and ended workers
+_POLL_INTERVAL_S = 0.5  # interval between checks for started and ended workers
 
 
 class JobDashboard:
     """The dashboard of a job.
 
     Args:
-        job: The job, whose options give the address of the dashboard.
+        job: The job, whose options specify the address of the dashboard.
         security: The security level of the job's connections.
-        directory: The job's directory, in which `paceline top` finds the dashboard's address, or None.
+        directory: The job's directory, where `paceline top` finds the dashboard's address, or None.
         say: A function that prints a line for the user.
-        send: A function that sends a message to the launchers of all machines.
+        send: A function that sends a message to the launchers on all machines.
 
     Raises:
         AddressError: the dashboard cannot listen at the given address.
-        MissingDashError: packages that it requires are not installed.
+        MissingDashError: required packages are not installed.
     """
 
     def __init__(
@@ -103,31 +103,31 @@ class JobDashboard:
             say(line)
 
     def note(self, note: Note) -> None:
-        """Shows a note, such as a verdict."""
+        """Displays a note, such as a diagnosis."""
         self.local.notes.leave(note)
 
     def seen(self, body: str) -> None:
-        """Shows an update of another machine."""
-        with contextlib.suppress(ValueError):  # an update of another version
+        """Displays an update from another machine."""
+        with contextlib.suppress(ValueError):  # an update from a different version
             self.note(decode_update(body))
 
     def stalled(self, message: UserMessage) -> None:
-        """Shows the cause of a stall, or that the job has resumed."""
+        """Displays the cause of a stall, or that the job has resumed."""
         is_stall = message.is_stall
         self.note(StallNotice(message.text, message.blamed, (), time.monotonic()) if is_stall else None)
 
     def generation(self, world_size: int, restarts: int) -> None:
-        """Shows the start of workers, with the number of ranks and of restarts so far."""
+        """Displays the start of workers, with the numbers of ranks and of restarts so far."""
         self._facts = replace(self._facts, world_size=world_size, restarts=restarts)
         self.note(self._facts)
 
     @property
     def deadline_s(self) -> float:
-        """The time (monotonic) of the next call of `watch`."""
+        """The time (monotonic) at which `watch` must be called."""
         return self._next_s
 
     def watch(self, now_s: float, workers: Callable[[], Iterable[WatchedWorker]]) -> None:
-        """Records started and ended workers, and sends pending messages, when the next check is due."""
+        """If a check is due, records started and ended workers, and sends pending messages."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + _POLL_INTERVAL_S
@@ -140,18 +140,18 @@ class JobDashboard:
         self.local.watch(workers())
 
     def _take_stacks(self) -> str:
-        """Captures the stacks of the running workers; called in a thread of the dashboard."""
+        """Captures the stacks of running workers. Called on a dashboard thread."""
         self._is_asking = self._has_others
         count = self.local.take_stacks()
         more = " and asked the other machines for theirs" if self._has_others else ""
         return f"took the stacks of {count} workers of this machine{more}"
 
     def over(self, outcome: str) -> None:
-        """Shows the end of the job: "finished", "failed" or "stopped"."""
+        """Displays the end of the job: "finished", "failed" or "stopped"."""
         self.note(replace(self._facts, outcome=outcome))
 
     def close(self) -> None:
-        """Ends the dashboard; idempotent."""
+        """Closes the dashboard; idempotent."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink()
@@ -161,13 +161,13 @@ class JobDashboard:
 
 
 class RemoteDashboardFeed:
-    """Samples the workers of this machine each second until `close`.
+    """Samples this machine's workers every second until `close`.
 
     Args:
-        local: The activity that this launcher has recorded.
+        local: The activity recorded by this launcher.
         workers: A function that returns the running workers.
-        offset_s: A function that returns the offset from this machine's clock to that of the dashboard's machine, in
-            seconds.
+        offset_s: A function that returns the offset from this machine's clock to the clock on the dashboard's machine,
+            in seconds.
         send: A function that sends an update.
     """
 
@@ -187,30 +187,30 @@ class RemoteDashboardFeed:
         local.set_observed(True)
 
     def tick(self, now_s: float) -> None:
-        """Sends a sample when one is due."""
+        """Sends a sample if one is due."""
         if now_s >= self.deadline_s:
             self.deadline_s = now_s + _SAMPLE_INTERVAL_S
             self.send_sample()
 
     def send_sample(self) -> None:
-        """Takes a sample of the workers, and sends it unless it is empty."""
+        """Samples the workers and sends the sample unless it is empty."""
         self._local.watch(self._workers())
         sample = self._collector.look()
         if sample.ranks or sample.lines or sample.events:
             self._send(DashboardUpdate(encode_update(sample, self._offset_s())))
 
     def close(self) -> None:
-        """Releases the recordings; idempotent."""
+        """Closes the recordings; idempotent."""
         self._local.set_observed(False)
         self._local.forget_workers()
         self._collector.close()
 
 
 def encode_update(sample: JobSample, offset_s: float) -> str:
-    """Encodes a sample as JSON, with its times on the dashboard's clock; this takes about 2 KB per rank and second.
+    """Encodes a sample as JSON, with times on the dashboard's clock. Takes about 2 KB per rank and second.
 
-    Only the last step of each rank keeps its phases and buckets, since the dashboard shows them for one step. If there
-    is a lot of output, only the latest lines are sent.
+    Phases and buckets are only included for each rank's last step, because the dashboard shows them for one step. If
+    there is too much output, only the latest lines are sent.
     """
     update = RemoteSample(
         ranks=tuple(_rank(rank, offset_s) for rank in sample.ranks),
@@ -223,7 +223,7 @@ def encode_update(sample: JobSample, offset_s: float) -> str:
 
 
 def decode_update(body: str) -> RemoteSample:
-    """Returns the sample of another machine.
+    """Decodes a sample from another machine.
 
     Raises:
         ValueError: `body` is not an update.

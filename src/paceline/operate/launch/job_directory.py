@@ -1,7 +1,7 @@
-"""The directory of a job on this machine: its description, its events and the recordings of its workers.
+"""Job directory on this machine: the job's description, its events and its workers' recordings.
 
-Events are lines of JSON, which `--event-log-handler console` also writes to stderr. The launcher holds the memory into
-which workers record, so that the recordings outlive the workers, and writes them into the directory afterwards.
+Events are JSON lines, which `--event-log-handler console` also writes to stderr. The launcher owns the memory that
+workers record into. Recordings therefore outlive the workers, and the launcher writes them to the directory afterwards.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from paceline.operate.launch.job import Job
 from paceline.operate.launch.workers.output import Console
 
 EventListener = Callable[[str, dict[str, Fact]], None]
-# A worker must not shrink memory that the launcher maps.
+# A worker must not be able to shrink memory that the launcher maps.
 _SEALS = linux.F_SEAL_SEAL | linux.F_SEAL_SHRINK | linux.F_SEAL_GROW
-_FAST = 1  # a compression level of zlib
-_MOST_FILES = 256  # recordings per job; in a long elastic job, many workers die
+_FAST = 1  # zlib compression level
+_MOST_FILES = 256  # maximum number of recordings per job; in a long elastic job, many workers die
 _SECRET = re.compile(r"token|secret|passw|passphrase|credential|api.?key|auth", re.IGNORECASE)
 _HIDDEN = "***"
 _MOST_OF_A_NAME = 40
 
 
 class JobDirectory:
-    """The directory, created on construction, and the description of the job in it.
+    """The directory of a job, created on construction, with the description of the job.
 
-    With --log-dir it is LOG_DIR/RUN_ID, otherwise a new directory among those of `paceline runs`, of which the oldest
-    are removed. If none can be created, `path` is None and the job runs without one; `remark` then holds a message for
-    the user if the cause is a directory of another user.
+    The path is LOG_DIR/RUN_ID with --log-dir, otherwise a new directory among those listed by `paceline runs`, the
+    oldest of which are removed. If the directory cannot be created, `path` is None and the job runs without a
+    directory. If another user's directory is the cause, `remark` contains a message for the user.
 
     Raises:
-        SharedFileError: LOG_DIR/RUN_ID is a link or belongs to another user.
+        SharedFileError: LOG_DIR/RUN_ID is a symbolic link or belongs to another user.
     """
 
     def __init__(self, job: Job) -> None:
@@ -78,7 +78,7 @@ class JobDirectory:
             "started_s": time.time(),
             "state": RunStatus.RUNNING.value,
         }
-        if job.output.log_dir is not None:  # the output requires the directory, so its errors are raised
+        if job.output.log_dir is not None:  # raise errors, because the output requires the directory
             self.path = Path(job.output.log_dir, job.run_id)
         try:
             if self.path is None:
@@ -94,12 +94,12 @@ class JobDirectory:
             return
 
     def note(self, **facts: object) -> None:
-        """Adds facts to the job's description."""
+        """Adds entries to the job's description."""
         self._facts.update(facts)
         self._write()
 
     def conclude(self, code: int, was_stopped: bool, offset: Offset | None) -> None:
-        """Records the end of the job on this machine, and the offset of its clock from that of the meeting."""
+        """Records the end of the job on this machine, and the clock offset to the meeting's machine."""
         if offset is not None:
             self.note(clock=asdict(offset))
         state = RunStatus.STOPPED if was_stopped else RunStatus.FAILED if code else RunStatus.FINISHED
@@ -115,7 +115,7 @@ class JobDirectory:
 
 
 def without_secrets(argv: tuple[str, ...]) -> list[str]:
-    """Returns a command's words with the values of options that sound like secrets replaced by `***`."""
+    """Returns a command's words; replaces the values of options whose names suggest secrets with `***`."""
     shown: list[str] = []
     is_secret = False
     for word in argv:
@@ -151,7 +151,7 @@ def _working_directory() -> str:
 
 
 def _started() -> str:
-    """Returns this process's start in ticks since the boot, which distinguishes processes that share a pid."""
+    """Returns this process's start time in ticks since boot, to detect a reused pid."""
     return Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]
 
 
@@ -165,7 +165,7 @@ def _versions() -> dict[str, str]:
 
 
 class Events:
-    """Writes events into the job's directory, if there is one, and optionally to stderr; also calls `listener`."""
+    """Writes events to the job's directory (if any) and optionally to stderr; also calls `listener`."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Events:
         self._listener = listener
 
     def write(self, event: str, **facts: Fact) -> None:
-        """Writes one event with its time, its host and its facts."""
+        """Writes one event with its time, host and attributes."""
         if self._listener is not None:
             self._listener(event, facts)
         line = {
@@ -201,7 +201,7 @@ class Events:
 
 
 class RecordingMemory:
-    """The memory into which one worker records; the launcher calls `release` when the worker has ended."""
+    """The memory that one worker records into. The launcher calls `release` after the worker has ended."""
 
     def __init__(self, keeper: RecordingKeeper, path: Path | None) -> None:
         self.fd = linux.memfd_create(MEMORY_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
@@ -212,11 +212,11 @@ class RecordingMemory:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variable through which the worker receives the memory."""
+        """The environment variable that passes the memory to the worker."""
         return {HANDED_VARIABLE: str(HandedMemory(self.fd, os.fstat(self.fd).st_ino, os.getpid()))}
 
     def release(self) -> None:
-        """Writes the recording to disk, if the worker made one, and frees the memory; idempotent."""
+        """Writes the worker's recording to disk, if there is one, and frees the memory; idempotent."""
         fd, self.fd = self.fd, -1
         if fd < 0:
             return
@@ -235,7 +235,7 @@ class RecordingKeeper:
         self._written: deque[Path] = deque()
 
     def new(self, attempt: int, rank: int) -> RecordingMemory | None:
-        """Returns memory for a worker, or None if recording is off or no file descriptor is available."""
+        """Allocates memory for a worker; returns None if recording is disabled or no file descriptor is available."""
         if is_switched_off():
             return None
         directory = self._directory
@@ -246,7 +246,7 @@ class RecordingKeeper:
             return None
 
     def write_out(self, fd: int, path: Path) -> None:
-        """Writes the memory `fd` of an ended worker to a file, in a thread, and closes it."""
+        """Writes an ended worker's memory `fd` to a file on a separate thread, and closes it."""
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="paceline-recordings")
         self._writer.submit(self._write, fd, path)

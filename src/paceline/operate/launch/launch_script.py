@@ -1,4 +1,4 @@
-"""Batch scripts, manifests and drivers with which schedulers start a job (`paceline launch-script`)."""
+"""Generation of batch scripts, manifests and drivers for schedulers (`paceline launch-script`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PORT = 29500
 
 @dataclass(frozen=True)
 class LaunchScriptOptions:
-    """Parameters of a job; `gpus`, `cpus` and `memory` are per machine."""
+    """Parameters of a scheduled job. `gpus`, `cpus` and `memory` are per machine."""
 
-    argv: tuple[str, ...]  # the script and its arguments
+    argv: tuple[str, ...]  # script and its arguments
     nodes: int = 2
-    workers: str = "gpu"  # a value of --nproc-per-node
+    workers: str = "gpu"  # value for --nproc-per-node
     gpus: int = 8
     cpus: int = 8
     memory: str = "32Gi"
@@ -27,15 +27,15 @@ class LaunchScriptOptions:
 
     @property
     def run(self) -> list[str]:
-        """The command for each machine; it needs no addresses."""
+        """The command to run on each machine. It does not contain any addresses."""
         flags = [f"--nproc-per-node={self.workers}", f"--max-restarts={self.max_restarts}"]
         return ["paceline", "run", *flags, *self.argv]
 
 
 def slurm(request: LaunchScriptOptions) -> str:
-    """Returns a script for sbatch. The job creates the secret and srun passes it on; no file holds it.
+    """Returns a script for sbatch. The job creates a secret, which srun distributes without storing it in a file.
 
-    When a machine is lost, Slurm requeues the job. The launchers on the other machines end long before that, but srun
+    If a machine is lost, Slurm requeues the job. The launchers on the other machines end long before that, but srun
     waits until Slurm has determined the state of each machine.
     """
     gpus = f"#SBATCH --gpus-per-node={request.gpus}\n" if request.gpus else ""
@@ -97,7 +97,7 @@ stringData: {{secret: "{secrets.token_hex(32)}"}}
 
 
 def kubernetes(request: LaunchScriptOptions) -> str:
-    """Returns an indexed Job, and a headless Service for the names of its pods, for kubectl apply."""
+    """Returns a manifest for kubectl apply: an indexed Job, and a headless Service that provides the pods' names."""
     return f"""# kubectl apply -f {request.name}.yaml
 {_secret(request)}apiVersion: v1
 kind: Service
@@ -120,7 +120,7 @@ spec:
 
 
 def jobset(request: LaunchScriptOptions) -> str:
-    """Returns a JobSet of one indexed Job; the JobSet names the pods."""
+    """Returns a JobSet with one indexed Job. The JobSet provides the pods' names."""
     return f"""# kubectl apply -f {request.name}.yaml
 {_secret(request)}apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -141,7 +141,7 @@ spec:
 
 
 def kubeflow(request: LaunchScriptOptions) -> str:
-    """Returns a TrainJob for Kubeflow Trainer, whose runtime for torch gives each launcher the rendezvous address."""
+    """Returns a TrainJob for Kubeflow Trainer, whose torch runtime passes the rendezvous address to each launcher."""
     return f"""# kubectl apply -f {request.name}.yaml
 {_secret(request)}apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
@@ -160,7 +160,7 @@ spec:
 
 
 def ray(request: LaunchScriptOptions) -> str:
-    """Returns a driver for a Ray cluster, which starts one launcher on each machine."""
+    """Returns a driver for a Ray cluster that starts one launcher on each machine."""
     bundle = {"CPU": request.cpus, **({"GPU": request.gpus} if request.gpus else {})}
     return f'''"""ray job submit --working-dir . -- python {request.name}_ray.py"""
 

@@ -1,4 +1,4 @@
-"""The `Launcher`: one machine's event loop of orders, signals, deadlines and terminal suspension."""
+"""`Launcher`: the event loop on one machine, which handles orders, signals, deadlines and terminal suspension."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from paceline.train.checkpoint.peer_memory.server import CacheServer
 
 
 class Workers(Protocol):
-    """The workers that run on this machine."""
+    """The running workers on this machine."""
 
     def pids(self) -> list[int]:
-        """Returns the process ids of the workers that have not been reaped yet."""
+        """Returns the process ids of workers that have not been reaped yet."""
 
     def interactive(self) -> WorkerProcess | None:
         """Returns the worker that is waiting for typed input, or None."""
@@ -62,10 +62,10 @@ class Workers(Protocol):
 
 
 class Launcher(ABC):
-    """The launcher of one machine. Subclasses own the workers, and decide the consequences of a worker's end."""
+    """The launcher on one machine. Subclasses own the workers, and decide what happens after a worker ends."""
 
-    word = "rank"  # the noun for the numbers in front of the workers' lines
-    moved: Moved | None = None  # the other job that this machine must join instead
+    word = "rank"  # noun for the workers' numbers in line prefixes
+    moved: Moved | None = None  # another job that this machine must join instead
 
     def __init__(
         self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
@@ -92,7 +92,7 @@ class Launcher(ABC):
         self._events = Events(job.events, job.run_id, self._console, path, listener)
         self._stopped_by: signal.Signals | None = None
         self._end: JobEnded | None = None
-        self._world = range(0)  # the ranks of the latest generation
+        self._world = range(0)  # ranks on this machine in the latest generation
         self._selector = selectors.DefaultSelector()
         self._watcher = Watchdog(job.stall_after_s, self._watched, self._on_snapshot)
         self._final_messages: list[str] = []
@@ -119,7 +119,7 @@ class Launcher(ABC):
         self._connection.client.send(self._join())
         while not self._is_over():
             for key, _ in self._selector.select(self._wait_s()):
-                if key.fd in self._selector.get_map():  # an earlier handler may have closed it
+                if key.fd in self._selector.get_map():  # an earlier handler may have closed the descriptor
                     key.data()
             self._on_time()
         assert self._end is not None
@@ -134,15 +134,15 @@ class Launcher(ABC):
 
     @abstractmethod
     def _watched(self) -> list[WatchedWorker]:
-        """Returns the workers in the form that the watchdog and the dashboard observe."""
+        """Returns the workers in the form required by the watchdog and the dashboard."""
 
     @abstractmethod
     def _is_over(self) -> bool:
-        """Returns whether the job has ended and no worker runs."""
+        """Returns whether the job has ended and no workers are running."""
 
     @abstractmethod
     def _follow(self, order: Order) -> None:
-        """Executes an order of the meeting."""
+        """Executes an order from the meeting."""
 
     @abstractmethod
     def _deadlines(self) -> list[float | None]:
@@ -150,15 +150,15 @@ class Launcher(ABC):
 
     @abstractmethod
     def _tick(self, now_s: float) -> None:
-        """Performs timed actions, and detects the end of workers."""
+        """Performs timed actions and detects workers that have ended."""
 
     @abstractmethod
     def _stop(self, number: signal.Signals) -> None:
-        """Ends the workers after the launcher has received a signal from the user or the scheduler."""
+        """Ends the workers after a signal from the user or the scheduler."""
 
     @abstractmethod
     def _close_workers(self) -> None:
-        """Kills the workers that still run, and releases their resources; idempotent."""
+        """Kills workers that are still running and releases their resources; idempotent."""
 
     def _join(self) -> JoinJob:
         job, connection = self._job, self._connection
@@ -181,10 +181,10 @@ class Launcher(ABC):
 
     @abstractmethod
     def _ports(self) -> tuple[int, int]:
-        """Returns the ports of torch's store and of Paceline's, in case rank 0 runs on this machine."""
+        """Returns the ports for torch's store and for Paceline's store, in case rank 0 runs on this machine."""
 
     def _environment(self, mark: str) -> dict[str, str]:
-        """Returns the variables that the workers share; `mark` identifies workers that start together."""
+        """Returns the environment variables shared by the workers; `mark` identifies workers that start together."""
         shared = inherited_variables(self._machine.environment(os.environ))
         return {
             **shared,
@@ -230,10 +230,10 @@ class Launcher(ABC):
                     self._follow(order)
 
     def _on_snapshot(self, snapshot: str, is_failure: bool) -> None:
-        """Reports a snapshot of the workers, as JSON; "" reports that they have resumed."""
+        """Reports a snapshot of the workers, given as JSON; "" means that the workers have resumed."""
         self._connection.client.send(SnapshotReport(snapshot, is_failure=is_failure))
         if snapshot and not is_failure and self._directory.path is not None:
-            with contextlib.suppress(OSError):  # for example, the disk is full
+            with contextlib.suppress(OSError):  # e.g. the disk is full
                 (self._directory.path / f"stall-{socket.gethostname()}-{os.getpid()}.json").write_text(snapshot)
 
     def _on_signal(self) -> None:
@@ -260,11 +260,11 @@ class Launcher(ABC):
             self._stop(number)
 
     def _on_children(self, workers: Workers | None) -> None:
-        """Reaps adopted processes after SIGCHLD: a child has ended, stopped or continued."""
+        """Reaps adopted processes after SIGCHLD, which is sent when a child has ended, stopped or continued."""
         self._cleanup.reap(workers.pids() if workers is not None else [])
 
     def _on_interrupt(self, worker: WorkerProcess) -> None:
-        """Notes that Ctrl-C is forwarded to this worker alone, since it is waiting for typed input."""
+        """Records that Ctrl-C is only forwarded to this worker, because it is waiting for typed input."""
 
     def _conclude(self, end: JobEnded) -> int:
         if self._stopped_by is not None:
@@ -281,9 +281,9 @@ class Launcher(ABC):
 
 
 def pause(workers: Workers | None, keyboard: Keyboard, signals: Signals) -> None:
-    """Suspends the workers, each in its own session, and this process; returns when the shell has resumed it.
+    """Suspends the workers, each in its own session, and this process; returns once the shell has resumed the process.
 
-    While a worker is waiting for typed input, the job resumes only in the foreground, like any program that reads.
+    While a worker is waiting for typed input, the job only resumes in the foreground, like any program that reads.
     """
     waits = workers is not None and workers.interactive() is not None
     attributes = keyboard.attributes()

@@ -1,4 +1,4 @@
-"""Parsers of the text of a flag or a PET_* variable, for argparse's `type=`; each error is one sentence."""
+"""Parsers for the values of flags and PET_* variables, for use as argparse's `type=`. Each error is one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SERVED_BY_US = ("c10d", "paceline")
 
 
 class OptionError(ValueError):
-    """Raised for flags that contradict each other; the message names the flags and the remedy."""
+    """Raised for contradictory flags; the message mentions the flags and the remedy."""
 
 
 class Streams(IntFlag):
@@ -25,16 +25,16 @@ class Streams(IntFlag):
     BOTH = 3
 
 
-StreamsOfRanks = dict[int | None, Streams]  # by local rank; the key None stands for all other ranks
+StreamsOfRanks = dict[int | None, Streams]  # keyed by local rank; the key None stands for all other ranks
 
 
 def streams_of(chosen: StreamsOfRanks, local_rank: int) -> Streams:
-    """Returns the streams that were chosen for a local rank."""
+    """Returns the streams selected for a local rank."""
     return chosen.get(local_rank, chosen.get(None, Streams.NONE))
 
 
 def parse_workers(text: str) -> int:
-    """Parses a number of workers, `gpu` (0 without GPUs, since other machines may have some), `cpu` or `auto`."""
+    """Parses a number of workers, `gpu`, `cpu` or `auto`. `gpu` may be 0, because other machines may have GPUs."""
     if text in ("auto", "gpu"):
         gpus = count_gpus()
         return gpus or (allowed_cores() if text == "auto" else 0)
@@ -55,14 +55,14 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_from_0(text: str) -> int:
-    """Parses a number that is at least 0."""
+    """Parses an integer that is at least 0."""
     if not text.isdecimal():
         raise ArgumentTypeError(f"{text!r} is not a number from 0")
     return int(text)
 
 
 def parse_from_1(text: str) -> int:
-    """Parses a number that is at least 1."""
+    """Parses an integer that is at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a number from 1")
     return int(text)
@@ -110,7 +110,7 @@ def parse_settings(text: str) -> dict[str, str]:
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
-    """Parses names of signals, with or without SIG."""
+    """Parses signal names, with or without the prefix SIG."""
     found = []
     for word in filter(None, (word.strip().upper() for word in text.split(","))):
         name = word if word.startswith("SIG") else f"SIG{word}"
@@ -131,7 +131,7 @@ def parse_rank_or_none(text: str) -> int | None:
 
 
 def parse_streams(text: str) -> StreamsOfRanks:
-    """Parses streams, in the form `3` or, by local rank, `0:1,1:2`."""
+    """Parses streams such as `3`, or by local rank such as `0:1,1:2`."""
     try:
         if ":" not in text:
             return {None: Streams(int(text))} if 0 <= int(text) <= 3 else _not_streams(text)
@@ -153,7 +153,7 @@ def _not_streams(text: str) -> StreamsOfRanks:
 
 
 def parse_ranks(text: str) -> frozenset[int]:
-    """Parses a list of local ranks; an empty one stands for all."""
+    """Parses a list of local ranks; an empty list stands for all ranks."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() for word in words):
         raise ArgumentTypeError(f"{text!r} is not a list of local ranks, as in 0,1,2")
@@ -161,12 +161,12 @@ def parse_ranks(text: str) -> frozenset[int]:
 
 
 def parse_words(text: str) -> tuple[str, ...]:
-    """Parses words separated by commas; two commas stand for a comma inside a word."""
+    """Parses words separated by commas; a double comma stands for a comma inside a word."""
     return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(",") if part)
 
 
 def parse_exports(text: str) -> dict[str, str | None]:
-    """Parses `NAME,NAME=VALUE`; a value of None stands for the variable's value on this machine."""
+    """Parses `NAME,NAME=VALUE`. A variable without a value maps to None and is copied from this machine."""
     found: dict[str, str | None] = {}
     for part in filter(None, parse_words(text)):
         name, equals, value = part.partition("=")
@@ -177,7 +177,7 @@ def parse_exports(text: str) -> dict[str, str | None]:
 
 
 def parse_modules(text: str) -> tuple[str, ...]:
-    """Parses names of modules, separated by commas."""
+    """Parses module names separated by commas."""
     names = tuple(name for name in text.split(",") if name)
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -186,7 +186,7 @@ def parse_modules(text: str) -> tuple[str, ...]:
 
 
 def refuse_logs_specs(text: str) -> None:
-    """Rejects torchrun's plug-ins for logs, which use classes of torch."""
+    """Rejects torchrun's log plug-ins, which depend on torch classes."""
     raise ArgumentTypeError(
         f"plug-ins for logs ({text!r}) are torchrun's own; use --log-dir, --tee, --redirects and --local-ranks-filter"
     )

@@ -1,13 +1,14 @@
-"""Distribution of a job's secret to its launchers: by a join token, or under Slurm by a file.
+"""Distribution of a job's secret to its launchers: with a join token, or with a file under Slurm.
 
-A join token contains the address of the meeting and the secret as one word, and must be protected like a key:
+A join token encodes the meeting's address and the secret as one word, and must be protected like a key:
 
     pl1-<base32 of: length of the address, address, port, secret, CRC-32 of all before>
 
-Slurm gives the tasks of a step no common secret, but they share the user's files: the directory from which the job was
-submitted, and the home directory. Launcher 0 creates the secret and writes it to both, since either may be local to its
-machine. Only the user can read the file (mode 0600), and readers reject a file of any other owner. Its name contains
-all variables by which Slurm distinguishes steps, including those of a requeued job and of a reused job number.
+Slurm does not provide a common secret for the tasks of a step, but the tasks share the user's files: the directory from
+which the job was submitted, and the home directory. Launcher 0 creates the secret and writes it to both, because either
+may be local to its machine. Only the user can read the file (mode 0600), and readers reject a file with a different
+owner. The file's name contains all variables with which Slurm distinguishes steps, including those of requeued jobs and
+reused job numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class JoinToken:
     secret: bytes = field(repr=False)
 
     def encode(self) -> str:
-        """Returns the token as one word.
+        """Encodes the token as one word.
 
         >>> JoinToken.decode(JoinToken("10.0.0.1", 29400, b"s" * 32).encode()).port
         29400
@@ -70,7 +71,7 @@ class JoinToken:
         """Parses a token.
 
         Raises:
-            TokenError: the word is not a token, is incomplete or has a typing error.
+            TokenError: the word is not a token, is incomplete or contains a typing error.
         """
         word = word.strip()
         if not word.startswith(_PREFIX):
@@ -90,13 +91,13 @@ class JoinToken:
 
 
 def read_token() -> str:
-    """Returns the first line of stdin; on a terminal, prompts for it without echo."""
+    """Reads the first line from stdin; on a terminal, prompts for it without echo."""
     if not sys.stdin.isatty():
         return sys.stdin.readline()
     shown = termios.tcgetattr(sys.stdin)
     hidden = [*shown[:3], shown[3] & ~termios.ECHO, *shown[4:]]
     print("join token: ", end="", file=sys.stderr, flush=True)
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)  # keeps a line that was pasted with the command
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)  # keeps a line pasted together with the command
     try:
         return sys.stdin.readline()
     finally:
@@ -105,7 +106,7 @@ def read_token() -> str:
 
 
 class SlurmSecret:
-    """The secret of a Slurm step; on launcher 0, `close` removes the files.
+    """The secret of a Slurm step. On launcher 0, `close` removes the files.
 
     Args:
         environment: The environment with Slurm's variables.
@@ -119,7 +120,7 @@ class SlurmSecret:
         self._written: list[str] = []
 
     def make(self) -> bytes:
-        """Creates a secret and writes it for the other launchers, replacing a file that an earlier step left.
+        """Creates a secret and writes it to files for the other launchers; replaces files left by an earlier step.
 
         Raises:
             OSError: no directory is writable.
@@ -137,11 +138,11 @@ class SlurmSecret:
         return secret
 
     def await_from(self, host: str, timeout_s: float, say: Callable[[str], None]) -> bytes:
-        """Waits for the secret that launcher 0, on `host`, writes; returns it.
+        """Waits for launcher 0, on `host`, to write the secret; returns the secret.
 
         Raises:
-            RendezvousTimeoutError: no secret appeared within `timeout_s` seconds.
-            ValueError: the file belongs to another user, or others can read it.
+            RendezvousTimeoutError: the secret did not appear within `timeout_s` seconds.
+            ValueError: the file belongs to another user, or other users can read it.
         """
         begun_s = time.monotonic()
         places = " or ".join(self._directories) or "no directory"
@@ -162,7 +163,7 @@ class SlurmSecret:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Removes the files that `make` wrote; idempotent."""
+        """Removes the files written by `make`; idempotent."""
         for path in self._written:
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -183,7 +184,7 @@ class SlurmSecret:
 
     def _read(self, directory: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            # NFS caches missing names until the directory is opened again.
+            # NFS caches the absence of names until the directory is reopened.
             within = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 return self._read_checked(within, os.path.join(directory, self._name))
@@ -210,7 +211,7 @@ class SlurmSecret:
 
 
 def secret_of(job: Job, shared: SlurmSecret, say: Callable[[str], None]) -> bytes | None:
-    """Returns the secret of the meeting of a job's machines, or None.
+    """Returns the secret for the meeting of a job's machines, or None.
 
     Raises:
         RendezvousTimeoutError, ValueError, OSError: see `SlurmSecret` and `job_secret`.

@@ -1,6 +1,6 @@
-"""Runs a function on several processes of this machine, from a script (`spawn`) or a notebook (`notebook_launch`).
+"""Runs a function in several processes on this machine, from a script (`spawn`) or a notebook (`notebook_launch`).
 
-While the caller waits in `Spawned.join`, a watchdog explains stalls and failures of the processes.
+While the caller waits in `Spawned.join`, a watchdog diagnoses stalls and failures of the processes.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def spawn(
     start_method: str = "spawn",
     stall_after: float = 15.0,
 ) -> Spawned | None:
-    """Calls `fn(rank, *args)` on `nprocs` processes, in each of which `init_process_group()` needs no arguments.
+    """Calls `fn(rank, *args)` in `nprocs` processes, where `init_process_group()` does not need any arguments.
 
     Args:
-        fn: A function of an importable module; with start_method="fork", any function.
-        args: Further arguments of the function.
+        fn: The function to call. It must be in an importable module, except with start_method="fork".
+        args: Additional arguments for the function.
         nprocs: The number of processes.
-        join: Whether to wait for the processes. Otherwise a `Spawned` is returned, whose `join` waits.
-        daemon: Whether the processes end with this one even if it exits normally (they always do if it is killed).
-        start_method: "spawn", "forkserver" or "fork"; forks compute with one thread each.
-        stall_after: The duration in seconds after which a call counts as stalled. While the caller waits, one sentence
-            on stderr then names the rank that is missing, and the reason. 0 turns this off.
+        join: Whether to wait for the processes. If False, returns a `Spawned`, whose `join` waits.
+        daemon: Whether the processes end when this process exits normally. (They always end when it is killed.)
+        start_method: "spawn", "forkserver" or "fork". Forks use a single thread each for computations.
+        stall_after: The duration in seconds after which a call counts as stalled. If a call stalls while the caller
+            waits, one sentence on stderr reports the missing rank and the reason. 0 disables this.
 
     Raises:
         ValueError: `nprocs` is less than 1, or the processes cannot import `fn`.
@@ -76,7 +76,7 @@ def spawn(
             f"{fn.__qualname__} is defined in an interactive session, which new processes cannot import; "
             'pass start_method="fork", or put it into a module'
         )
-    context = cast(SpawnContext, multiprocessing.get_context(start_method))  # all contexts have its methods
+    context = cast(SpawnContext, multiprocessing.get_context(start_method))  # all contexts have these methods
     directory = tempfile.mkdtemp(prefix="paceline-")
     secret = secrets.token_hex(32)
     store = StoreServer.on_unix_path(os.path.join(directory, "store"), secret.encode())
@@ -113,23 +113,23 @@ def spawn(
 def notebook_launch(
     fn: Callable[..., object], nprocs: int, args: tuple[object, ...] = (), start_method: str | None = None
 ) -> None:
-    """Calls `fn(rank, *args)` on `nprocs` processes from a notebook cell, as `spawn` does from a script.
+    """Calls `fn(rank, *args)` in `nprocs` processes from a notebook cell, like `spawn` from a script.
 
-    A function of the notebook itself runs in forks of the notebook's process. A function of a module is imported by
-    new processes, which is always safe.
+    A function defined in the notebook runs in forks of the notebook's process. A function defined in a module is
+    imported by new processes, which is always safe.
 
     >>> import paceline
     >>> paceline.notebook_launch(print, nprocs=1)  # doctest: +SKIP
 
     Args:
-        fn: A function of the notebook or of a module.
+        fn: A function defined in the notebook or in a module.
         nprocs: The number of processes.
-        args: Further arguments of the function.
-        start_method: "fork", "spawn" or "forkserver"; by default "fork" for a function of the notebook, else "spawn".
-            Forks compute with one thread each.
+        args: Additional arguments for the function.
+        start_method: "fork", "spawn" or "forkserver". Default: "fork" for a function defined in the notebook, else
+            "spawn". Forks use a single thread each for computations.
 
     Raises:
-        RuntimeError: the start method is "fork", and this process has already used CUDA, which forks cannot share.
+        RuntimeError: the start method is "fork", but this process has already used CUDA, which forks cannot share.
         WorkerError: a process failed; its message ends with the traceback.
     """
     if start_method is None:
@@ -148,13 +148,13 @@ def notebook_launch(
     assert spawned is not None
     try:
         spawned.join()
-    except KeyboardInterrupt:  # the notebook's stop button
+    except KeyboardInterrupt:  # raised by the notebook's stop button
         spawned.end()
         raise
 
 
 class Spawned:
-    """The processes that `spawn(..., join=False)` started."""
+    """The processes started by `spawn(..., join=False)`."""
 
     def __init__(
         self,
@@ -165,27 +165,27 @@ class Spawned:
         watch: SpawnWatchdog,
     ) -> None:
         self._processes = processes
-        self._failures = dict(enumerate(failures))  # by rank, for processes that have not reported one
+        self._failures = dict(enumerate(failures))  # pipes, by rank, of processes that have not reported a failure
         self._reports: dict[int, Record] = {}  # by rank
         self._watchdog = watch
         self._release = weakref.finalize(self, _release, store, directory, self._watchdog)
 
     def pids(self) -> list[int]:
-        """Returns the process ids, by rank."""
+        """Returns the process ids, ordered by rank."""
         return [process.pid or 0 for process in self._processes]
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits for all processes to end; returns False if some still run after `timeout` seconds.
+        """Waits for all processes to end; returns False if any process is still running after `timeout` seconds.
 
-        If they make no progress during the wait, one sentence on stderr names the rank that causes this.
+        If the processes stall during the wait, one sentence on stderr reports the rank that causes the stall.
 
         Raises:
-            WorkerError: a process failed. The message contains the traceback of the first failure; the other processes
-                have been ended.
+            WorkerError: a process failed. The message contains the traceback of the first failure. The other processes
+                have been terminated.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            codes = [process.exitcode for process in self._processes]  # read once, since each access polls the process
+            codes = [process.exitcode for process in self._processes]  # read once; each access polls the process
             for rank, code in enumerate(codes):
                 if code not in (None, 0):
                     self._fail(rank)
@@ -199,7 +199,7 @@ class Spawned:
             self._wait(running, deadline)
 
     def end(self) -> None:
-        """Ends the processes that still run."""
+        """Terminates the processes that are still running."""
         for process in self._processes:
             if process.exitcode is None:
                 process.terminate()
@@ -226,13 +226,13 @@ class Spawned:
         """Receives reported exceptions."""
         for rank, failure in list(self._failures.items()):
             if failure.poll():
-                del self._failures[rank]  # a process reports at most one, and closes the pipe
+                del self._failures[rank]  # a process reports at most one exception, then closes the pipe
                 with contextlib.suppress(EOFError):
                     self._reports[rank] = Record(*failure.recv())
                     self._watchdog.raised(rank, self._reports[rank])
 
     def _fail(self, seen: int) -> None:
-        time.sleep(0.1)  # the failure that caused this one may still arrive
+        time.sleep(0.1)  # another failure that caused this one may still arrive
         self._collect()
         why = self._watchdog.why()
         self.end()
@@ -250,20 +250,20 @@ class Spawned:
 
 
 class SpawnWatchdog:
-    """Watches processes until `close`, with a `watchdog` that the waiting thread drives.
+    """Monitors processes until `close`, with a `watchdog` driven by the waiting thread.
 
     Args:
         processes: The processes, by rank.
-        started_ns: The start of the first process, in nanoseconds since the epoch.
-        directory: The directory of the files into which they record.
-        stall_after_s: The duration in seconds after which a call counts as stalled; 0 turns the watchdog off.
+        started_ns: The start time of the first process, in nanoseconds since the epoch.
+        directory: The directory with the processes' recordings.
+        stall_after_s: The duration in seconds after which a call counts as stalled; 0 disables the watchdog.
     """
 
     def __init__(self, processes: Sequence[BaseProcess], started_ns: int, directory: str, stall_after_s: float) -> None:
         self._processes = processes
         self._started_ns = started_ns
         self._directory = directory
-        self._recordings: dict[int, int] = {}  # descriptors, by rank
+        self._recordings: dict[int, int] = {}  # descriptors for recordings, by rank
         self._exceptions: dict[int, Record] = {}  # by rank
         self._reporter = StallReporter()
         self._started_s = time.monotonic()
@@ -271,11 +271,11 @@ class SpawnWatchdog:
         self.watchdog = Watchdog(stall_after_s, self._watched, self._report)
 
     def raised(self, rank: int, record: Record) -> None:
-        """Notes the exception that ends a rank."""
+        """Records the exception that ended a rank."""
         self._exceptions[rank] = record
 
     def why(self) -> str:
-        """Returns a sentence on the cause of a failure, or "" if it is unknown."""
+        """Returns a sentence about the cause of a failure, or "" if unknown."""
         from paceline.operate.diagnosis.failure_snapshot import snapshot_failed_job
 
         snapshot = explain_or_default(lambda: snapshot_failed_job(self._watched()), None) if self._is_on else None
@@ -283,7 +283,7 @@ class SpawnWatchdog:
         return verdict.sentence if verdict is not None and verdict.is_fault else ""
 
     def conclude(self) -> None:
-        """Reports the ranks that the others usually waited for, after a successful job that ran long enough."""
+        """Reports stragglers after a successful job that ran long enough."""
         if self.watchdog.should_read_final_recordings(False, time.monotonic() - self._started_s, len(self._processes)):
             from paceline.operate.diagnosis.machine_snapshot import snapshot_ended_workers
             from paceline.operate.diagnosis.stragglers import describe_slowdowns
@@ -306,7 +306,7 @@ class SpawnWatchdog:
         ]
 
     def _find_recordings(self) -> None:
-        """Opens new recordings; a process creates its file with its first group."""
+        """Opens new recordings. A process creates its file with its first group."""
         missing = {process.pid: rank for rank, process in enumerate(self._processes) if rank not in self._recordings}
         if not missing:
             return
@@ -329,7 +329,7 @@ class SpawnWatchdog:
         return ending_of(code, failure)
 
     def _report(self, body: str, _: bool) -> None:
-        """Explains the snapshot of a stall, given as JSON; "" means that the processes have resumed."""
+        """Diagnoses a stall from a snapshot, given as JSON; "" means that the processes have resumed."""
         now_s = time.monotonic()
         if not body:
             resumed = self._reporter.resumed(now_s)
@@ -360,8 +360,8 @@ def _say(text: str) -> None:
 class WholeLines(io.TextIOBase):
     """Forwards text to another stream in whole lines.
 
-    A fork of a notebook's process sends every piece of text to the notebook immediately, and `print` writes the end of
-    a line as a separate piece: the output of other processes could appear in between.
+    A fork of a notebook's process sends every piece of text to the notebook immediately, and `print` writes the newline
+    separately. Without this class, output from other processes could appear in between.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -419,15 +419,15 @@ def _work(
     parent: int,
     start_method: str,
 ) -> None:
-    if start_method != "forkserver":  # there the parent is the server, which ends with the launching process
+    if start_method != "forkserver":  # a forkserver's children are children of the server, which ends with this process
         die_with_parent(parent)
     os.environ.update(environment)
-    for name in (SECRET_FD, RECORD_FD):  # they belong to an outer job
+    for name in (SECRET_FD, RECORD_FD):  # these variables belong to an outer job
         os.environ.pop(name, None)
     offer_stack()
     torch = sys.modules.get("torch")
     if torch is not None and start_method == "fork":
-        torch.set_num_threads(1)  # OpenMP's threads do not survive the fork, which would wait for them forever
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and the child would wait for them forever
     elif torch is not None and threads is not None:
         torch.set_num_threads(threads)
     try:

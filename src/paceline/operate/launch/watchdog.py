@@ -1,8 +1,9 @@
-"""The `Watchdog` of this machine's workers, which takes snapshots of them when they make no progress or fail.
+"""`Watchdog`: takes snapshots of this machine's workers if they stall or fail.
 
-Once a second it reads a few bytes of each worker's recording, which suffices while the workers make progress. A
-snapshot takes longer and runs in a thread. Its imports are loaded when the first worker records something: at start-up
-they would take a core from the workers, and after a failure they would delay the diagnosis.
+Once a second, the watchdog reads a few bytes of each worker's recording, which is enough while the workers make
+progress. A snapshot takes longer and runs on a separate thread. The modules for snapshots are imported when the first
+worker records something. At startup, the imports would occupy a core that the workers need, and after a failure they
+would delay the diagnosis.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ if TYPE_CHECKING:
     from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
 
 _FEW_WORKERS = 8
-_BEFORE_S = 0.25  # the time between wake-ups until the workers have recorded something
-_LONGEST_PAUSE_S = 30.0  # the longest time between two snapshots without a stall
+_BEFORE_S = 0.25  # interval between checks until the workers have recorded something
+_LONGEST_PAUSE_S = 30.0  # maximum interval between snapshots that do not find a stall
 
 
 class Watchdog:
-    """Watches workers until `close`.
+    """Monitors workers until `close`.
 
     Args:
         stall_after_s: The duration in seconds after which a call counts as stalled; 0 turns the watchdog off.
         workers: A function that returns the running workers.
-        report: A function that receives each snapshot as JSON, and whether it is of a failure. It receives "" when
-            workers resume after a reported stall. `tick` and `collect` call it, in the launcher's thread.
+        report: A function called with each snapshot as JSON, and with whether a failure was the reason. It is called
+            with "" when workers resume after a reported stall. The calls are made by `tick` and `collect`, on the
+            launcher's thread.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Watchdog:
         self._next_look_s = 0.0
         self._pause_s = 0.0
         self._has_reported = False
-        self._threads: dict[bool, threading.Thread] = {}  # snapshots in progress, by whether they are of a failure
+        self._threads: dict[bool, threading.Thread] = {}  # snapshots in progress; True is for a failure
         self._preparing: threading.Thread | None = None
         self._is_paused = False
         self._snapshots: queue.SimpleQueue[tuple[MachineSnapshot | None, bool]] = queue.SimpleQueue()
@@ -75,7 +77,7 @@ class Watchdog:
         return self._next_s if self._is_on else None
 
     def tick(self, now_s: float) -> None:
-        """Checks the workers' recordings for progress, and starts a snapshot if there was none for too long."""
+        """Checks the workers' recordings for progress, and starts a snapshot if there has been none for too long."""
         if not self._is_on or now_s < self._next_s:
             return
         self._next_s = now_s + (self._every_s if self._preparing is not None else min(_BEFORE_S, self._every_s))
@@ -98,7 +100,7 @@ class Watchdog:
             self.start_snapshot(is_requested=False)
 
     def start_snapshot(self, is_requested: bool) -> None:
-        """Starts a snapshot, unless one is in progress; with `is_requested`, it is reported even without a stall."""
+        """Starts a snapshot unless one is in progress. If `is_requested`, reports the snapshot even without a stall."""
 
         def take(workers: Sequence[WatchedWorker]) -> MachineSnapshot | None:
             from paceline.operate.diagnosis.machine_snapshot import snapshot_if_stalled
@@ -109,9 +111,9 @@ class Watchdog:
             self._begin(take, is_failure=False)
 
     def start_failure_snapshot(self, is_deep: bool = False) -> None:
-        """Starts a snapshot of a failed job, even while paused, since the workers of all machines are about to end.
+        """Starts a snapshot of a failed job, even while paused, because all workers are about to end.
 
-        With `is_deep` it holds many calls of each worker, as needed to explain mismatched calls.
+        If `is_deep`, the snapshot includes many calls per worker, as required to diagnose mismatched calls.
         """
 
         def take(workers: Sequence[WatchedWorker]) -> MachineSnapshot | None:
@@ -145,14 +147,14 @@ class Watchdog:
                     if worker.recording is not None:
                         os.close(worker.recording)
                 self._snapshots.put((snapshot, is_failure))
-                with contextlib.suppress(OSError):  # closed meanwhile
+                with contextlib.suppress(OSError):  # closed in the meantime
                     os.write(self._write_fd, b".")
 
         self._threads[is_failure] = threading.Thread(target=run, name="paceline-snapshot", daemon=True)
         self._threads[is_failure].start()
 
     def collect(self) -> None:
-        """Reports a snapshot that has completed."""
+        """Reports a completed snapshot."""
         os.read(self._read_fd, 1)
         snapshot, is_failure = self._snapshots.get()
         del self._threads[is_failure]
@@ -170,15 +172,15 @@ class Watchdog:
             self._report(encode(snapshot), is_failure)
 
     def pause(self) -> None:
-        """Takes no more snapshots of stalls, and drops one in progress, since the workers are ending."""
+        """Stops taking snapshots of stalls and drops any in progress, because the workers are ending."""
         self._is_paused, self._has_reported = True, False
 
     def resume(self) -> None:
-        """Continues after `pause`, with new workers."""
+        """Resumes after `pause`, with new workers."""
         self._is_paused = False
 
     def should_read_final_recordings(self, has_failed: bool, lasted_s: float, workers: int) -> bool:
-        """Returns whether the recordings of ended workers are worth the time to read them."""
+        """Returns whether reading the recordings of ended workers is worth the time."""
         if not self._is_on:
             return False
         return has_failed or (lasted_s >= 2 * self.threshold.ceiling_s and workers <= _FEW_WORKERS)
@@ -187,8 +189,8 @@ class Watchdog:
         """Waits for a snapshot in progress; idempotent.
 
         Args:
-            lives_on: Whether this process may fork later. Then a thread that imports modules is joined first: a fork
-                would hold the locks of the modules being imported forever.
+            lives_on: Whether this process may fork later. If so, a thread that imports modules is joined first: a fork
+                would inherit the locks of modules being imported and never release them.
         """
         if lives_on and self._preparing is not None:
             self._preparing.join()
@@ -201,15 +203,15 @@ class Watchdog:
 
 
 def _with_own_descriptor(worker: WatchedWorker) -> WatchedWorker:
-    """Returns the worker with a duplicate of its descriptor, which stays open after the worker's end."""
+    """Returns the worker with a duplicate of its descriptor, which remains open after the worker has ended."""
     try:
         return replace(worker, recording=None if worker.recording is None else os.dup(worker.recording))
-    except OSError:  # out of descriptors
+    except OSError:  # no free descriptors
         return replace(worker, recording=None)
 
 
 def latest_tick(recording: int) -> int:
-    """Returns the tick of the latest record in a recording, or 0 without any, at little cost."""
+    """Returns the tick of the latest record in a recording, or 0 if it is empty. This check is cheap."""
     with contextlib.suppress(OSError):
         data = os.pread(recording, layout.PROGRESS.size, layout.PROGRESS_AT)
         if len(data) == layout.PROGRESS.size:
@@ -218,7 +220,7 @@ def latest_tick(recording: int) -> int:
 
 
 def final_snapshot(workers: Sequence[WatchedWorker]) -> str | None:
-    """Returns a snapshot of ended workers as JSON, or None if they recorded nothing."""
+    """Returns a snapshot of ended workers as JSON, or None if they did not record anything."""
     from paceline.operate.diagnosis.machine_snapshot import encode, snapshot_ended_workers
 
     def take() -> str | None:
@@ -229,7 +231,7 @@ def final_snapshot(workers: Sequence[WatchedWorker]) -> str | None:
 
 
 def ending_of(exit_code: int, failure: WorkerFailure | None) -> RankExitStatus | None:
-    """Returns the exit status of a worker, or None if the launcher ended it."""
+    """Returns the exit status of a worker, or None if the launcher ended the worker."""
     from paceline.operate.diagnosis.job_snapshot import ExitReason, RankExitStatus
 
     now_s, behind_s = time.monotonic(), time.time() - time.monotonic()

@@ -1,4 +1,4 @@
-"""The `WorkerGroupLauncher` for jobs whose workers restart together, and `run`, the entry point for all jobs."""
+"""`WorkerGroupLauncher` for jobs whose workers restart together, and `run`, the entry point for all jobs."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 
 def run(job: Job, listener: ListeningEndpoint | None = None, secret: bytes | None = None) -> int:
-    """Runs this machine's part of the job to its end; returns the exit code for the shell.
+    """Runs this machine's part of the job to completion; returns the exit code for the shell.
 
     Args:
-        job: the job.
-        listener: an open listener for the meeting, if the caller has one.
-        secret: the job's secret. By default, a single machine creates one; several machines use the one in the
-            environment or, under Slurm, that of launcher 0.
+        job: the job to run.
+        listener: an open listener for the meeting, or None.
+        secret: the job's secret. By default, a single machine creates a secret; several machines use the secret in the
+            environment or, under Slurm, the one created by launcher 0.
 
     Raises:
         PacelineError, ValueError: the rendezvous of machines failed.
@@ -96,7 +96,7 @@ def _run(job: Job, listener: ListeningEndpoint | None, secret: bytes | None, cle
 def _take_part(
     job: Job, listener: ListeningEndpoint | None, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
 ) -> tuple[int, Moved | None]:
-    """Runs this machine's part of the job; returns the exit code, and the job to join instead, if any."""
+    """Runs this machine's part of the job; returns the exit code, and the job to join instead (if any)."""
     connection = open_meeting(job, secret, Console().say, listener)
     try:
         if job.one_port is not None:
@@ -118,7 +118,7 @@ def _launcher_of(
 
 
 class WorkerGroupLauncher(Launcher):
-    """Runs generations of workers; the workers of a generation start and end together."""
+    """Runs generations of workers. The workers in a generation start and end together."""
 
     def __init__(
         self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
@@ -127,10 +127,10 @@ class WorkerGroupLauncher(Launcher):
         self._generation: WorkerGroup | None = None
         self._stores = WorkerStores(job, connection.address, secret, self._say)
         self._secret_fd = -1
-        self._interrupted: set[int] = set()  # ranks to which a Ctrl-C was forwarded
+        self._interrupted: set[int] = set()  # ranks that received a forwarded Ctrl-C
         self._was_told_to_stop = False
-        self._has_explained = False  # whether a failure of this generation has been explained
-        self._started_s = 0.0  # start of the generation (monotonic)
+        self._has_explained = False  # whether a failure in this generation has been diagnosed
+        self._started_s = 0.0  # start time of the generation (monotonic)
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
@@ -192,7 +192,7 @@ class WorkerGroupLauncher(Launcher):
         self._started_s = time.monotonic()
         self._watcher.resume()
         if self._job.rendezvous.is_static:
-            self._shared.close()  # all machines are present, so all have read it
+            self._shared.close()  # all machines are present, so all have read the shared secret
         self._world = range(start.world_size)
         self._dashboard.generation(start.world_size, start.restart_count)
         first, count = start.first_rank, self._job.workers
@@ -225,9 +225,9 @@ class WorkerGroupLauncher(Launcher):
         )
 
     def _environment_of(self, start: Start) -> dict[str, str]:
-        """Returns the variables that all workers of a generation share.
+        """Returns the environment variables shared by all workers in a generation.
 
-        Each generation has a secret of its own, so that workers of older generations cannot connect.
+        Each generation has its own secret, which keeps workers from older generations from connecting.
         """
         environment = self._environment(str(start.generation))
         secret = None
@@ -248,9 +248,9 @@ class WorkerGroupLauncher(Launcher):
         self._stores.open_torch_store()
 
     def _on_exception(self, failure: WorkerFailure) -> None:
-        """Explains an exception of a worker that still runs.
+        """Diagnoses an exception in a worker that is still running.
 
-        Mismatched calls are explained once all workers have raised, when the line of each is known.
+        Mismatched calls are only diagnosed once all workers have raised, because the line of each call is known then.
         """
         generation = self._generation
         assert generation is not None
@@ -258,7 +258,7 @@ class WorkerGroupLauncher(Launcher):
             self._explain(failure)
 
     def _explain(self, failure: WorkerFailure) -> None:
-        """Takes a snapshot immediately if a failure may be the cause of others, since workers can be slow to end."""
+        """Takes a snapshot immediately if a failure may have caused others, because workers can be slow to end."""
         is_cause = failure.manner != "CONSEQUENCE" and not failure.is_interrupt
         if is_cause and not self._has_explained and self._stopped_by is None:
             self._has_explained = True

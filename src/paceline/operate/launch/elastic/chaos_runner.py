@@ -1,4 +1,4 @@
-"""`ChaosRunner`: carries out the acts of `--chaos` on the workers of this machine, and reports their effects."""
+"""`ChaosRunner`: applies the random acts of `--chaos` to this machine's workers, and reports their effects."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from paceline.operate.launch.elastic.worker_pool import PoolWorker
 
 
 def disconnect_worker(pid: int, pidfd: int) -> int:
-    """Shuts down a process's TCP connections to other machines; returns their number.
+    """Shuts down a process's TCP connections to other machines; returns the number of connections.
 
-    The effect is that of a router that drops its connections.
+    This simulates a router that drops its connections.
 
     Raises:
         OSError: The kernel denies access to the process.
@@ -38,12 +38,12 @@ def disconnect_worker(pid: int, pidfd: int) -> int:
 def _is_socket(link: str) -> bool:
     try:
         return os.readlink(link).startswith("socket:")
-    except OSError:  # closed meanwhile
+    except OSError:  # closed in the meantime
         return False
 
 
 def _leads_elsewhere(connection: socket.socket) -> bool:
-    """Returns whether this is an established TCP connection between two machines."""
+    """Returns whether a socket is an established TCP connection to another machine."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         return False
     return bool(connection.getsockname()[0] != connection.getpeername()[0])
@@ -51,7 +51,7 @@ def _leads_elsewhere(connection: socket.socket) -> bool:
 
 @dataclass
 class _Loss:
-    """The end of a slot's worker, and the other workers that have not entered a view without it yet."""
+    """The loss of a worker, with the other workers that have not entered a new view since."""
 
     since_s: float
     behind: set[str]
@@ -60,26 +60,26 @@ class _Loss:
 
 @dataclass
 class ChaosStats:
-    """The acts so far, and the times that the workers needed to recover from each loss."""
+    """Counts of the acts so far, and recovery times after each loss of a worker."""
 
     began_s: float
     acts: Counter[str] = field(default_factory=Counter)
-    replaced_s: list[float] = field(default_factory=list)  # from each loss until the replacement takes part
-    pauses_s: list[float] = field(default_factory=list)  # from each loss until the others have entered another view
-    _losses: dict[int, _Loss] = field(default_factory=dict)  # by slot
+    replaced_s: list[float] = field(default_factory=list)  # time from each loss until the replacement enters a view
+    pauses_s: list[float] = field(default_factory=list)  # time from each loss until the others enter a new view
+    _losses: dict[int, _Loss] = field(default_factory=dict)  # losses without a replacement yet, by slot
 
     def acted(self, kind: str) -> None:
         """Counts an act."""
         self.acts[kind] += 1
 
     def lost(self, slot: int, others: set[str], now_s: float) -> None:
-        """Notes that the worker of a slot has ended while `others` take part."""
+        """Records that a slot's worker has ended while the workers `others` take part."""
         for loss in self._losses.values():
             loss.behind &= others
         self._losses[slot] = _Loss(now_s, set(others))
 
     def entered(self, slot: int, uid: str, is_new: bool, now_s: float) -> None:
-        """Notes that a worker has entered a view; `is_new` marks its first one."""
+        """Records that a worker has entered a view; `is_new` marks the worker's first view."""
         if is_new and slot in self._losses:
             self.replaced_s.append(now_s - self._losses.pop(slot).since_s)
         for loss in self._losses.values():
@@ -89,7 +89,7 @@ class ChaosStats:
                     self.pauses_s.append(now_s - loss.since_s)
 
     def summary(self, title: str, now_s: float) -> list[str]:
-        """Returns the summary for the user, as lines."""
+        """Returns the lines of the summary for the user."""
         count = sum(self.acts.values())
         kinds = ", ".join(f"{kind} {times}" for kind, times in sorted(self.acts.items())) or "none"
         lines = [f"chaos ({title}): {count} acts in {now_s - self.began_s:.1f} s ({kinds})"]
@@ -110,17 +110,17 @@ def _spread(values_s: list[float], what: str) -> str:
     return f"; {what}: median {median(values_s):.2f} s, longest {max(values_s):.2f} s"
 
 
-_CONTINUES_AFTER_S = 5.0  # the time until stopped workers resume, since the last one with the state is never fenced
+_CONTINUES_AFTER_S = 5.0  # stopped workers resume after this time; the last worker with the state is never fenced
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class ChaosRunner:
-    """Runs the chaos acts against the workers of one machine, from the time when the first of them takes part.
+    """Applies chaos acts to the workers on one machine. Starts when the first of these workers enters a view.
 
     Args:
-        chaos: The kinds of acts and their frequency.
-        machine: The number of this machine; each machine has its own random times.
-        spared: The number of participating workers that must remain, since without any the state would be lost.
+        chaos: The kinds of acts and their frequencies.
+        machine: The number of this machine, which determines its random times.
+        spared: The number of participating workers to spare; the training state is lost if none remains.
         say: A function that prints a line for the user.
     """
 
@@ -132,17 +132,17 @@ class ChaosRunner:
         self._say = say
         self._ledger: ChaosStats | None = None
         self._hit: set[str] = set()
-        self._stopped: list[tuple[float, PoolWorker]] = []  # with the time at which each is resumed
+        self._stopped: list[tuple[float, PoolWorker]] = []  # stopped workers, each with the time at which to resume it
 
     @property
     def deadline_s(self) -> float | None:
-        """The time (monotonic) of the next act, or None before the first worker takes part."""
+        """The time (monotonic) of the next act, or None before the first worker has entered a view."""
         if self._ledger is None:
             return None
         return min([self._ledger.began_s + self._next.at_s, *(at_s for at_s, _ in self._stopped)])
 
     def tick(self, now_s: float, members: Sequence[PoolWorker]) -> None:
-        """Carries out the acts that are due."""
+        """Performs the acts that are due."""
         while self._stopped and now_s >= self._stopped[0][0]:
             self._stopped.pop(0)[1].signal(signal.SIGCONT)
         while self._ledger is not None and now_s >= self._ledger.began_s + self._next.at_s:
@@ -157,19 +157,19 @@ class ChaosRunner:
                     self._stopped.append((now_s + _CONTINUES_AFTER_S, victim))
 
     def entered(self, member: PoolWorker, is_new: bool, now_s: float) -> None:
-        """Notes that a worker has entered a view."""
+        """Records that a worker has entered a view."""
         if self._ledger is None:
             self._ledger = ChaosStats(now_s)
         self._ledger.entered(member.number, member.uid, is_new, now_s)
 
     def lost(self, member: PoolWorker, members: Sequence[PoolWorker], now_s: float) -> None:
-        """Notes the end of a worker that is about to be replaced."""
+        """Records the end of a worker that is about to be replaced."""
         if self._ledger is not None:
             others = {worker.uid for worker in members if _takes_part(worker) and worker is not member}
             self._ledger.lost(member.number, others, now_s)
 
     def summary(self, now_s: float) -> list[str]:
-        """Returns lines on the acts and their effects, for the user."""
+        """Returns lines for the user about the acts and their effects."""
         if self._ledger is None:
             return [f"chaos ({self._chaos}): nothing was done, since no worker took part"]
         return self._ledger.summary(str(self._chaos), now_s)

@@ -1,4 +1,4 @@
-"""`CoordinatorClient`: a launcher's connection to the coordinator of an elastic job, and the search for a new one."""
+"""`CoordinatorClient`: a launcher's connection to an elastic job's coordinator, including the search for a new one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _WORDS = {
 
 
 class LauncherUnreachableError(Exception):
-    """Another launcher is unreachable; `answer` is the conclusion about its state."""
+    """Raised if another launcher is unreachable; `answer` is what this implies about its state."""
 
     def __init__(self, why: str, answer: ContactResult) -> None:
         super().__init__(why)
@@ -66,7 +66,7 @@ class LauncherUnreachableError(Exception):
 
 
 def connect_to_launcher(address: str, secret: bytes | None, timeout_s: float) -> Connection:
-    """Connects to the launcher that listens at an address, such as `node1:29500`.
+    """Connects to the launcher at an address such as `node1:29500`.
 
     Raises:
         LauncherUnreachableError: The connection failed.
@@ -81,12 +81,12 @@ def connect_to_launcher(address: str, secret: bytes | None, timeout_s: float) ->
 
 
 def addresses_of(known: ReplicatedJobState) -> dict[int, str]:
-    """Returns the addresses of the launchers that may be alive, by machine."""
+    """Returns the addresses of launchers that may be alive, keyed by machine number."""
     return {peer.number: peer.address for peer in known.peers if peer.number not in known.ended}
 
 
 def describe_attempts(known: ReplicatedJobState, answers: Mapping[int, ContactResult]) -> str:
-    """Returns the results of the attempts as text for the user."""
+    """Describes the results of contact attempts for the user."""
     hosts = {peer.number: peer.host for peer in known.peers}
     said = sorted(answers.items())
     return ", ".join(f"machine {number} on {hosts.get(number, '?')}: {_WORDS[answer]}" for number, answer in said)
@@ -94,7 +94,7 @@ def describe_attempts(known: ReplicatedJobState, answers: Mapping[int, ContactRe
 
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
-_TAKES_OVER_S = 2.0  # the time for which the successor of a coordinator remains a candidate
+_TAKES_OVER_S = 2.0  # time for which a coordinator's designated successor stands as a candidate
 _SAY_AFTER_S, _SAY_AGAIN_S = 2.0, 15.0
 _LOSSES = {
     DisconnectReason.ENDED: ConnectionLoss.ENDED,
@@ -104,13 +104,13 @@ _LOSSES = {
 
 
 class CoordinatorClient:
-    """A client of the meeting that survives the loss of its server, and records the data for the next coordinator.
+    """A client for the meeting that survives the loss of its server and records data for the next coordinator.
 
     Args:
-        connection: The connection to the launcher that serves the meeting now.
+        connection: The connection to the launcher that currently serves the meeting.
         secret: The job's secret.
         job: The job's description.
-        standby: The controller that replies to other launchers.
+        standby: The controller that responds to other launchers.
     """
 
     deadline_s: float | None = None
@@ -129,7 +129,7 @@ class CoordinatorClient:
         self._is_over = False
         self._is_asking = False
         self._say_at_s = 0.0
-        self._leads = False  # whether the followed launcher coordinates, and is not just a candidate
+        self._leads = False  # whether the followed launcher is the coordinator, not just a candidate
         self._was_dropped = False
         self._leader = -1
         self._wire: ServerConnection | None = None
@@ -138,11 +138,11 @@ class CoordinatorClient:
             self._listen_to(connection)
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable while there are orders."""
+        """Returns a descriptor that is readable while orders are pending."""
         return self._queue.fileno()
 
     def clock_offset(self) -> Offset | None:
-        """Returns the estimated offset to the clock of the machine that coordinates."""
+        """Returns the estimated clock offset to the coordinator's machine."""
         with self._changing:
             return self._wire.clock_offset() if self._wire is not None else None
 
@@ -153,10 +153,10 @@ class CoordinatorClient:
             if self._wire is not None:
                 self._wire.send(report)
             if self._log.leave is not None and self._search.has_lost:
-                self._over(JobEnded(1))  # no coordinator is left to receive it
+                self._over(JobEnded(1))  # no coordinator is left to receive the report
 
     def running(self) -> Running | None:
-        """Returns the notice for launchers that are unaware of the job, or None if another launcher sends it."""
+        """Returns the notice for launchers that do not know about the job, or None if another launcher sends it."""
         with self._changing:
             known = self._state.knowledge
             if self._is_over or self._state.number < 0 or not known.views:
@@ -169,7 +169,7 @@ class CoordinatorClient:
         return self._queue.receive()
 
     def close(self) -> None:
-        """Disconnects. Idempotent."""
+        """Disconnects from the coordinator. Idempotent."""
         self._closed.set()
         self._answered.set()
         with self._changing:
@@ -190,7 +190,7 @@ class CoordinatorClient:
         return wire
 
     def _on_order(self, wire: ServerConnection, order: Order) -> None:
-        """Handles an order; its views are recorded before any worker receives them."""
+        """Handles an order. Records its views before forwarding them to workers."""
         with self._changing:
             if self._wire is not wire or self._is_over:
                 return
@@ -202,7 +202,7 @@ class CoordinatorClient:
                 case Dropped():
                     self._was_dropped = True
                 case Remember():
-                    pass  # recorded above
+                    pass  # `self._log` has recorded the order
                 case ReplicateOrder():
                     self._learn(wire, order.knowledge)
                 case FollowLauncher():
@@ -224,7 +224,7 @@ class CoordinatorClient:
             self._search.found()
             self._queue.put(NotifyOrder(f"machine {knowledge.coordinator} coordinates"))
             if self._log.leave is not None:
-                wire.send(self._log.leave)  # the previous coordinator may not have received it
+                wire.send(self._log.leave)  # the previous coordinator may not have received the report
         wire.send(StateReplicated(knowledge.views[-1].generation if knowledge.views else 0))
 
     def _on_lost(self, wire: ServerConnection, how: DisconnectReason, why: str) -> None:
@@ -244,11 +244,11 @@ class CoordinatorClient:
                 return
             loss = ConnectionLoss.DROPPED if self._was_dropped else _LOSSES[how]
             if not self._leads and loss in (ConnectionLoss.ENDED, ConnectionLoss.RESET):
-                loss = ConnectionLoss.SILENT  # its workers may have received views that this launcher has not
+                loss = ConnectionLoss.SILENT  # its workers may have received views that this launcher has not received
             self._seek_after(loss, wire.peer, "it gave up" if self._was_dropped else why)
 
     def _turn_over(self, wire: ServerConnection, order: FollowLauncher) -> None:
-        """Follows the successor of a coordinator that ends; a successor itself first becomes a candidate."""
+        """Follows the successor of an ending coordinator. The successor itself first becomes a candidate."""
         if self._state.number == order.number:
             self._standby.stand(order.number, _TAKES_OVER_S)
         self._wire = None
@@ -263,7 +263,7 @@ class CoordinatorClient:
             self._begin(self._seek)
 
     def _turn_to(self, address: str) -> None:
-        """Joins the job at its current coordinator, after another of its launchers redirected this one."""
+        """Joins the job at its current coordinator after a redirect from another launcher."""
         self._answer = Answered(False, -1)
         try:
             connection = connect_to_launcher(address, self._secret, self._silence_s)
@@ -289,7 +289,7 @@ class CoordinatorClient:
         threading.Thread(target=task, args=args, name="paceline-seek", daemon=True).start()
 
     def _seek(self) -> None:
-        """Searches for a coordinator until this launcher follows one, or a candidate."""
+        """Searches until this launcher follows a coordinator or a candidate."""
         while not self._closed.is_set() and not self._is_over:
             with self._changing:
                 known = self._state.knowledge
@@ -317,7 +317,7 @@ class CoordinatorClient:
                         return
 
     def _deserted(self, asked: str) -> JobEnded:
-        """Returns the result of the job when no other launcher is left."""
+        """Returns the result of a job that has no other launchers left."""
         if self._state.has_finished:
             return JobEnded(
                 0, f"the job is done: this machine's workers have finished, and no coordinator answers ({asked})"
@@ -329,7 +329,7 @@ class CoordinatorClient:
         )
 
     def _follow(self, number: int, address: str) -> bool:
-        """Requests to follow a machine's launcher; returns whether this launcher now follows it."""
+        """Asks a machine's launcher for permission to follow it; returns whether it was granted."""
         answer, elsewhere = self._ask(number, address)
         with self._changing:
             has_ended = self._search.tried(number, answer, elsewhere)

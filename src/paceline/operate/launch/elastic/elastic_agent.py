@@ -1,4 +1,4 @@
-"""`ElasticAgent`: one machine's launcher of an elastic job, which replaces workers while the others continue."""
+"""`ElasticAgent`: an elastic job's launcher on one machine, which replaces workers while the other workers continue."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ from paceline.train.elastic.protocol import (
 
 
 class ElasticAgent(Launcher):
-    """Keeps the slots of this machine filled, and connects their workers with the coordinator."""
+    """Keeps the slots on this machine filled, and connects their workers to the coordinator."""
 
-    word = "slot"  # a worker's rank differs from view to view
+    word = "slot"  # not "rank", because a worker's rank changes between views
 
     def __init__(
         self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
@@ -79,7 +79,7 @@ class ElasticAgent(Launcher):
         self._slots: SlotTable | None = None
         self._priorities = LoweredPriorities()
         self._chaos: ChaosRunner | None = None
-        self._next_signal: tuple[float, int] | None = None  # the time (monotonic) and number of the next signal
+        self._next_signal: tuple[float, int] | None = None  # time (monotonic) and number of the next signal
         self._shutdown = ShutdownPlan(job.rendezvous.address is not None)
 
     @property
@@ -209,7 +209,7 @@ class ElasticAgent(Launcher):
         self._connection.client.send(WorkerStarted(member.uid))
 
     def _on_message(self, member: PoolWorker, message: FromWorker | None, datagram: bytes) -> None:
-        """Forwards a worker's message; kills a worker that sends anything else."""
+        """Forwards a worker's message to the coordinator; kills a worker that sends invalid data."""
         now_s = time.monotonic()
         match message:
             case None:
@@ -227,7 +227,7 @@ class ElasticAgent(Launcher):
         self._connection.client.send(WorkerMessage(member.uid, message))
 
     def _tell(self, uid: str, message: ToWorker) -> None:
-        """Forwards a message of the coordinator to a worker."""
+        """Forwards a message from the coordinator to a worker."""
         member = self._members.by_uid(uid) if self._members is not None else None
         if member is None:
             return
@@ -243,7 +243,7 @@ class ElasticAgent(Launcher):
         assert self._members is not None and self._slots is not None
         how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
         self._connection.client.send(WorkerExited(member.uid, how, code))
-        self._on_orders()  # the others must receive this before any slow work below
+        self._on_orders()  # send pending orders to other machines before any slow work below
         now_s = time.monotonic()
         failure = self._exits.failure_of(member, code)
         record = failure.record if failure is not None else None
@@ -267,7 +267,7 @@ class ElasticAgent(Launcher):
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
 
     def _tell_of_frozen(self, now_s: float) -> None:
-        """Reports the workers that have been stopped or resumed; the coordinator decides which ones are needed."""
+        """Reports workers that were stopped or resumed; the coordinator decides which workers are needed."""
         assert self._members is not None
         frozen = self._members.frozen(now_s)
         for member in list(self._members.members.values()):
@@ -282,7 +282,7 @@ class ElasticAgent(Launcher):
                 self._connection.client.send(WorkerStarted(member.uid))
 
     def _fence(self, uid: str) -> None:
-        """Kills a stopped worker, so that it cannot resume among those that continued without it."""
+        """Kills a stopped worker. If resumed, it would interfere with the workers that continued without it."""
         member = self._members.by_uid(uid) if self._members is not None else None
         if member is not None and member.life.is_stalled:
             member.life.is_fenced = True
@@ -293,14 +293,14 @@ class ElasticAgent(Launcher):
             self._slots.close(set(self._members.members))
 
     def _on_end(self, end: JobEnded) -> None:
-        """Ends the workers that still run: they have not completed their loops, or the job has failed."""
+        """Ends the workers that are still running because their loops are incomplete or the job has failed."""
         self._close_slots()
         if self._members is None:
             return
         farewell = encode_message(Dismissed(end.reason or "the job is over", end.code))
         for member in self._members.members.values():
             if not member.life.has_finished:
-                member.life.dismissed = 0  # from now on, its exit code is not a failure
+                member.life.dismissed = 0  # a dismissed worker's exit code is not a failure
                 member.channel.send(farewell)
                 if member.life.took_part_s is None:
                     member.signal(signal.SIGKILL)
@@ -308,7 +308,7 @@ class ElasticAgent(Launcher):
         self._next_signal = (time.monotonic() + patience_s, signal.SIGTERM)
 
     def _give_way(self, moved: Moved) -> None:
-        """Ends the workers, which do not belong to the job that this machine is about to join."""
+        """Ends all workers before this machine joins a different job."""
         self._end = JobEnded(0)
         if self._stopped_by is None:
             self._say(f"the job runs already: the launcher at {moved.address} coordinates it; this machine joins it")
@@ -355,7 +355,7 @@ class ElasticAgent(Launcher):
         if self._chaos is not None:
             for line in self._chaos.summary(time.monotonic()):
                 self._say(line)
-        if end.code:  # the last failures may have ended the job before they reached the coordinator
+        if end.code:  # the latest failures may not have reached the coordinator before the job ended
             blame = ReportedFailures(end.failures)
             blame.add(self._exits.failures)
             end = msgspec.structs.replace(end, failures=blame.failures)

@@ -1,8 +1,8 @@
-"""`ElasticController`: the coordinator of an elastic job behind the controller protocol of the meeting.
+"""`ElasticController`: adapts the coordinator of an elastic job to the controller protocol of the meeting.
 
-It connects the coordinator, which identifies machines by number, with the meeting's nodes: `MachineRegistry` assigns
-slots and stores, and the coordinator's orders are addressed to nodes. `ShutdownPlan` determines the final reports and
-the exit code of a launcher that was asked to end.
+The coordinator identifies machines by number, and the meeting identifies nodes. The controller translates between the
+two, and `MachineRegistry` assigns slots and stores. `ShutdownPlan` determines the final reports and the exit code of a
+launcher that was asked to end.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from paceline.train.elastic.protocol import (
 
 @dataclass
 class ConnectedMachine:
-    """A connected node: its introduction, its machine's number, and its first slot once it has started."""
+    """A connected node: its `JoinJob`, its machine number, and its first slot once the node has started."""
 
     join: JoinJob
     number: int
@@ -67,21 +67,21 @@ class ConnectedMachine:
 
     @property
     def store(self) -> str:
-        """The address at which its launcher serves a store to the workers of other machines."""
+        """The address of the store that the machine's launcher serves to workers on other machines."""
         host = self.join.address
         return f"tcp:[{host}]:{self.join.port}" if ":" in host else f"tcp:{host}:{self.join.port}"
 
 
 @dataclass
 class MachineRegistry:
-    """The machines of the job, whose numbers are unique.
+    """The machines in the job, each with a unique number.
 
     Attributes:
-        is_lone: Whether the job has only one machine, and no other can join.
-        here: The connected machines, by node.
-        away: The lost machines, which keep their slots.
-        count: The number of assigned machine numbers.
-        home: The coordinating launcher's machine, or -1 before the machines have gathered.
+        is_lone: Whether the job is limited to a single machine.
+        here: The connected machines, keyed by node.
+        away: The lost machines, whose slots remain reserved.
+        count: The number of machine numbers assigned so far.
+        home: The number of the coordinator's machine, or -1 until enough machines have joined.
     """
 
     is_lone: bool
@@ -97,7 +97,7 @@ class MachineRegistry:
         return found
 
     def returns(self, node: str, join: JoinJob, report: MachineReport) -> ConnectedMachine:
-        """Adds a machine that already takes part and has reconnected."""
+        """Adds a machine that has reconnected."""
         for before in [name for name, machine in self.here.items() if machine.number == report.number]:
             del self.here[before]
         self.away = [machine for machine in self.away if machine.number != report.number]
@@ -105,30 +105,30 @@ class MachineRegistry:
         return found
 
     def name(self, node: str) -> str:
-        """Returns the coordinator's name of the machine: its number."""
+        """Returns the coordinator's name for a node: its machine number as text."""
         return str(self.here[node].number)
 
     def nodes(self) -> dict[str, str]:
-        """Returns the nodes of the connected machines, by the coordinator's name."""
+        """Returns the nodes of connected machines, keyed by the coordinator's name for each."""
         return {str(machine.number): node for node, machine in self.here.items()}
 
     def listens(self, number: int) -> str:
-        """Returns the address at which others reach a machine's launcher, or "" if it is unknown."""
+        """Returns the address at which other launchers can reach a machine's launcher, or "" if unknown."""
         found = (machine.join.listens for machine in [*self.here.values(), *self.away] if machine.number == number)
         return next(found, "")
 
     def store(self) -> str | None:
-        """Returns the address of the workers' store, or None while the machine that serves it is not connected."""
+        """Returns the address of the workers' store, or None while the machine that serves it is disconnected."""
         found = (machine for machine in self.here.values() if self.home in (-1, machine.number))
         serving = next((machine for machine in found if machine.join.serves or machine.number == self.home), None)
         return None if serving is None else self.served_by(serving)
 
     def served_by(self, machine: ConnectedMachine) -> str:
-        """Returns the address of the store on that machine; a lone machine's store has none."""
+        """Returns the address of the store on a machine; "" if the machine is alone."""
         return "" if self.is_lone else machine.store
 
     def begin(self, node: str, run_id: str) -> StartSlots:
-        """Assigns a machine the first free slots; lost machines keep theirs."""
+        """Assigns the first free slots to a machine. Slots of lost machines are not free."""
         machine = self.here[node]
         taken = sorted(
             (other.first_slot, other.first_slot + other.join.workers)
@@ -146,19 +146,19 @@ class MachineRegistry:
         return StartSlots(machine.number, first, slots, run_id, self.store() or "")
 
 
-ORDERLY_SIGNAL = signal.SIGTERM  # makes a machine leave at the end of a step, which is not a failure
+ORDERLY_SIGNAL = signal.SIGTERM  # the machine leaves at the end of a step, which is not a failure
 
 
 @dataclass
 class ShutdownPlan:
-    """The state of this launcher's shutdown, without a process or a clock.
+    """State machine for the shutdown of this launcher, without processes or a clock.
 
     Attributes:
-        is_shared: Whether the job may run on other machines too.
-        number: The signal that requested the end, or None.
+        is_shared: Whether the job may include other machines.
+        number: The signal that requested the shutdown, or None.
         insists: Whether a second signal has arrived.
-        took_part: Whether a worker of this machine has trained with others.
-        has_left: Whether the coordinator has been informed that the workers have ended.
+        took_part: Whether a worker on this machine has entered a view.
+        has_left: Whether this launcher has reported to the coordinator that its workers have ended.
     """
 
     is_shared: bool
@@ -168,54 +168,54 @@ class ShutdownPlan:
     has_left: bool = False
 
     def announced(self) -> list[Report]:
-        """Returns the reports to the coordinator at the first signal."""
+        """Returns the reports to send to the coordinator after the first signal."""
         return [Departing()] if self.number == ORDERLY_SIGNAL else []
 
     def hands_over(self, coordinates: bool) -> bool:
-        """Returns whether this launcher hands the job over before it ends."""
+        """Returns whether this launcher must hand over the coordination before it ends."""
         return coordinates and self.number == ORDERLY_SIGNAL and not self.insists
 
     def farewell(self, coordinates: bool) -> list[Report]:
-        """Returns the reports to the coordinator when no worker is left, once."""
+        """Returns the final reports to the coordinator, once no worker is left; later calls return none."""
         if self.number is None or self.has_left or self.hands_over(coordinates):
             return []
         self.has_left = True
         return [Leave(self.number.name)]
 
     def is_well(self, code: int) -> bool:
-        """Returns whether the end was orderly, given the job's exit code: others continue, or have finished."""
+        """Returns whether the shutdown was orderly, given the exit code of the job."""
         has_gone = self.is_shared and (self.has_left or self.took_part)
         return code == 0 and self.number == ORDERLY_SIGNAL and not self.insists and has_gone
 
 
-_RETURN_PATIENCE_S = 2.0  # the wait for a machine to reconnect, since the last contact with it
-# A running job announces itself at the meeting's address four times per second. Waiting for that costs little, since
-# workers take about as long to start.
+_RETURN_PATIENCE_S = 2.0  # time to wait for a machine to reconnect after the last contact
+# Time to wait for announcements of a running job, which arrives at the meeting's address four times per second. The
+# wait costs little, because workers take about as long to start.
 _QUIET_S = 2.0
 _QUIET_SINCE_A_CALL_S = 5.0
 
 
 @dataclass
 class ElasticController:
-    """The machines of an elastic job, and the failures for the final report.
+    """The controller of an elastic job, with its machines and the failures for the final report.
 
-    It waits until enough machines have joined; the coordinator makes all other decisions.
+    The controller waits until enough machines have joined; the coordinator makes all other decisions.
 
     Attributes:
         policy: The settings of the meeting.
-        options: The elastic options.
+        options: The options of the elastic job.
         started_s: The time at which the job began.
-        successor: The next coordinator's machine and the address of its launcher, or None.
+        successor: The number of the next coordinator's machine and its launcher's address, or None.
         identity: The identity of the job.
     """
 
     policy: MembershipPolicy
     options: ElasticOptions
     started_s: float = 0.0
-    successor: tuple[int, str] | None = None  # the machine that was ordered to coordinate, and its launcher's address
-    identity: str = field(default_factory=lambda: secrets.token_hex(8))  # the identity of the job
+    successor: tuple[int, str] | None = None  # machine ordered to take over, with its launcher's address
+    identity: str = field(default_factory=lambda: secrets.token_hex(8))  # random, unique for each job
     _is_gathered: bool = False
-    _has_spoken: bool = False  # whether any worker has sent a message
+    _has_spoken: bool = False  # whether any worker has ever sent a message
     _blame: ReportedFailures = field(default_factory=ReportedFailures)
     _end: JobEnded | Moved | None = None
     _has_heard_of_another: bool = False
@@ -248,12 +248,12 @@ class ElasticController:
 
     @property
     def lacks_quorum_s(self) -> float | None:
-        """The time since which the coordinator has lacked a quorum, or None."""
+        """The time at which the coordinator lost its quorum, or None while it has one."""
         return self._coordinator.lacks_quorum_s if self._is_gathered and self._end is None else None
 
     @property
     def nodes(self) -> list[str]:
-        """The nodes of the connected machines."""
+        """The nodes that are connected."""
         return list(self._machines.here)
 
     @property
@@ -273,9 +273,9 @@ class ElasticController:
         """Takes over a job from the machines that follow this launcher.
 
         Args:
-            home: The number of this launcher's machine.
-            reports: The machines' reports, by number.
-            joins: Each machine's node and introduction, by number.
+            home: The number of this machine.
+            reports: The reports from the machines, keyed by machine number.
+            joins: The node and the `JoinJob` of each machine, keyed by machine number.
             failures: The failures that the machines have recorded.
             now_s: The current time, in seconds.
         """
@@ -291,7 +291,7 @@ class ElasticController:
         return [*self._learn_of(failures), *self._carry(given)]
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
-        """Handles a node's report."""
+        """Handles a report from a node."""
         if isinstance(report, JoinJob):
             return self._joined(node, report, now_s)
         if isinstance(report, Follow):
@@ -320,7 +320,7 @@ class ElasticController:
         return []
 
     def running(self) -> Running | None:
-        """Returns the notice for launchers that are unaware of this job, or None after its end."""
+        """Returns the notice for launchers that do not know about this job, or None after the job has ended."""
         if self._end is not None:
             return None
         is_sure = self._is_gathered and self._coordinator.lacks_quorum_s is None
@@ -331,7 +331,7 @@ class ElasticController:
         return any(machine.number == number for machine in self._machines.here.values())
 
     def heard_of(self, other: Running, now_s: float) -> Orders:
-        """Gives way to a job that is already running, or waits until that job has found a coordinator."""
+        """Handles the notice of a running job: moves to that job, or waits until it has a coordinator."""
         if self._end is not None:
             return []
         if other.address:
@@ -346,14 +346,14 @@ class ElasticController:
         return [(node, NotifyOrder(text)) for node in self._machines.here]
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose launcher has ended; the kernel has killed its workers."""
+        """Removes a node whose launcher has ended. The kernel has killed its workers."""
         machine = self._machines.here.pop(node, None)
         if machine is None or machine.first_slot is None or self._end is not None:
             return []
         return self._carry(self._coordinator.machine_left(str(machine.number), why, now_s))
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
-        """Notes that a node's connection has ended or timed out."""
+        """Handles the loss of a node's connection."""
         if self._end is not None or (machine := self._machines.here.pop(node, None)) is None:
             return []
         if machine.first_slot is None:
@@ -362,7 +362,7 @@ class ElasticController:
         return self._carry(self._coordinator.machine_lost(str(machine.number), why, now_s, silent_s))
 
     def tick(self, now_s: float) -> Orders:
-        """Carries out the work that is due at `now_s`."""
+        """Performs the work that is due at `now_s`."""
         if self._end is not None:
             return []
         if self._is_gathered:
@@ -430,11 +430,11 @@ class ElasticController:
         told = self._learn_of(report.failures)
         is_over = not any(machine.slots for machine in machines.here.values())
         if is_over and not self._blame.failures and not self._has_spoken:
-            return self._over(JobEnded(0))  # the script has no elastic loop, and has completed
+            return self._over(JobEnded(0))  # the script completed without an elastic loop
         return [*told, *self._carry(self._coordinator.slots_changed(machines.name(node), report.count, now_s))]
 
     def _learn_of(self, failures: Iterable[WorkerFailure]) -> Orders:
-        """Notes failures, and orders every machine to remember them in case this launcher is lost."""
+        """Records failures, and orders every machine to store them in case this launcher is lost."""
         is_new = self._blame.add(failures)
         return [order for node in self._machines.here for order in self._remember(node)] if is_new else []
 
@@ -451,7 +451,7 @@ class ElasticController:
         return [(node, JobEnded(0 if reason == ORDERLY_SIGNAL.name else 1)), *self._carry(left)]
 
     def _carry(self, given: CoordinatorOrders) -> Orders:
-        """Returns the coordinator's orders, addressed to nodes."""
+        """Converts the coordinator's orders, which are addressed to machines, to orders for nodes."""
         carried: Orders = []
         nodes = self._machines.nodes()
         for order in given:
@@ -471,7 +471,7 @@ class ElasticController:
         return carried
 
     def _hand_over(self, number: int, to: int) -> Order:
-        """Returns the order that makes a machine follow the successor, or ends this launcher's own part."""
+        """Returns the order to follow the successor or, for this launcher itself, to end."""
         if self.successor is None or self.successor[0] != to:
             self.successor = to, self._machines.listens(to)
         is_home = number == self._machines.home

@@ -1,6 +1,6 @@
-"""The options `--elastic`, `--min-workers`, `--preload` and `--chaos`.
+"""Parsing of the options `--elastic`, `--min-workers`, `--preload` and `--chaos`.
 
-Chaos acts are drawn from a seed, without a process or a clock (`acts_of`); `chaos_runner.py` carries them out.
+Chaos acts are generated from a seed, without processes or a clock (`acts_of`); `chaos_runner.py` performs them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _Candidate = TypeVar("_Candidate")
 
 @dataclass(frozen=True)
 class Chaos:
-    """A plan of random acts against workers.
+    """The configuration of random acts against workers.
 
     Attributes:
-        intervals_s: The kinds of acts, each with the mean time between two acts in seconds.
-        seed: The seed of the random times.
+        intervals_s: The kinds of acts, each with the mean time between acts in seconds.
+        seed: The seed for the random times.
     """
 
     intervals_s: tuple[tuple[str, float], ...]
@@ -35,7 +35,7 @@ class Chaos:
 
     @classmethod
     def parse(cls, text: str) -> Chaos:
-        """Parses the value of the flag.
+        """Parses the value of `--chaos`.
 
         >>> Chaos.parse("kill:2s,stop:5s,seed=7")
         Chaos(intervals_s=(('kill', 2.0), ('stop', 5.0)), seed=7)
@@ -59,7 +59,7 @@ class Chaos:
 
     @property
     def cuts(self) -> bool:
-        """Whether one kind of act cuts connections."""
+        """Whether any of the acts cuts connections."""
         return any(kind == "cut" for kind, _ in self.intervals_s)
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Chaos:
 
 @dataclass(frozen=True, order=True)
 class ChaosAct:
-    """An act against a worker.
+    """A random act against a worker.
 
     Attributes:
         at_s: The time since the start of the chaos, in seconds.
@@ -81,12 +81,12 @@ class ChaosAct:
     choice: float
 
     def victim_of(self, candidates: Sequence[_Candidate]) -> _Candidate:
-        """Returns the candidate that `choice` selects."""
+        """Returns the candidate selected by `choice`."""
         return candidates[int(self.choice * len(candidates))]
 
 
 def acts_of(chaos: Chaos, machine: int = 0) -> Iterator[ChaosAct]:
-    """Returns an endless iterator over the acts, in the order of their times; each machine has its own."""
+    """Returns an endless iterator over a machine's acts, ordered by time."""
     return heapq.merge(*(_acts(kind, interval_s, chaos.seed, machine) for kind, interval_s in chaos.intervals_s))
 
 
@@ -112,10 +112,10 @@ class ElasticOptions:
     """The options of an elastic job.
 
     Attributes:
-        min_workers: The number of workers below which the others wait.
+        min_workers: The minimum number of workers; with fewer workers the job waits.
         most_replacements: The maximum number of replacements on this machine, or None for no limit.
-        chaos: The acts against random workers, or None.
-        preload: The modules that are imported before workers are forked.
+        chaos: The configuration of random acts, or None.
+        preload: The modules to import before forking workers.
     """
 
     min_workers: int = 1
@@ -125,10 +125,10 @@ class ElasticOptions:
 
 
 def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: bool) -> ElasticOptions | None:
-    """Returns the elastic options, or None if the job is not elastic.
+    """Returns the options of an elastic job, or None if the job is not elastic.
 
     Raises:
-        OptionError: The flags contradict each other.
+        OptionError: The flags are contradictory.
     """
     if not options.elastic:
         if options.chaos is not None:
@@ -156,7 +156,7 @@ def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: 
 
 
 def _check_chaos(chaos: Chaos, workers: int) -> None:
-    """Raises an error for chaos that is impossible with the workers of a single machine."""
+    """Raises an error if the chaos acts are impossible on a single machine."""
     if chaos.cuts:
         raise OptionError(
             "--chaos cut needs several machines: the workers of one exchange data through its memory, where there is "

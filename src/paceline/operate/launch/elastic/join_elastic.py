@@ -1,6 +1,6 @@
-"""The connection of a launcher to an elastic job on several machines, each of which can serve the meeting later.
+"""Connection of a launcher to an elastic job on several machines, any of which can serve the meeting later.
 
-`RunningJobAnnouncer` announces the running job to a launcher that is restarted at the meeting's address.
+`RunningJobAnnouncer` announces the running job to a launcher that has been restarted at the meeting's address.
 """
 
 from __future__ import annotations
@@ -33,23 +33,22 @@ from paceline.operate.launch.multinode.remote_client import connect, connect_in_
 from paceline.operate.launch.multinode.server import MeetingServer
 
 _PAUSE_S = 0.25
-_LONG_PAUSE_S = 10.0  # the pause after a reply that is not from a launcher with the job's secret
+_LONG_PAUSE_S = 10.0  # pause after a response from a process without the job's secret
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
 
 
 class RunningJobAnnouncer:
-    """Announces a running job at the meeting's address while no launcher of the job listens there.
+    """Announces a running job at the meeting's address while none of the job's launchers listens there.
 
-    A supervisor may restart the launcher with which the job began, with the same command. It does not have the
-    addresses of the other launchers, but they have its address. The announcements run on a separate thread.
+    A supervisor may restart the job's first launcher with the same command. The restarted launcher does not have the
+    addresses of the other launchers, but they have its address. Announcements are sent from a separate thread.
 
     Args:
-        address: The meeting's address, whose name is resolved for each announcement.
+        address: The meeting's address. Its host name is resolved anew for each announcement.
         secret: The job's secret.
-        running: A function that returns the notice, or None while this launcher must not send any.
-        is_here: A function that returns whether this launcher coordinates the job and the given machine is connected to
-            it.
+        running: A function that returns the notice to send, or None while this launcher must not send any.
+        is_here: A function that returns whether this launcher coordinates the job and a given machine is connected.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class RunningJobAnnouncer:
         self._thread.join()
 
     def _run(self) -> None:
-        listens_there = -1  # the machine of the job that replied last
+        listens_there = -1  # number of the job's machine that last responded
         while not self._closed.wait(self._pause_s):
             self._pause_s = _PAUSE_S
             running = self._running()
@@ -86,7 +85,7 @@ class RunningJobAnnouncer:
                 listens_there = -1
 
     def _call(self, running: Running) -> int:
-        """Returns the number of the machine that listens there, or -1 if it takes no part in the job."""
+        """Returns the number of the machine that listens at the address, or -1 if it is not part of the job."""
         with contextlib.closing(connect(self._address, self._secret, _DIAL_S)) as connection:
             connection.sendall(encode(running))
             return _answer(connection, time.monotonic() + _ANSWER_S)
@@ -118,11 +117,11 @@ def join_elastic(
     policy: MembershipPolicy,
     controller: JobController | None,
 ) -> NodeConnection:
-    """Connects this machine to the meeting at `address`, which it serves on `listener` if it has one.
+    """Connects this machine to the meeting at `address`. If `listener` is given, this machine serves the meeting on it.
 
-    If the job is already running, this machine connects to the launcher that coordinates it, and redirects others that
-    connect to `address`. All other machines listen on the same port of their own address, or on any port if that is
-    taken, so that they can coordinate later.
+    If the job is already running, this machine connects to its coordinator and redirects other launchers that connect
+    to `address`. All other machines listen on the same port, or on any free port if that is taken, because each may
+    become the coordinator later.
     """
     rendezvous = job.rendezvous
     standby = StandbyController(policy, options, cast("ElasticController | None", controller))
@@ -144,11 +143,11 @@ def join_elastic(
 
 
 def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting: tuple[str, int]) -> Connection:
-    """Connects to the launcher that coordinates the job, or to the meeting.
+    """Connects to the coordinator of the job, or to the meeting.
 
     Raises:
-        JobMovedError: The running job has another coordinator by now, or has ended.
-        RendezvousTimeoutError: No launcher served the meeting in time.
+        JobMovedError: The running job's coordinator has changed, or the job has ended.
+        RendezvousTimeoutError: No launcher served the meeting before the timeout.
     """
     rendezvous = job.rendezvous
     if rendezvous.running is None:

@@ -1,4 +1,4 @@
-"""The log of one machine: everything that its launcher can repeat to a coordinator that it follows later."""
+"""Log of one machine: everything that its launcher reports again when it starts to follow another coordinator."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ from paceline.train.elastic.protocol import (
     merge_job_states,
 )
 
-_TRANSFERS_KEPT = 4  # more than a sender serves at a time
+_TRANSFERS_KEPT = 4  # more transfers than a sender serves at a time
 
 
 @dataclass
 class ReplayableMessages:
-    """The messages of a worker that still matter, oldest first.
+    """The messages from a worker that are still relevant, oldest first.
 
-    When a machine starts to follow a coordinator, it reports these for each running worker, and the coordinator handles
-    them as if the worker had just sent them. It replies with the current view.
+    When a machine starts to follow a coordinator, it sends these messages for each running worker. The coordinator
+    handles them as if the worker had just sent them, and responds with the current view.
     """
 
     messages: list[FromWorker] = field(default_factory=list)
 
     def heard(self, message: FromWorker) -> None:
-        """Adds the worker's next message, and removes those that it replaces."""
+        """Adds the worker's next message, and removes earlier messages that it supersedes."""
         match message:
             case Ready():
                 self.messages = [entry for entry in self.messages if isinstance(entry, Leaving)]
@@ -77,7 +77,7 @@ class ReplayableMessages:
         self.messages = [message for message in self.messages if not isinstance(message, kinds)]
 
 
-_REMEMBERED = 256  # the limit of remembered workers that have ended
+_REMEMBERED = 256  # maximum number of ended workers to remember
 
 
 @dataclass
@@ -88,10 +88,10 @@ class _RunningWorker:
 
 @dataclass
 class MachineState:
-    """The facts about one machine that a coordinator needs.
+    """The state of one machine, as required by a coordinator.
 
-    The coordinator's orders are recorded here before anything is forwarded to a worker. Therefore every coordinator
-    that this launcher follows later receives each view that a worker may have received.
+    Orders from the coordinator are recorded here before anything is forwarded to a worker. Any later coordinator
+    therefore receives every view that a worker may have received.
     """
 
     host: str
@@ -102,15 +102,15 @@ class MachineState:
     is_leaving: bool = False
     _workers: dict[str, _RunningWorker] = field(default_factory=dict)
     _finished: set[str] = field(default_factory=set)
-    _has_failed: bool = False  # whether a worker has failed after its loop
+    _has_failed: bool = False  # whether a worker has failed after completing its loop
     _ended: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def started(self, uid: str) -> None:
-        """Notes that a worker runs."""
+        """Records that a worker is running."""
         self._workers.setdefault(uid, _RunningWorker()).stalled = None
 
     def said(self, uid: str, message: FromWorker) -> None:
-        """Notes a worker's message."""
+        """Records a message from a worker."""
         if uid in self._workers:
             self._workers[uid].standing.heard(message)
             self._workers[uid].stalled = None
@@ -118,12 +118,12 @@ class MachineState:
                 self._finished.add(uid)
 
     def stalled(self, uid: str, why: str) -> None:
-        """Notes that a worker is stopped."""
+        """Records that a worker is stopped."""
         if uid in self._workers:
             self._workers[uid].stalled = why
 
     def ended(self, uid: str, how: str, code: int) -> None:
-        """Notes that a worker has ended."""
+        """Records that a worker has ended."""
         self._workers.pop(uid, None)
         self._has_failed |= uid in self._finished and code > 0
         self._ended[uid] = (how, code)
@@ -132,7 +132,7 @@ class MachineState:
 
     @property
     def has_finished(self) -> bool:
-        """Whether a worker of this machine has completed the training, and none has failed since."""
+        """Whether a worker on this machine has completed its training loop, and none has failed afterwards."""
         return bool(self._finished) and not self._has_failed
 
     @property
@@ -141,22 +141,22 @@ class MachineState:
         return self.has_finished and not self._workers
 
     def learns(self, knowledge: ReplicatedJobState) -> None:
-        """Merges the state that the coordinator replicates."""
+        """Merges replicated state from the coordinator."""
         self.knowledge = merge_job_states([self.knowledge, knowledge])
 
     def passes_on(self, view: View) -> None:
-        """Notes a view that is forwarded to a worker."""
+        """Records a view that is about to be forwarded to a worker."""
         self.knowledge = merge_job_states(
             [self.knowledge, ReplicatedJobState(term=view.generation >> 32, views=(view,))]
         )
 
     def machine_ended(self, number: int) -> None:
-        """Notes that the launcher of that machine has ended, and all its messages to this one have been read."""
+        """Records that a machine's launcher has ended and all of its messages have been read."""
         ended = {*self.knowledge.ended, number}
         self.knowledge = msgspec.structs.replace(self.knowledge, ended=tuple(sorted(ended)))
 
     def report(self) -> MachineReport:
-        """Returns the report to a coordinator that is followed from now on."""
+        """Returns the report to a newly followed coordinator."""
         workers = [
             WorkerReport(uid, tuple(worker.standing.messages), worker.stalled) for uid, worker in self._workers.items()
         ]
@@ -178,12 +178,12 @@ MOST_FAILURES = 64
 
 @dataclass
 class ReportedFailures:
-    """The failures that are reported to the user at the end of the job, each once, in order of arrival."""
+    """The failures to report to the user at the end of the job, without duplicates, in order of arrival."""
 
     failures: tuple[WorkerFailure, ...] = ()
 
     def add(self, failures: Iterable[WorkerFailure]) -> bool:
-        """Adds failures up to a limit; returns whether any is new."""
+        """Adds failures up to a limit; returns whether any of them is new."""
         known = {(failure.host, failure.pid) for failure in self.failures}
         new = [failure for failure in failures if (failure.host, failure.pid) not in known][
             : MOST_FAILURES - len(self.failures)
@@ -194,11 +194,11 @@ class ReportedFailures:
 
 @dataclass
 class MachineLog:
-    """The state of this machine, its introduction, and the failures for the final report.
+    """This machine's state and its `JoinJob`, with the failures for the final report.
 
     Attributes:
-        account: The machine's state.
-        blame: The failures.
+        account: The state of the machine.
+        blame: The failures for the final report.
         join: The report with which the machine joined, or None.
         leave: The report with which the machine leaves, or None.
     """
@@ -209,7 +209,7 @@ class MachineLog:
     leave: Leave | None = None
 
     def reported(self, report: Report) -> None:
-        """Notes a report of this launcher to the coordinator."""
+        """Records a report from this launcher to the coordinator."""
         account = self.account
         match report:
             case JoinJob():
@@ -231,7 +231,7 @@ class MachineLog:
                 self.leave = report
 
     def ordered(self, order: Order) -> None:
-        """Notes an order of the coordinator. Views are noted before any worker receives them."""
+        """Records an order from the coordinator. Views are recorded before any worker receives them."""
         match order:
             case StartSlots():
                 self.account.number, self.account.first_slot = order.machine, order.first_slot
@@ -241,5 +241,5 @@ class MachineLog:
                 self.blame.add(failures)
 
     def follow(self) -> Follow:
-        """Returns the report to a coordinator that is followed from now on."""
+        """Returns the report to a newly followed coordinator."""
         return Follow(self.account.report(), self.blame.failures)

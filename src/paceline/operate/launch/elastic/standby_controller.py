@@ -1,4 +1,4 @@
-"""`StandbyController`: a launcher's replies to other launchers of an elastic job that look for the coordinator."""
+"""`StandbyController`: responds to other launchers in an elastic job that search for the coordinator."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from paceline.operate.launch.multinode.membership import MembershipPolicy, Order
 from paceline.operate.launch.multinode.protocol import Answered, Dropped, Follow, JoinJob, Order, Report, Running
 from paceline.train.elastic.coordinator.election import Candidacy
 
-RESIGN_S = 2.0  # the time without a quorum after which a coordinator resigns and searches for another one
+RESIGN_S = 2.0  # a coordinator without a quorum for this long resigns and searches for another coordinator
 
 
 class StandbyController:
-    """The controller of this launcher's server for others: it coordinates, is a candidate, or redirects them.
+    """The controller of this launcher's server: coordinates, stands as a candidate, or redirects other launchers.
 
-    It is called by the serving thread, and by the thread that searches for a coordinator.
+    Methods are called by the serving thread and by the thread that searches for a coordinator.
 
     Args:
         policy: The settings of the meeting.
         options: The elastic options.
-        controller: The controller, if this launcher coordinates the job from the beginning.
+        controller: The controller if this launcher coordinates the job from the start, otherwise None.
     """
 
     def __init__(self, policy: MembershipPolicy, options: ElasticOptions, controller: ElasticController | None) -> None:
         self._policy, self._options = policy, options
         self._controller = controller
         self._candidacy: Candidacy | None = None
-        self._leader = (-1, "")  # the machine that this launcher follows, with its address
-        self._successor: tuple[int, str] | None = None  # the machine to which it has handed over
+        self._leader = (-1, "")  # number and address of the machine that this launcher follows
+        self._successor: tuple[int, str] | None = None  # number and address of the machine that has taken over
         self._job, self._number = "", -1
-        self._nodes: dict[str, int] = {}  # the followers' machines during a candidacy
-        self._said: list[tuple[str, Report]] = []  # reports that arrived during a candidacy
+        self._nodes: dict[str, int] = {}  # machine numbers of followers during a candidacy, by node
+        self._said: list[tuple[str, Report]] = []  # reports received during a candidacy
         self._orders: Orders = []
         self._changing = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
@@ -45,27 +45,27 @@ class StandbyController:
         return self._controller is not None
 
     def running(self) -> Running | None:
-        """Returns the notice for launchers that are unaware of the job, if this launcher coordinates it."""
+        """Returns the notice for launchers that do not know about the job; None unless this launcher coordinates it."""
         with self._changing:
             return self._controller.running() if self._controller is not None else None
 
     def is_here(self, number: int) -> bool:
-        """Returns whether this launcher coordinates the job and that machine is connected to it."""
+        """Returns whether this launcher coordinates the job and a machine is connected to it."""
         with self._changing:
             return self._controller is not None and self._controller.is_here(number)
 
     def takes_part(self, job: str, number: int) -> None:
-        """Notes the job in which this launcher takes part, and the number of its machine."""
+        """Sets the job that this launcher is part of, and the number of its machine."""
         with self._changing:
             self._job, self._number = job, number
 
     def follows(self, number: int, address: str) -> None:
-        """Notes the machine that this launcher follows, or -1, and its launcher's address."""
+        """Sets the machine that this launcher follows, or -1, and that machine's address."""
         with self._changing:
             self._leader = (number, address)
 
     def stand(self, number: int, for_s: float) -> None:
-        """Becomes a candidate, on machine `number`, for `for_s` seconds, unless it is one or coordinates already."""
+        """Becomes a candidate for `for_s` seconds, unless this launcher already is a candidate or the coordinator."""
         with self._changing:
             if self._controller is None and self._candidacy is None:
                 now_s = time.monotonic()
@@ -87,7 +87,7 @@ class StandbyController:
             return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
-        """Handles another launcher's report."""
+        """Handles a report from another launcher."""
         with self._changing:
             if isinstance(report, Running):
                 return self._heard_of(node, report, now_s)
@@ -122,7 +122,7 @@ class StandbyController:
             return self._gone(node, now_s)
 
     def tick(self, now_s: float) -> Orders:
-        """Carries out the work that is due."""
+        """Performs the work that is due."""
         with self._changing:
             if self._controller is None:
                 return self._consider(now_s)
@@ -139,7 +139,7 @@ class StandbyController:
         return self._controller.heard_of(running, now_s) if self._controller is not None else []
 
     def _with(self, given: Orders) -> Orders:
-        """Notes whether the coordinator that gave these orders has handed over."""
+        """Checks whether the coordinator has handed over, and returns its orders unchanged."""
         controller = self._controller
         if controller is not None and controller.successor is not None:
             self._successor = controller.successor
@@ -148,7 +148,7 @@ class StandbyController:
         return given
 
     def _turn_away(self, node: str, report: Report) -> Orders:
-        """Redirects a launcher to the coordinator. One that already takes part sends a Follow after its JoinJob."""
+        """Redirects a launcher to the coordinator. Waits for the Follow if the launcher is already part of the job."""
         if not isinstance(report, Follow) and not (isinstance(report, JoinJob) and report.number < 0):
             return []
         return [(node, Answered(False, *(self._successor or self._leader))), (node, Dropped())]
@@ -161,7 +161,7 @@ class StandbyController:
         return []
 
     def _consider(self, now_s: float) -> Orders:
-        """Takes over as coordinator when elected; ends the candidacy when that takes too long."""
+        """Takes over as coordinator if elected; ends the candidacy if the election takes too long."""
         candidacy = self._candidacy
         if candidacy is None:
             return []
@@ -174,7 +174,7 @@ class StandbyController:
         return [(node, Dropped()) for node in nodes]
 
     def _take_office(self, candidacy: Candidacy, now_s: float) -> Orders:
-        """Takes over the job from the followers' reports, and handles their later messages."""
+        """Takes over the job based on the followers' reports, then handles the messages that followed them."""
         said, nodes = self._said, self._nodes
         self._candidacy, self._said, self._nodes = None, [], {}
         joins = {nodes[node]: (node, report) for node, report in said if isinstance(report, JoinJob) and node in nodes}

@@ -1,4 +1,4 @@
-"""Exits of this machine's workers: their causes, and the sentences that report them."""
+"""Worker exits on this machine: their causes, and the messages that report them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.operate.launch.workers.worker import failure_of
 
 
 def describe_exit(life: WorkerHistory, failure: WorkerFailure | None) -> str:
-    """Describes a worker's exit in a few words, with its exception or the kernel's figures if available."""
+    """Describes a worker's exit in a few words, including its exception or kernel statistics if available."""
     if life.is_fenced:
         return "was stopped by a signal, so it was killed"
     if failure is None:
@@ -43,11 +43,11 @@ def describe_slots(first: int, count: int, slots: int) -> str:
 
 
 class WorkerExits:
-    """The exits of this machine's workers.
+    """Tracks and reports the exits of this machine's workers.
 
     Args:
-        reads: Whether the recordings of workers that have ended are read.
-        word: The word for a worker's number, such as "slot".
+        reads: Whether to read the recordings of workers that have ended.
+        word: The noun for a worker's number in messages, such as "slot".
         say: A function that prints a line for the user.
     """
 
@@ -55,12 +55,12 @@ class WorkerExits:
         self.failures: list[WorkerFailure] = []
         self._reads, self._word, self._say = reads, word, say
         self._memory = MemoryWatch()
-        self._recordings: dict[str, int] = {}  # descriptors of the recordings, by worker
+        self._recordings: dict[str, int] = {}  # descriptors for recordings, by worker
 
     def began(self, member: PoolWorker) -> None:
-        """Keeps a running worker's recording open beyond its end."""
+        """Opens a running worker's recording and keeps it open after the worker ends."""
         if self._reads and member.worker is not None and member.worker.memory is not None:
-            with contextlib.suppress(OSError):  # no descriptor is free
+            with contextlib.suppress(OSError):  # no free descriptor
                 self._recordings[member.uid] = os.dup(member.worker.memory.fd)
 
     def failure_of(self, member: PoolWorker, code: int) -> WorkerFailure | None:
@@ -80,14 +80,14 @@ class WorkerExits:
         decision: ReplaceWorker | CloseSlot,
         is_over: bool,
     ) -> None:
-        """Reports a worker's end and its consequence.
+        """Reports a worker's exit and its consequence.
 
         Args:
-            member: The worker.
+            member: The worker that has ended.
             code: The exit code.
             fate: The cause of the exit.
             failure: The failure, or None.
-            decision: Whether the worker is replaced.
+            decision: The decision on whether to replace the worker.
             is_over: Whether the job is ending.
         """
         if failure is not None and (fate in (ExitCause.FAILED, ExitCause.REFUSED) or member.life.has_finished):
@@ -110,7 +110,7 @@ class WorkerExits:
         self._memory.close()
 
     def _verdict(self, member: PoolWorker, code: int, fate: ExitCause, failure: WorkerFailure | None) -> str:
-        """Returns a sentence about a worker's exit; for a failure, the diagnosis that other kinds of jobs use."""
+        """Returns a sentence about a worker's exit. For a failure, this is the same diagnosis as in other jobs."""
         if fate is ExitCause.RELEASED:
             return f"{member} has ended, since the others went on without it"
         if failure is None or member.life.is_fenced or fate not in (ExitCause.FAILED, ExitCause.KILLED):

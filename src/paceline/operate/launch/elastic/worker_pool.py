@@ -1,4 +1,4 @@
-"""`WorkerPool`: the workers of an elastic job on this machine, by slot, with their channels and shared resources."""
+"""`WorkerPool`: an elastic job's workers on this machine, with their channels and shared resources."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from paceline.operate.launch.workers.worker import OutputForwarder, WorkerProces
 from paceline.train.elastic import protocol
 from paceline.train.elastic.protocol import LARGEST_DATAGRAM, FromWorker
 
-# Imported before workers are forked. The first optimizer of a process imports torch._dynamo, which takes as long as
-# torch itself.
+# Modules to import before forking workers. The first optimizer in a process imports torch._dynamo, which takes as long
+# as importing torch itself.
 MODULES = ("torch", "torch._dynamo", "paceline.train.elastic.worker.elastic_state")
 
 
 class WorkerChannel:
-    """The launcher's end of the socket pair to one worker, with a message in each datagram.
+    """The launcher's end of a socket pair to one worker. Each datagram contains one message.
 
-    A worker that does not read does not block the launcher: datagrams are queued until it does.
+    A worker that stops reading does not block the launcher: datagrams are queued until the worker reads them.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class WorkerChannel:
     def pair(
         cls, selector: selectors.BaseSelector, on_datagram: Callable[[bytes], None]
     ) -> tuple[WorkerChannel, socket.socket]:
-        """Returns a channel and the worker's end."""
+        """Creates a channel; returns it with the worker's end of the socket pair."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours, selector, on_datagram), theirs
 
     def send(self, datagram: bytes) -> None:
-        """Sends a datagram, or queues it until the worker reads; it is dropped if the worker has ended."""
+        """Sends a datagram, or queues it until the worker reads. Drops the datagram if the worker has ended."""
         self._unsent.append(datagram)
         self._flush()
 
     def drain(self) -> None:
-        """Handles all datagrams that the worker has sent so far."""
+        """Handles all datagrams received from the worker so far."""
         while self._is_open:
             try:
                 datagram = self._connection.recv(LARGEST_DATAGRAM)
@@ -101,7 +101,7 @@ class WorkerChannel:
                 self._connection.send(self._unsent[0])
             except BlockingIOError:
                 break
-            except OSError:  # the worker has ended, which the launcher detects elsewhere
+            except OSError:  # the worker has ended; the launcher detects this elsewhere
                 self._unsent.clear()
                 break
             self._unsent.popleft()
@@ -110,23 +110,23 @@ class WorkerChannel:
             self._selector.modify(self._connection, events, self._on_ready)
 
 
-STOPPED_AFTER_S = 1.0  # the time after which a stopped worker counts as frozen; a merely slow one never does
+STOPPED_AFTER_S = 1.0  # a worker that is stopped for this long counts as frozen; merely slow workers never do
 
 
 @dataclass
 class StoppedProcesses:
-    """The processes that are stopped by a signal, with the time at which each was first seen stopped."""
+    """Processes stopped by a signal, with the time at which each was first found stopped."""
 
     since_s: dict[int, float] = field(default_factory=dict)
     _looked_s: float = 0.0
 
     def look(self, stopped: Iterable[int], now_s: float) -> None:
-        """Updates the ids of the stopped processes."""
+        """Updates the set of stopped processes."""
         self.since_s = {pid: self.since_s.get(pid, now_s) for pid in stopped}
         self._looked_s = now_s
 
     def frozen(self, now_s: float) -> list[int]:
-        """Returns the processes that have been stopped for too long."""
+        """Returns the ids of processes that have been stopped for too long."""
         return [pid for pid, since_s in self.since_s.items() if now_s - since_s >= STOPPED_AFTER_S]
 
     @property
@@ -139,21 +139,21 @@ class StoppedProcesses:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped by a signal; one that a debugger holds does not count."""
+    """Returns whether a process is stopped by a signal. A process held by a debugger does not count."""
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as status:
         return status.read().rpartition(b")")[2].split()[0] == b"T"
     return False
 
 
 class WorkerResources:
-    """The resources that the workers share: their secret, their store if it is served here, and the forker.
+    """Resources shared by the workers: the secret, the forker, and the store if this launcher serves it.
 
-    With several machines, the launcher that serves the meeting also serves the store; workers cannot serve it, since
-    any of them may die.
+    With several machines, the launcher that serves the meeting also serves the store. Workers cannot serve the store,
+    because any of them may die.
 
     Attributes:
-        secret: The secret of all workers of the job, or None.
-        port: The port of the store that this launcher serves to other machines, or 0.
+        secret: The secret shared by all workers in the job, or None.
+        port: The port of the store that this launcher serves to other machines; 0 if there is none.
     """
 
     def __init__(self, job: Job, connection: NodeConnection, secret: bytes | None, cleanup: Cleanup) -> None:
@@ -177,7 +177,7 @@ class WorkerResources:
         keyboard: Keyboard,
         keeper: RecordingKeeper,
     ) -> WorkerContext:
-        """Returns the workers' common context; `environment` holds the variables of any job's workers.
+        """Creates the resources, adds variables to `environment`, and returns the workers' common context.
 
         Raises:
             OSError: The store cannot be served.
@@ -188,7 +188,7 @@ class WorkerResources:
             self._store = StoreServer.on_unix_path(str(path), self.secret)
             served = f"unix:{path}"
         environment["PACELINE_STORE"] = served
-        # Torch then requests huge pages, which make the forks of state transfers five times as fast.
+        # Lets torch request huge pages, which speeds up the forks for state transfers by a factor of five.
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         if self.secret is not None:
             self._file = SecretFile.create(self.secret)
@@ -205,7 +205,7 @@ class WorkerResources:
         )
 
     def start_of(self, begin: StartSlots) -> Start:
-        """Returns the ranks of the slots: their numbers."""
+        """Returns a `Start` whose ranks are the slot numbers."""
         host, port = "127.0.0.1", self._job.port or free_port()
         if begin.store:
             address, _, number = begin.store.removeprefix("tcp:").rpartition(":")
@@ -215,7 +215,7 @@ class WorkerResources:
         return Start(1, 0, most, begin.run_id, begin.machine, begin.machine + 1, first, slots, first, slots, host, port)
 
     def forker(self, context: WorkerContext, selector: selectors.BaseSelector, say: Callable[[str], None]) -> Forker:
-        """Returns the forker; it forks unless the user or the kind of program requires new interpreters."""
+        """Returns the forker. It forks workers unless the user or the kind of program requires new interpreters."""
         descriptors = allow_descriptors(self._job.workers)
         forks = self._job.start_method != "spawn" and self._job.command.kind is not CommandKind.PROGRAM
         modules = MODULES if forks else None
@@ -241,14 +241,14 @@ NAME = "PACELINE_WORKER"
 
 @dataclass
 class PoolWorker:
-    """The worker of a slot: its name, its process once it has one, and its history."""
+    """The worker in a slot: its name, its process (once started), and its history."""
 
     uid: str
-    slot: int  # the slot's number on this machine, from 0
-    number: int  # the slot's number in the job: the worker's RANK
+    slot: int  # slot number on this machine, starting at 0
+    number: int  # slot number in the job, which is the worker's RANK
     channel: WorkerChannel
     asked_s: float
-    is_replacement: bool = False  # the slot had a worker before
+    is_replacement: bool = False  # whether the slot had an earlier worker
     life: WorkerHistory = field(default_factory=WorkerHistory)
     worker: WorkerProcess | None = None
     following: OutputForwarder | None = None
@@ -259,29 +259,29 @@ class PoolWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether the worker has a process that is not known to have ended."""
+        """Whether the worker has a process that has not been observed to end."""
         return self.worker is not None and self.worker.exit_code is None
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the worker, if it runs."""
+        """Sends a signal to the worker if it is running."""
         if self.worker is not None and self.worker.exit_code is None:
             self.worker.signal(number)
 
 
 class WorkerPool:
-    """Starts workers and follows them until they end.
+    """Starts workers and monitors them until they end.
 
     Args:
         job: The job's description.
-        start: The ranks of this machine's slots.
-        machine: The number of this machine, with which the workers' names begin.
-        context: The workers' common context.
-        forker: The forker that starts their processes.
+        start: The ranks for this machine's slots.
+        machine: The number of this machine, used as a prefix of worker names.
+        context: The context shared by all workers.
+        forker: The forker that starts worker processes.
         selector: The launcher's event loop.
-        marks: A function that returns the variables that mark all processes started by a worker of that name.
-        on_start: A function that is called with each worker whose process has started.
-        on_message: A function that is called with each message of a worker, or with None for an invalid datagram.
-        on_end: A function that is called with a worker that has ended, after all of its messages and output.
+        marks: A function that returns, for a worker's name, the environment variables that mark all of its processes.
+        on_start: A function called with each worker whose process has started.
+        on_message: A function called with each message from a worker, or with None for an invalid datagram.
+        on_end: A function called with each worker that has ended, after all of its messages and output were handled.
     """
 
     def __init__(
@@ -308,10 +308,10 @@ class WorkerPool:
         self._attempts: dict[int, int] = {}
 
     def add(self, slot: int) -> None:
-        """Starts a worker in a slot that has none; its process has started when `on_start` is called.
+        """Starts a worker in an empty slot. `on_start` is called once the process has started.
 
         Raises:
-            OSError: Descriptors or processes are exhausted.
+            OSError: The limit of descriptors or processes is reached.
         """
         attempt = self._attempts.get(slot, 0)
         self._attempts[slot] = attempt + 1
@@ -331,16 +331,16 @@ class WorkerPool:
             raise
 
     def by_uid(self, uid: str) -> PoolWorker | None:
-        """Returns the worker of this name, if it runs or is about to."""
+        """Returns the worker with this name if it is running or starting, otherwise None."""
         return next((member for member in self.members.values() if member.uid == uid), None)
 
     def pids(self) -> list[int]:
-        """Returns the process ids of the workers that are not known to have ended."""
-        self._forker.read()  # includes workers that have just been forked
+        """Returns the process ids of workers that have not been observed to end."""
+        self._forker.read()  # updates the pids of workers that have just been forked
         return [member.worker.pid for member in self.members.values() if member.worker is not None and member.runs]
 
     def interactive(self) -> WorkerProcess | None:
-        """Returns the worker that waits for typed input: it is in `paceline.breakpoint`, or reads the terminal."""
+        """Returns the worker that waits for typed input (in `paceline.breakpoint` or a terminal read), or None."""
         running = [member.worker for member in self.members.values() if member.worker is not None and member.runs]
         debugged = [worker for worker in running if os.path.exists(worker.debugger_file)]
         reading = [worker for worker in running if worker.reads and self._context.keyboard.is_read_by(worker.pid)]
@@ -352,19 +352,19 @@ class WorkerPool:
             member.signal(number)
 
     def end(self, number: int) -> None:
-        """Sends a signal that ends workers, including stopped ones, and starts no more."""
+        """Sends a terminating signal to all workers, including stopped ones, and starts no new workers."""
         self._forker.cancel()
         for member in [worker for worker in self.members.values() if worker.worker is None]:
             self._forget(member)
         self.signal(number)
-        self.signal(signal.SIGCONT)  # a stopped worker handles the signal before its program continues
+        self.signal(signal.SIGCONT)  # a stopped worker handles the terminating signal before its program continues
 
     def kill(self) -> None:
-        """Kills the workers at once."""
+        """Kills all workers immediately."""
         self.end(signal.SIGKILL)
 
     def resize(self) -> None:
-        """Passes the terminal's current size on to the workers that write to it."""
+        """Forwards the terminal's current size to the workers that write to it."""
         for member in self.members.values():
             if member.following is not None:
                 member.following.resize()
@@ -390,7 +390,7 @@ class WorkerPool:
             self.look_for_stopped(now_s)
 
     def frozen(self, now_s: float) -> list[PoolWorker]:
-        """Returns the workers that have been stopped for too long."""
+        """Returns workers that have been stopped for too long."""
         frozen = self.stopped.frozen(now_s)
         return [member for member in self.members.values() if member.worker is not None and member.worker.pid in frozen]
 
@@ -412,14 +412,14 @@ class WorkerPool:
     def _started(self, member: PoolWorker, prepared: WorkerSpec, pid: int) -> None:
         try:
             worker = prepared.started(pid)
-        except ProcessLookupError:  # it has already ended
+        except ProcessLookupError:  # the process has already ended
             prepared.close()
             self._forget(member)
             self._on_end(member, -signal.SIGKILL)
             return
         member.worker = worker
         member.following = OutputForwarder(worker, prepared.outputs, self._selector)
-        if self.members.get(member.slot) is not member:  # the job has ended in the meantime
+        if self.members.get(member.slot) is not member:  # the job ended in the meantime
             worker.signal(signal.SIGKILL)
             worker.collect()
             self._forget(member)

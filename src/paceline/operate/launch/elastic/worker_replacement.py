@@ -1,6 +1,7 @@
-"""Decisions on whether and when a worker that has ended is replaced, without a process or a clock.
+"""Decisions on whether and when to replace a worker that has ended. Uses neither processes nor a clock.
 
-`SlotHistory` decides for one slot; `SlotTable` tracks which slots of a machine wait for a worker, and until when.
+`SlotHistory` decides for one slot. `SlotTable` tracks which slots on a machine are waiting for a worker, and until
+when.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from paceline.train.elastic.protocol import LEFT_OUT, FromWorker, Installed, Lea
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
-SOON_S = 60.0  # the time after taking part within which a failure counts as "soon"
-# A slot is closed after this many consecutive failures...
-MOST_SOON = 3  # ... soon after taking part,
-MOST_FAILED_STARTS = 4  # ... before taking part,
-MOST_KILLED_STARTS = 10  # ... or kills from outside before taking part.
+SOON_S = 60.0  # a failure within this time after the worker entered a view counts as "soon"
+# Limits on consecutive failures, after which a slot is closed.
+MOST_SOON = 3  # failures soon after entering a view
+MOST_FAILED_STARTS = 4  # failures before entering a view
+MOST_KILLED_STARTS = 10  # external kills before entering a view
 
 _CRASHES = frozenset(
     (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP)
@@ -25,25 +26,25 @@ _CRASHES = frozenset(
 
 
 class ExitCause(Enum):
-    """The cause of a worker's end."""
+    """The cause of a worker's exit."""
 
-    DONE = auto()  # its script has completed
-    LEFT = auto()  # it was asked to leave
-    REFUSED = auto()  # the coordinator refused it
-    RELEASED = auto()  # the others continued without it, and it may be replaced
-    KILLED = auto()  # it was ended from outside the script
-    FAILED = auto()  # its script failed or crashed
+    DONE = auto()  # the worker's script completed
+    LEFT = auto()  # the worker was asked to leave
+    REFUSED = auto()  # the coordinator refused the worker
+    RELEASED = auto()  # the other workers continued without this worker, which may be replaced
+    KILLED = auto()  # the worker was terminated from outside the script
+    FAILED = auto()  # the worker's script failed or crashed
 
 
 @dataclass
 class WorkerHistory:
-    """The facts about a worker that matter when it ends.
+    """The events in a worker's life that determine how its exit is handled.
 
     Attributes:
         took_part_s: The time at which the worker first entered a view, or None.
-        is_leaving: Whether the worker has announced that it leaves.
+        is_leaving: Whether the worker has announced its departure.
         has_finished: Whether the worker's training loop has completed.
-        dismissed: The exit code with which the coordinator dismissed the worker, or None.
+        dismissed: The exit code assigned by the coordinator when it dismissed the worker, or None.
         is_stalled: Whether the worker was reported to the coordinator as stopped.
         is_fenced: Whether the launcher killed the worker because it was stopped.
     """
@@ -56,7 +57,7 @@ class WorkerHistory:
     is_fenced: bool = False
 
     def heard(self, message: FromWorker, now_s: float) -> None:
-        """Notes a message of the worker."""
+        """Records a message from the worker."""
         match message:
             case Installed():
                 self.took_part_s = self.took_part_s or now_s
@@ -67,13 +68,13 @@ class WorkerHistory:
 
 
 def exit_cause_of(life: WorkerHistory, exit_code: int, has_record: bool, is_out_of_memory: bool) -> ExitCause:
-    """Returns the cause of a worker's end.
+    """Returns the cause of a worker's exit.
 
     Args:
-        life: The worker's history.
+        life: The history of the worker.
         exit_code: The exit code as in subprocess, negative for a signal.
-        has_record: Whether the worker left an exception other than KeyboardInterrupt.
-        is_out_of_memory: Whether the kernel killed the worker because memory ran out.
+        has_record: Whether the worker recorded an exception other than KeyboardInterrupt.
+        is_out_of_memory: Whether the kernel's out-of-memory killer ended the worker.
     """
     if life.dismissed:
         return ExitCause.REFUSED
@@ -90,25 +91,25 @@ def exit_cause_of(life: WorkerHistory, exit_code: int, has_record: bool, is_out_
 
 @dataclass(frozen=True)
 class ReplaceWorker:
-    """The worker is replaced after a pause of `after_s` seconds."""
+    """Decision to replace the worker after a pause of `after_s` seconds."""
 
     after_s: float
 
 
 @dataclass(frozen=True)
 class CloseSlot:
-    """The worker is not replaced; `reason` is None if it ended as intended."""
+    """Decision not to replace the worker; `reason` is None if it ended as intended."""
 
     reason: str | None
 
 
 @dataclass
 class SlotHistory:
-    """The failures of one slot.
+    """The failure history of one slot.
 
-    A worker that is killed from outside after it took part reveals nothing about the script, so it is replaced at once,
-    however often that happens. Workers that fail by themselves, or are killed before they take part, are replaced after
-    increasing pauses, and only a limited number of times.
+    An external kill after a worker has entered a view says nothing about the script, so the worker is always replaced
+    immediately. Workers that fail on their own, or are killed before they enter a view, are replaced after increasing
+    pauses and only a limited number of times.
     """
 
     failed_starts: int = 0
@@ -116,7 +117,7 @@ class SlotHistory:
     soon: int = 0
 
     def ended(self, fate: ExitCause, life: WorkerHistory, now_s: float) -> ReplaceWorker | CloseSlot:
-        """Returns the decision after the end of a worker."""
+        """Decides whether to replace a worker that has ended."""
         if fate in (ExitCause.DONE, ExitCause.LEFT):
             return CloseSlot(None)
         if fate is ExitCause.REFUSED:
@@ -148,12 +149,12 @@ class SlotHistory:
 
 
 def pause_s(in_a_row: int) -> float:
-    """Returns the pause after the n-th consecutive failure: none, then 0.25 s, 0.5 s, up to 30 s."""
+    """Returns the pause after the n-th consecutive failure: 0 s, then 0.25 s, 0.5 s, up to 30 s."""
     return 0.0 if in_a_row < 2 else min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(in_a_row - 2, 30))
 
 
 class SlotTable:
-    """The slots of a machine, all of which are due at first.
+    """The slots on a machine. Initially, all of them are due for a worker.
 
     Args:
         count: The number of slots.
@@ -162,15 +163,15 @@ class SlotTable:
     """
 
     def __init__(self, count: int, now_s: float, most_replacements: int | None = None) -> None:
-        self._slots = {slot: SlotHistory() for slot in range(count)}  # the open slots
-        self._due_s = dict.fromkeys(range(count), now_s)  # the open slots that wait for a worker
+        self._slots = {slot: SlotHistory() for slot in range(count)}  # open slots
+        self._due_s = dict.fromkeys(range(count), now_s)  # due times of open slots that wait for a worker
         self._most_replacements = most_replacements
         self._replaces = True
         self.replacements = 0
 
     @property
     def count(self) -> int:
-        """The number of slots that have a worker, or will have one."""
+        """The number of slots that have a worker or are waiting for one."""
         return len(self._slots)
 
     @property
@@ -179,14 +180,14 @@ class SlotTable:
         return min(self._due_s.values(), default=None)
 
     def due(self, now_s: float) -> list[int]:
-        """Returns the slots that must get a worker now, and counts them as filled."""
+        """Returns the slots that are due for a worker, and marks them as filled."""
         due = [slot for slot, due_s in self._due_s.items() if now_s >= due_s]
         for slot in due:
             del self._due_s[slot]
         return due
 
     def ended(self, slot: int, fate: ExitCause, life: WorkerHistory, now_s: float) -> ReplaceWorker | CloseSlot:
-        """Returns the decision after the end of a slot's worker."""
+        """Decides whether to replace a slot's worker that has ended."""
         if slot not in self._slots:
             return CloseSlot(None)
         decision = self._slots[slot].ended(fate, life, now_s)
@@ -205,7 +206,7 @@ class SlotTable:
         return decision
 
     def close(self, running: set[int]) -> None:
-        """Stops replacements: only the slots in `running` stay open, until their workers end."""
+        """Stops replacements. Only the slots in `running` stay open until their workers end."""
         self._slots = {slot: history for slot, history in self._slots.items() if slot in running}
         self._due_s.clear()
         self._replaces = False

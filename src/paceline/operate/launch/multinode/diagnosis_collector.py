@@ -1,7 +1,7 @@
-"""Controllers that wrap another one: `DiagnosisCollector` and `DashboardRelay`.
+"""Controllers that wrap another controller: `DiagnosisCollector` and `DashboardRelay`.
 
 `DiagnosisCollector` merges the nodes' snapshots into one diagnosis for the user. `DashboardRelay` forwards the live
-page's data between nodes. Like the controllers they wrap, they are state machines without sockets or a clock.
+page's data between nodes. Both are state machines without sockets or a clock, like the controllers that they wrap.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class ControllerMiddleware:
-    """A controller that forwards everything to `inner`; subclasses handle some of the reports themselves."""
+    """A controller that forwards everything to `inner`. Subclasses handle some reports themselves."""
 
     inner: JobController
-    _serves: dict[str, bool] = field(default_factory=dict, kw_only=True)  # by node
+    _serves: dict[str, bool] = field(default_factory=dict, kw_only=True)  # whether each node serves the meeting
 
     @property
     def deadline_s(self) -> float | None:
@@ -63,7 +63,7 @@ class ControllerMiddleware:
         return self.inner.tick(now_s)
 
     def _serving(self) -> list[str]:
-        """Returns the node that serves the meeting, if it is connected."""
+        """Returns the node that serves the meeting, or an empty list if it is not connected."""
         return [node for node, serves in self._serves.items() if serves]
 
     def _others(self) -> list[str]:
@@ -76,7 +76,7 @@ class ControllerMiddleware:
 
 @dataclass
 class DashboardRelay(ControllerMiddleware):
-    """A controller that also relays `DashboardWatched`, `AskStacks` and `DashboardUpdate` between the nodes."""
+    """A controller that also relays `DashboardWatched`, `AskStacks` and `DashboardUpdate` between nodes."""
 
     _is_watched: bool = False
 
@@ -94,15 +94,15 @@ class DashboardRelay(ControllerMiddleware):
         return orders
 
 
-PATIENCE_S = 4.0  # the time for the other nodes' snapshots of a stall
-LAST_PATIENCE_S = 10.0  # the same if the cause may be on one of the missing nodes; lost nodes are not awaited
-FAILURE_PATIENCE_S = 0.3  # the time for snapshots after a failure, which are taken at once
+PATIENCE_S = 4.0  # time to wait for other nodes' snapshots of a stall
+LAST_PATIENCE_S = 10.0  # longer wait if the cause may be on a missing node that is not lost
+FAILURE_PATIENCE_S = 0.3  # time to wait for snapshots after a failure, which nodes take immediately
 FAILURE_LAST_PATIENCE_S = 4.0
 
 
 @dataclass(frozen=True)
 class ReceivedSnapshot:
-    """A snapshot and its time of arrival; snapshots of several nodes may be seconds apart, on different clocks."""
+    """A snapshot and its time of arrival. Nodes have different clocks and may take their snapshots seconds apart."""
 
     picture: MachineSnapshot
     at_s: float
@@ -113,20 +113,20 @@ class ReceivedSnapshot:
 
     @property
     def stalled_since_s(self) -> float | None:
-        """The time, on the clock of `at_s`, since which a call has taken too long, or None."""
+        """The start time of the longest overdue call, converted to the clock used by `at_s`, or None."""
         since_s = self.picture.stalled_since_s
         return None if since_s is None else self.at_s - (self.picture.taken_s - since_s)
 
 
 @dataclass
 class SnapshotCollection:
-    """Snapshots that are being collected.
+    """A collection of snapshots in progress.
 
     Attributes:
-        missing: The nodes whose snapshots have not arrived.
-        deadline_s: The time at which to conclude from the snapshots that have arrived.
-        last_s: The time at which to conclude if those snapshots do not reveal the cause.
-        pictures: The snapshots by node.
+        missing: The nodes whose snapshots have not arrived yet.
+        deadline_s: The time at which to diagnose the snapshots received so far.
+        last_s: The extended deadline, for use if the snapshots do not reveal the cause by `deadline_s`.
+        pictures: The snapshots, keyed by node.
     """
 
     missing: set[str]
@@ -135,16 +135,16 @@ class SnapshotCollection:
     pictures: dict[str, ReceivedSnapshot] = field(default_factory=dict)
 
     def add(self, node: str, arrived: ReceivedSnapshot) -> None:
-        """Adds a node's snapshot, requested or not."""
+        """Adds a snapshot from a node, whether requested or not."""
         self.pictures[node] = arrived
         self.missing.discard(node)
 
     def is_over(self, now_s: float) -> bool:
-        """Returns whether no further snapshot is awaited."""
+        """Returns whether the collection is complete or its deadline has passed."""
         return not self.missing or now_s >= self.deadline_s
 
     def goes_on(self) -> bool:
-        """Extends the wait until `last_s`; returns whether there is any snapshot to wait for."""
+        """Extends the deadline to `last_s`; returns whether there are any snapshots left to wait for."""
         is_later = bool(self.missing) and self.last_s > self.deadline_s
         self.deadline_s = self.last_s
         return is_later
@@ -155,15 +155,15 @@ class DiagnosisCollector(ControllerMiddleware):
     """A controller that also handles snapshots; `inner` makes all other decisions.
 
     Attributes:
-        word: The word for a worker's number, such as "rank".
+        word: The noun for a worker's number in messages, such as "rank".
     """
 
     word: str = "rank"
     _stall: SnapshotCollection | None = None
-    _failure: SnapshotCollection | None = None  # at most one in each generation
-    _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # the snapshots of ended workers
+    _failure: SnapshotCollection | None = None  # at most one per generation
+    _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # final snapshots of ended workers, by node
     _said: StallReporter = field(default_factory=StallReporter)
-    _has_failed: bool = False  # whether a worker of this generation has failed
+    _has_failed: bool = False  # whether a worker in this generation has failed
     _has_ended: bool = False
 
     @property
@@ -229,12 +229,12 @@ class DiagnosisCollector(ControllerMiddleware):
     def _round(
         self, node: str, order: RequestSnapshot, deadline_s: float, last_s: float
     ) -> tuple[SnapshotCollection, Orders]:
-        """Returns a collection that a node's snapshot has begun, and the requests to all other nodes."""
+        """Starts a collection after a node's snapshot; returns it with requests to all other nodes."""
         others = set(self._serves) - {node}
         return SnapshotCollection(others, deadline_s, last_s), [(other, order) for other in sorted(others)]
 
     def _conclude(self, now_s: float) -> Orders:
-        """Returns the messages that follow from the collections that are complete."""
+        """Diagnoses complete collections and returns the resulting messages."""
         if self._failure is not None and self._failure.is_over(now_s):
             return self._conclude_failure(self._failure, now_s)
         if self._stall is None or not self._stall.is_over(now_s):
@@ -247,7 +247,7 @@ class DiagnosisCollector(ControllerMiddleware):
         return [] if verdict is None or not stalls else self._tell_verdict(verdict, min(stalls))
 
     def _conclude_failure(self, finished: SnapshotCollection, now_s: float) -> Orders:
-        """Explains a failure, or waits for the missing nodes if one of them may have the cause."""
+        """Diagnoses a failure, or extends the wait if the cause may be on a missing node."""
         verdict = self._verdict(finished.pictures, now_s)
         is_known = verdict is not None and verdict.is_failure and verdict.is_certain
         if not is_known and finished.goes_on():
@@ -258,7 +258,7 @@ class DiagnosisCollector(ControllerMiddleware):
         return self._tell_verdict(verdict, now_s)
 
     def _tell_verdict(self, verdict: Diagnosis, since_s: float) -> Orders:
-        """Returns the message with a diagnosis, unless it repeats the last one."""
+        """Returns the message with a diagnosis, unless it repeats the previous message."""
         text = self._said.tell(verdict, since_s)
         return self._tell(text, verdict.blamed) if text is not None else []
 
@@ -272,10 +272,10 @@ class DiagnosisCollector(ControllerMiddleware):
 
     def _tell(self, text: str, blamed: tuple[int, ...] | None = None) -> Orders:
         told = UserMessage(text, is_stall=blamed is not None, blamed=blamed or ())
-        return [(node, told) for node in self._serving() or self._serves]  # the server may have changed
+        return [(node, told) for node in self._serving() or self._serves]  # the serving node may have changed
 
     def _with_final_diagnosis(self, orders: Orders, now_s: float) -> Orders:
-        """Inserts, before the orders that end a job, the cause of its failure or the ranks that delayed the others."""
+        """Inserts a final diagnosis before the orders that end a job: the cause of its failure, or the stragglers."""
         if any(isinstance(order, Start) for _, order in orders):
             self._stall = self._failure = None
             self._has_failed = False
@@ -291,7 +291,7 @@ class DiagnosisCollector(ControllerMiddleware):
         return [*told, *orders]
 
     def _last_words(self, end: JobEnded, now_s: float) -> list[str]:
-        """Returns the sentences for the end of a job."""
+        """Returns the sentences to report at the end of a job."""
         if end.code == 0:
             from paceline.operate.diagnosis.stragglers import describe_slowdowns
 
@@ -299,7 +299,8 @@ class DiagnosisCollector(ControllerMiddleware):
             return explain_or_default(lambda: describe_slowdowns(pictures, self.word), [])
         seen = self._failure.pictures if self._failure is not None else {}
         verdict = self._verdict({**seen, **self._last}, now_s) if seen or (self._last and end.failures) else None
-        # Without a failure the job ends because a node was lost; a rank that failed before that is still reported.
+        # Without a reported failure, the job ended because a node was lost. A rank that failed earlier is still
+        # reported.
         if verdict is None or not (verdict.is_failure or (verdict.is_fault and end.failures)):
             return []
         return [verdict.sentence]
@@ -312,7 +313,7 @@ class DiagnosisCollector(ControllerMiddleware):
 
 
 def _is_of_calls(picture: MachineSnapshot) -> bool:
-    """Returns whether a rank failed because its calls did not match those of the others."""
+    """Returns whether a rank failed because its calls did not match those of the other ranks."""
     from paceline.operate.diagnosis.job_snapshot import ExitReason
 
     return any(rank.ending is not None and rank.ending.manner is ExitReason.MISMATCH for rank in picture.ranks)

@@ -1,6 +1,7 @@
 """`Membership`: the state machine that decides which nodes run which generation of workers, and with which ranks.
 
-It has no socket, process or clock: events arrive as calls with a timestamp, and each call returns orders for nodes.
+It uses no sockets, processes or clock: events arrive as method calls with a timestamp, and each call returns orders for
+nodes.
 
     GATHERING   the job waits for enough nodes; no workers run
     RUNNING     the workers of `members` run, as one generation
@@ -8,8 +9,8 @@ It has no socket, process or clock: events arrive as calls with a timestamp, and
     PAUSING     a worker failed, and all are restarted after a pause
     OVER        every node has been ordered to end
 
-A generation that ends because nodes joined or left does not count as a restart. One in which a worker failed does,
-unless a lost node explains the failure.
+If a generation ends because nodes joined or left, the next one does not count as a restart. If a worker failed, it
+does, unless a lost node explains the failure.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from paceline.train.elastic.protocol import NotifyOrder
 def assign_ranks(
     joins: Sequence[JoinJob], generation: int, restart_count: int, max_restarts: int, run_id: str, port: int | None
 ) -> list[Start]:
-    """Returns the Start of each node; the ranks of its workers follow those of the previous nodes.
+    """Returns a Start for each node. Ranks are assigned contiguously, in the order of the nodes.
 
     Args:
-        joins: The nodes' introductions, in the order of their ranks.
-        generation: The number of the generation of workers.
+        joins: The `JoinJob` of each node, in rank order.
+        generation: The number of the generation.
         restart_count: The number of restarts so far.
         max_restarts: The maximum number of restarts.
         run_id: The name of the job.
-        port: The port of torch's store that the user chose, or None for the first node's.
+        port: The port for torch's store as chosen by the user, or None for the first node's choice.
     """
     sizes = [join.workers for join in joins]
     starts = []
@@ -75,11 +76,11 @@ def assign_ranks(
     return starts
 
 
-Orders = list[tuple[str, Order]]  # orders, each with the node that it is addressed to
+Orders = list[tuple[str, Order]]  # pairs of a node and an order for it
 
 
 class JobController(Protocol):
-    """The state machine behind a meeting: `Membership` for generations, `ElasticController` for elastic jobs."""
+    """The state machine behind a meeting: `Membership` for ordinary jobs, `ElasticController` for elastic jobs."""
 
     @property
     def deadline_s(self) -> float | None:
@@ -89,10 +90,10 @@ class JobController(Protocol):
         """Handles a node's report."""
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose launcher has ended, along with its workers."""
+        """Removes a node whose launcher and workers have ended."""
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
-        """Removes a node whose connection failed or which was silent for `silent_s` seconds; its workers may live."""
+        """Removes a node that disconnected or was silent for `silent_s` seconds. Its workers may still be alive."""
 
     def tick(self, now_s: float) -> Orders:
         """Carries out the work that is due at `now_s`."""
@@ -100,7 +101,7 @@ class JobController(Protocol):
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
-STEADY_S = 300.0  # a run of this length resets the pauses
+STEADY_S = 300.0  # a generation that runs for this long resets the pauses
 
 
 class MembershipPhase(Enum):
@@ -115,19 +116,20 @@ class MembershipPhase(Enum):
 
 @dataclass(frozen=True)
 class MembershipPolicy:
-    """The settings of the node that serves; those of other nodes are ignored. All times are in seconds.
+    """The settings of the job, taken from the node that serves the meeting. All times are in seconds.
 
     Attributes:
         run_id: The name of the job.
         min_nodes: The minimum number of nodes.
         max_nodes: The maximum number of nodes.
-        is_static: Whether the nodes are numbered, and the job ends when any of them does.
+        is_static: Whether nodes have fixed numbers and the job ends as soon as any node ends.
         max_restarts: The maximum number of restarts after failures.
-        last_call_s: The time for which the job waits for more nodes after each arrival, once `min_nodes` have joined.
-        join_timeout_s: The time for which the job waits for `min_nodes`.
-        port: The port of torch's store that the user chose, or None.
-        return_timeout_s: The time for which an elastic job waits for machines without which it cannot continue.
-        meeting_first: Whether the node that serves has the first ranks, since all others can reach it.
+        last_call_s: The time to wait for more nodes after each arrival, once `min_nodes` have joined.
+        join_timeout_s: The time to wait for `min_nodes` nodes.
+        port: The port for torch's store as chosen by the user, or None.
+        return_timeout_s: The time to wait for machines without which an elastic job cannot continue.
+        meeting_first: Whether the node that serves the meeting gets the first ranks, because all other nodes can reach
+            it.
     """
 
     run_id: str
@@ -149,21 +151,21 @@ def pause_s(restarts: int) -> float:
 
 @dataclass
 class Membership:
-    """The nodes of a job. Its `tick` must be called at `deadline_s` if no other event occurs before."""
+    """The nodes of a job. `tick` must be called at `deadline_s` if no other event occurs earlier."""
 
     policy: MembershipPolicy
     started_s: float = 0.0
     phase: MembershipPhase = MembershipPhase.GATHERING
     generation: int = 0
     restarts: int = 0
-    nodes: dict[str, JoinJob] = field(default_factory=dict)  # in the order of their ranks, or of their arrival
+    nodes: dict[str, JoinJob] = field(default_factory=dict)  # in rank order, or in order of arrival
     members: list[str] = field(default_factory=list)
     deadline_s: float | None = None
-    _open: set[str] = field(default_factory=set)  # members whose workers run
+    _open: set[str] = field(default_factory=set)  # members whose workers are running
     _finished: set[str] = field(default_factory=set)
     _failures: list[WorkerFailure] = field(default_factory=list)
-    _makes_room: bool = False  # whether the generation was ended for a newcomer
-    _lost: list[str] = field(default_factory=list)  # a sentence for each node lost in this generation
+    _makes_room: bool = False  # whether the generation ended to admit a new node
+    _lost: list[str] = field(default_factory=list)  # one sentence per node lost in this generation
     _last_arrival_s: float = 0.0
     _in_a_row: int = 0
 
@@ -171,7 +173,7 @@ class Membership:
         self.deadline_s = self.started_s + self.policy.join_timeout_s
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
-        """Dispatches a node's report."""
+        """Handles a report from a node."""
         match report:
             case JoinJob():
                 return self.joined(node, report, now_s)
@@ -186,7 +188,7 @@ class Membership:
         return []
 
     def joined(self, node: str, join: JoinJob, now_s: float) -> Orders:
-        """Adds a node that requests to take part."""
+        """Adds a node that has requested to join."""
         if self.phase is MembershipPhase.OVER:
             return [(node, JobEnded(1, "the job is over"))]
         if wrong := incompatibility(join, is_elastic=False):
@@ -214,7 +216,7 @@ class Membership:
         return [(node, NotifyOrder(f"{len(self.members)} machines are at work; this one waits for a place"))]
 
     def failed(self, node: str, report: Failed, now_s: float) -> Orders:
-        """Notes the first failure of a node's workers; `stopped` follows."""
+        """Records the first failure among a node's workers; `stopped` follows."""
         if report.generation != self.generation or self.phase not in (
             MembershipPhase.RUNNING,
             MembershipPhase.STOPPING,
@@ -227,13 +229,13 @@ class Membership:
         return self._stop(f"rank {failure.rank} failed on {failure.host}", but=node)
 
     def finished(self, node: str, report: WorkersFinished, now_s: float) -> Orders:
-        """Notes that the workers of a node have ended without a failure."""
+        """Records that a node's workers have ended without a failure."""
         if report.generation == self.generation:
             self._finished.add(node)
         return self._closed(node, report.generation, now_s)
 
     def stopped(self, node: str, report: Stopped, now_s: float) -> Orders:
-        """Notes that none of a node's workers runs any more."""
+        """Records that all of a node's workers have ended."""
         if node in self.nodes:
             self.nodes[node] = msgspec.structs.replace(self.nodes[node], port=report.port, store_port=report.store_port)
         if report.generation == self.generation:
@@ -242,7 +244,7 @@ class Membership:
         return self._closed(node, report.generation, now_s)
 
     def left(self, node: str, leave: Leave, now_s: float) -> Orders:
-        """Removes a node that its user or scheduler stopped."""
+        """Removes a node that was stopped by its user or scheduler."""
         join = self.nodes.get(node)
         if join is None:
             return []
@@ -339,7 +341,7 @@ class Membership:
         return orders if self._open else orders + self._generation_over(now_s)
 
     def _generation_over(self, now_s: float) -> Orders:
-        """Returns the orders after the last worker of a generation has ended."""
+        """Returns the orders to send after the last worker in a generation has ended."""
         explained = self._makes_room or (bool(self._lost) and all(failure.is_consequence for failure in self._failures))
         if self._finished == {*self.members}:
             return self._end(JobEnded(0))
@@ -357,7 +359,7 @@ class Membership:
         return [(node, NotifyOrder(reason)) for node in self.nodes]
 
     def _causes(self) -> tuple[WorkerFailure, ...]:
-        """Returns the failures of this generation, unless a lost node explains them all."""
+        """Returns the failures in this generation; empty if a lost node explains all of them."""
         is_over = self.phase is MembershipPhase.GATHERING or all(failure.is_consequence for failure in self._failures)
         return () if is_over else shortened(self._failures)
 
@@ -379,7 +381,7 @@ class Membership:
 
 
 def incompatibility(join: JoinJob, is_elastic: bool) -> str | None:
-    """Returns the reason why a node cannot take part in the job, or None."""
+    """Returns the reason why a node cannot join the job, or None."""
     if join.version != __version__:
         return (
             f"{join.host} (pid {join.pid}) runs Paceline {join.version or 'of a version before 0.1.0'}, and the "

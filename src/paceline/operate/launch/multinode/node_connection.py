@@ -1,6 +1,7 @@
-"""This node's connection to the meeting, and the server of the meeting if it runs on this machine.
+"""Connection from this node to the meeting, and the meeting's server if this machine runs it.
 
-A launcher sends reports and receives orders through a `MeetingClient`. A single machine needs no socket.
+A launcher sends reports and receives orders through a `MeetingClient`. A job on a single machine does not need a
+socket.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class MeetingClient(Protocol):
         """Returns the estimated offset to the clock of the machine that serves the meeting."""
 
     def send(self, report: Report) -> None:
-        """Sends a report without blocking for long. If the meeting is lost, it does not raise; a JobEnded arrives."""
+        """Sends a report without blocking for long. A lost meeting causes a JobEnded, not an exception."""
 
     def receive(self) -> list[Order]:
         """Returns the orders that have arrived."""
@@ -55,7 +56,7 @@ class MeetingClient(Protocol):
 
 
 class LocalClient:
-    """The meeting of a single machine, with the controller in this process."""
+    """The meeting for a job on a single machine, with the controller in this process."""
 
     def __init__(self, controller: JobController) -> None:
         self._controller = controller
@@ -73,7 +74,7 @@ class LocalClient:
         return self._waiting
 
     def clock_offset(self) -> Offset | None:
-        """Returns an offset of 0, since the meeting is in this process."""
+        """Returns an offset of 0, because the meeting is in this process."""
         return Offset(0, 0, time.monotonic_ns())
 
     def send(self, report: Report) -> None:
@@ -102,7 +103,7 @@ class LocalClient:
 
 
 class JobMovedError(Exception):
-    """The elastic job that this machine was about to join is no longer coordinated at the known address."""
+    """Raised if the elastic job to join is no longer coordinated at the known address."""
 
 
 @dataclass
@@ -110,12 +111,13 @@ class NodeConnection:
     """A client of the meeting, with the address of this node.
 
     Attributes:
-        client: The client.
-        address: The address by which other nodes reach this machine.
-        server: The server of the meeting if it runs here, or None; each launcher of an elastic job has one.
-        standby: The controller of that server in an elastic job, or None.
-        serves: Whether the meeting began here.
-        announcer: The announcer of an elastic job that may run elsewhere than at the meeting's address, or None.
+        client: The client of the meeting.
+        address: The address at which other nodes can reach this machine.
+        server: The meeting's server if this launcher runs one, or None. In an elastic job, every launcher runs a
+            server.
+        standby: The controller for that server in an elastic job, or None.
+        serves: Whether this launcher opened the meeting.
+        announcer: The announcer for an elastic job whose coordinator may not be at the meeting's address, or None.
     """
 
     client: MeetingClient
@@ -127,14 +129,14 @@ class NodeConnection:
 
     @property
     def listens(self) -> str:
-        """The address at which other launchers of an elastic job reach this one, or "" without a server."""
+        """The address at which other launchers in an elastic job can reach this one, or "" without a server."""
         if self.server is None:
             return ""
         host, port = self.server.address
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def close(self) -> None:
-        """Disconnects; a server briefly waits for the others to do so."""
+        """Disconnects. A server first waits briefly for the other nodes to disconnect."""
         if self.announcer is not None:
             self.announcer.close()
         self.client.close()
@@ -151,13 +153,13 @@ def open_meeting(
         job: The job's description, with the meeting's address.
         secret: The job's secret.
         say: A function that prints a line for the user.
-        listener: The listener to serve on, if the announcer has opened it.
+        listener: The listener to serve on if it is already open, or None.
 
     Raises:
-        StoreConnectionError: This machine should serve the meeting, and cannot.
-        RendezvousTimeoutError: No launcher served the meeting in time.
-        AuthenticationError: The server does not hold the job's secret.
-        ValueError: The address is not loopback and there is no secret.
+        StoreConnectionError: This machine should serve the meeting but cannot.
+        RendezvousTimeoutError: No launcher served the meeting before the timeout.
+        AuthenticationError: The server does not have the job's secret.
+        ValueError: The address is not a loopback address, and there is no secret.
     """
     options = job.rendezvous
     if options.address is None:
@@ -192,7 +194,7 @@ def open_meeting(
 
 
 def _controller(job: Job) -> JobController:
-    """Returns the controller of this job's machines."""
+    """Creates the controller for this job."""
     policy, now_s = _policy(job), time.monotonic()
     if job.elastic is None:
         return Membership(policy, now_s)
@@ -218,13 +220,13 @@ def _policy(job: Job) -> MembershipPolicy:
 
 
 def _listener(options: RendezvousOptions, address: tuple[str, int], secret: bytes | None) -> ListeningEndpoint | None:
-    """Returns a listener if the address is this machine's and no other launcher serves there."""
+    """Returns a listener if the address belongs to this machine and no other launcher already serves there."""
     host = host_to_serve_on(address[0], bool(options.serves))
     try:
         return None if host is None else listen(host, address[1], secret)
     except StoreConnectionError as error:
         if not options.serves and isinstance(error, PortInUseError):
-            return None  # the first launcher on this machine serves
+            return None  # another launcher on this machine already serves the meeting
         if options.serves:
             raise
     return None
@@ -233,8 +235,9 @@ def _listener(options: RendezvousOptions, address: tuple[str, int], secret: byte
 def host_to_serve_on(name: str, serves: bool) -> str | None:
     """Returns the host to listen on, or None if the name belongs to another machine.
 
-    The host is `name`. If that resolves only to loopback, as with /etc/hosts of many systems, it is this machine's
-    address. A name that does not resolve yet, such as a pod's own, counts as this machine's only if it `serves`.
+    The host is `name`. If it only resolves to loopback, as many systems configure in /etc/hosts, the host is this
+    machine's own address. A name that does not resolve yet, such as a starting pod's, only counts as this machine's if
+    `serves` is true.
     """
     if name == "localhost" or name.replace(".", "").isdecimal() or ":" in name:
         return name
@@ -246,7 +249,7 @@ def host_to_serve_on(name: str, serves: bool) -> str | None:
 
 
 def own_address() -> str:
-    """Returns the address of this machine on its route to others, or loopback without a route."""
+    """Returns this machine's source address for its route to other machines, or loopback if there is no route."""
     for target in DEFAULT_ROUTE_TARGETS:
         with contextlib.suppress(OSError):
             return source_address(target)

@@ -1,8 +1,8 @@
-"""The reports of nodes, the orders to them, and their encoding: a length, followed by JSON.
+"""Protocol of the meeting: reports from nodes, orders to nodes, and their encoding as a length followed by JSON.
 
-Each report and each order is one frozen msgspec struct, so the declarations below also validate everything that is
-received: a frame that does not match them raises `MessageError`, and no received data is executed. The orders of an
-elastic job's coordinator and the messages of its workers (`train/elastic/protocol.py`) are sent unchanged.
+Each report and each order is a frozen msgspec struct, so the declarations below also validate received data: a frame
+that does not match any of them raises `MessageError`, and received data is never executed. Orders from an elastic job's
+coordinator and messages from its workers (`train/elastic/protocol.py`) are forwarded unchanged.
 """
 
 from __future__ import annotations
@@ -28,29 +28,31 @@ from paceline.train.elastic.protocol import (
 
 
 class _NodeMessage(msgspec.Struct, frozen=True, tag_field="kind", tag=True, forbid_unknown_fields=True):
-    """A report or an order."""
+    """Base class for reports and orders."""
 
 
 class JoinJob(_NodeMessage, frozen=True, tag="Join"):
-    """A node requests to take part.
+    """Report: a node requests to join the job.
 
-    The tags of this report and of `JobEnded` never change, so that a launcher of any other version receives the reason
-    for its refusal.
+    The tags of `JoinJob` and `JobEnded` never change. A launcher with a different version can therefore be told why it
+    is refused.
 
     Attributes:
         host: The node's host name.
         pid: The process id of the node's launcher.
-        address: The address by which other nodes reach the node.
-        port: The port of torch's store, which the node serves if rank 0 runs there.
-        workers: The number of the node's workers.
+        address: The address at which other nodes can reach the node.
+        port: The port for torch's store if rank 0 runs on this node.
+        workers: The number of workers on the node.
         role: The role of the node's workers, as in torchelastic.
         node_rank: The node's number in a static job, or None.
         serves: Whether the node serves the meeting.
-        version: Paceline's version; versions before 0.1.0 do not send it.
+        version: The version of Paceline; versions before 0.1.0 do not send it.
         is_elastic: Whether the launcher was started with `--elastic`.
-        listens: In an elastic job, the address at which other launchers reach this one if it coordinates.
-        number: The number of the machine if it already takes part, in which case a Follow is sent next; otherwise -1.
-        store_port: The port of Paceline's store, which the node serves if rank 0 runs there.
+        listens: In an elastic job, the address at which other launchers can reach this one if it becomes the
+            coordinator.
+        number: The number of the machine if it is already part of the job, in which case a Follow comes next; otherwise
+            -1.
+        store_port: The port for Paceline's store if rank 0 runs on this node.
         job: In an elastic job, the identity of the job that the node was ordered to join, or "".
     """
 
@@ -71,7 +73,7 @@ class JoinJob(_NodeMessage, frozen=True, tag="Join"):
 
 
 class _ForeignJoin(msgspec.Struct, frozen=True):
-    """The part of a JoinJob of another version that its refusal needs."""
+    """The fields of a JoinJob from a different version that are needed to refuse it."""
 
     kind: Literal["Join"]
     host: str = ""
@@ -80,20 +82,20 @@ class _ForeignJoin(msgspec.Struct, frozen=True):
 
 
 class Failed(_NodeMessage, frozen=True):
-    """The first worker of the node has failed in this generation; the node is ending the others."""
+    """Report: a worker on the node has failed, the first in this generation. The node is ending its other workers."""
 
     generation: Int64
     failure: WorkerFailure
 
 
 class WorkersFinished(_NodeMessage, frozen=True):
-    """All workers of the node have ended without a failure."""
+    """Report: all workers on the node have ended without a failure."""
 
     generation: Int64
 
 
 class Stopped(_NodeMessage, frozen=True):
-    """None of the node's workers runs any more; the ports are for the next generation, as in `JoinJob`."""
+    """Report: all workers on the node have ended. The ports are for the next generation, as in `JoinJob`."""
 
     generation: Int64
     port: Int64
@@ -102,30 +104,30 @@ class Stopped(_NodeMessage, frozen=True):
 
 
 class Leave(_NodeMessage, frozen=True):
-    """The node was stopped by its user or scheduler, and its workers have ended."""
+    """Report: the node was stopped by its user or scheduler, and its workers have ended."""
 
     reason: str
 
 
 class Departing(_NodeMessage, frozen=True):
-    """In an elastic job: the node ends as soon as its workers have; then it leaves, or hands over if it coordinates."""
+    """Elastic report: the node ends soon. Once its workers have ended, it leaves or hands over the coordination."""
 
 
 class WorkerStarted(_NodeMessage, frozen=True):
-    """In an elastic job: a worker runs."""
+    """Elastic report: a worker is running."""
 
     uid: str
 
 
 class WorkerStalled(_NodeMessage, frozen=True):
-    """In an elastic job: a worker is stopped. After it is continued, a WorkerStarted follows."""
+    """Elastic report: a worker is stopped. Once it is continued, a WorkerStarted follows."""
 
     uid: str
     why: str
 
 
 class WorkerExited(_NodeMessage, frozen=True):
-    """In an elastic job: a worker has ended, and all its messages have been reported; `how` is for the user."""
+    """Elastic report: a worker has ended, and all of its messages have been reported. `how` is for the user."""
 
     uid: str
     how: str
@@ -133,25 +135,25 @@ class WorkerExited(_NodeMessage, frozen=True):
 
 
 class WorkerMessage(_NodeMessage, frozen=True):
-    """In an elastic job: a message of a worker."""
+    """Elastic report: a message from a worker."""
 
     uid: str
     message: FromWorker
 
 
 class Slots(_NodeMessage, frozen=True):
-    """In an elastic job: the number of the node's open slots, and the failures for which others were closed."""
+    """Elastic report: the number of open slots on the node, and the failures that closed other slots."""
 
     count: Int64
     failures: tuple[WorkerFailure, ...] = ()
 
 
 class Follow(_NodeMessage, frozen=True):
-    """In an elastic job: a machine that already takes part follows this launcher from now on.
+    """Elastic report: a machine that is already part of the job follows this launcher from now on.
 
     Attributes:
-        report: The machine's report.
-        failures: The failures that it has reported, or was ordered to remember.
+        report: The state of the machine.
+        failures: The failures that the machine has reported or was ordered to remember.
     """
 
     report: MachineReport
@@ -159,13 +161,13 @@ class Follow(_NodeMessage, frozen=True):
 
 
 class Running(_NodeMessage, frozen=True):
-    """In an elastic job: a notice to the launcher at the meeting's address that a job is already running.
+    """Elastic report: a notice to the launcher at the meeting's address that a job is already running.
 
-    A launcher that takes part in that job replies with an Answered; any other launcher does not reply.
+    A launcher that is part of that job responds with an Answered. Any other launcher does not respond.
 
     Attributes:
         job: The identity of the job.
-        address: The address of the launcher that coordinates it, or "" while its launchers search for another one.
+        address: The address of the job's coordinator, or "" while its launchers search for a new coordinator.
     """
 
     job: str
@@ -173,16 +175,16 @@ class Running(_NodeMessage, frozen=True):
 
 
 class StateReplicated(_NodeMessage, frozen=True):
-    """In an elastic job: the node holds the replicated state, with views up to that generation."""
+    """Elastic report: the node has stored the replicated state, with views up to a generation."""
 
     generation: Int64
 
 
 class SnapshotReport(_NodeMessage, frozen=True):
-    """A snapshot of the node's workers.
+    """Report: a snapshot of the node's workers.
 
-    The node sends it when a call takes too long, when a worker fails, when it is requested, when calls proceed again
-    (then `body` is empty), and when its workers have ended.
+    The node sends a snapshot if a call takes too long, if a worker fails, on request, and after its workers have ended.
+    It also sends one with an empty `body` when stalled calls resume.
 
     Attributes:
         body: The snapshot, encoded by `operate/diagnosis/machine_snapshot.py`.
@@ -196,17 +198,17 @@ class SnapshotReport(_NodeMessage, frozen=True):
 
 
 class DashboardWatched(_NodeMessage, frozen=True):
-    """Whether the live page has viewers: sent by the node that has it, and relayed to the others."""
+    """Report: whether the live page has viewers. Sent by the page's node and relayed to the other nodes."""
 
     is_on: bool
 
 
 class AskStacks(_NodeMessage, frozen=True):
-    """A request for the workers' stacks in a DashboardUpdate, from the node with the page; relayed to the others."""
+    """Report: a request from the page's node to send the workers' stacks in a DashboardUpdate; relayed likewise."""
 
 
 class DashboardUpdate(_NodeMessage, frozen=True):
-    """The state and output of a node's ranks for the page, encoded by `operate/launch/job_dashboard.py`."""
+    """Report: the state and output of a node's ranks for the page, encoded by `operate/launch/job_dashboard.py`."""
 
     body: str
 
@@ -216,20 +218,20 @@ class Heartbeat(_NodeMessage, frozen=True):
 
 
 class AskTime(_NodeMessage, frozen=True):
-    """A request for the time on the machine that serves the meeting; `asked_ns` is the node's own CLOCK_MONOTONIC."""
+    """Report: a request for the time on the meeting's machine. `asked_ns` is CLOCK_MONOTONIC on the node."""
 
     asked_ns: Int64
 
 
 class TellTime(_NodeMessage, frozen=True):
-    """The reply to `AskTime`; `told_ns` is CLOCK_MONOTONIC on the machine that serves the meeting."""
+    """Order: the response to `AskTime`. `told_ns` is CLOCK_MONOTONIC on the meeting's machine."""
 
     asked_ns: Int64
     told_ns: Int64
 
 
 class Start(_NodeMessage, frozen=True):
-    """Start the workers of a generation.
+    """Order: start the workers of a generation.
 
     Attributes:
         generation: The number of the generation.
@@ -238,13 +240,13 @@ class Start(_NodeMessage, frozen=True):
         run_id: The name of the job.
         group_rank: The number of this node.
         group_world_size: The number of nodes.
-        first_rank: The first rank of this node's workers.
-        world_size: The number of workers.
-        role_first_rank: The first rank of this node's workers within their role.
-        role_world_size: The number of workers in that role.
+        first_rank: The first rank on this node.
+        world_size: The total number of workers.
+        role_first_rank: The first rank on this node within the workers' role.
+        role_world_size: The total number of workers in that role.
         master_addr: The address of the node with rank 0.
-        master_port: The port of torch's store there.
-        hosts: The host names of all nodes, in the order of their ranks.
+        master_port: The port of torch's store at `master_addr`.
+        hosts: The host names of all nodes, in rank order.
         store_port: The port of Paceline's store at `master_addr`; 0 on a single machine.
     """
 
@@ -265,9 +267,9 @@ class Start(_NodeMessage, frozen=True):
 
 
 class Stop(_NodeMessage, frozen=True):
-    """End the workers and report `Stopped`.
+    """Order: end the workers and report `Stopped`.
 
-    After a failure (`is_failure`) the workers get a moment to report its consequences.
+    After a failure (`is_failure`), the workers get some time to report their resulting errors.
     """
 
     generation: Int64
@@ -276,14 +278,14 @@ class Stop(_NodeMessage, frozen=True):
 
 
 class StartSlots(_NodeMessage, frozen=True):
-    """In an elastic job: start a worker in each slot.
+    """Elastic order: start a worker in each slot.
 
     Attributes:
         machine: The number of the node's machine, which is never reused.
         first_slot: The number of the node's first slot.
-        slots: The number of slots of all connected nodes.
+        slots: The total number of slots on all connected nodes.
         run_id: The name of the job.
-        store: The address of the workers' store, or "" if the node must serve one for itself.
+        store: The address of the workers' store, or "" if the node must serve its own.
     """
 
     machine: Int64
@@ -294,27 +296,27 @@ class StartSlots(_NodeMessage, frozen=True):
 
 
 class Remember(_NodeMessage, frozen=True):
-    """In an elastic job: keep the failures for the final report; the next coordinator must receive them."""
+    """Elastic order: store the failures for the final report and for the next coordinator."""
 
     failures: tuple[WorkerFailure, ...]
 
 
 class FollowLauncher(_NodeMessage, frozen=True):
-    """In an elastic job: follow the launcher of machine `number` from now on; if it is this one, be a candidate."""
+    """Elastic order: follow the launcher on machine `number`. That launcher itself becomes a candidate."""
 
     number: Int64
     address: str
 
 
 class Answered(_NodeMessage, frozen=True):
-    """In an elastic job: the reply to a launcher that requests to follow this one.
+    """Elastic order: the response to a launcher that requests to follow this one.
 
     Attributes:
         is_welcome: Whether the launcher may follow this one.
-        number: The number of the machine that this launcher follows or is, or -1 if it follows none.
-        address: The address of that machine's launcher.
-        is_stranger: Whether this launcher does not take part in the job, which means that the previous one there has
-            ended.
+        number: The number of the coordinator's machine, as far as this launcher knows; -1 if it follows none.
+        address: The address of the coordinator's launcher.
+        is_stranger: Whether this launcher is not part of the job, which implies that the previous launcher at this
+            address has ended.
     """
 
     is_welcome: bool
@@ -324,20 +326,20 @@ class Answered(_NodeMessage, frozen=True):
 
 
 class Moved(_NodeMessage, frozen=True):
-    """In an elastic job: this job gives way to another one that is already running; join that one at `address`."""
+    """Elastic order: this job is abandoned for one that is already running; join that job at `address`."""
 
     job: str
     address: str
 
 
 class Dropped(_NodeMessage, frozen=True):
-    """The server continues without the node, or stops serving. It closes the connection, but has not ended."""
+    """Order: the server drops the node or stops serving, and closes the connection. Its launcher continues."""
 
 
 class RequestSnapshot(_NodeMessage, frozen=True):
-    """Send a SnapshotReport, since workers of another node make no progress or have failed.
+    """Order: send a SnapshotReport, because workers on another node have stalled or failed.
 
-    With `is_deep`, a worker has failed because its calls did not match, and only many calls reveal the cause.
+    `is_deep` is set if a worker failed because of mismatched calls. The diagnosis then requires many calls per worker.
     """
 
     is_failure: bool = False
@@ -345,13 +347,13 @@ class RequestSnapshot(_NodeMessage, frozen=True):
 
 
 class UserMessage(_NodeMessage, frozen=True):
-    """A diagnosis for the user.
+    """Order: print a diagnosis for the user.
 
     Attributes:
         text: A sentence.
-        is_last: Whether it is printed after the report of the failures.
-        is_stall: Whether it explains why the job makes no progress.
-        blamed: The ranks that cause the stall.
+        is_last: Whether to print the text after the report of the failures.
+        is_stall: Whether the text explains a stall.
+        blamed: The ranks that caused the stall.
     """
 
     text: str
@@ -361,7 +363,7 @@ class UserMessage(_NodeMessage, frozen=True):
 
 
 class JobEnded(_NodeMessage, frozen=True, tag="End"):
-    """The job has ended.
+    """Order: the job has ended.
 
     Attributes:
         code: The launcher's exit code.
@@ -422,25 +424,25 @@ Order = (
 Message = Report | Order
 
 
-LARGEST = 1 << 22  # the size limit of a message in bytes
+LARGEST = 1 << 22  # maximum message size in bytes
 _LENGTH = struct.Struct("<I")
 _message = msgspec.json.Decoder(Message)
 _foreign_join = msgspec.json.Decoder(_ForeignJoin)
 
 
 class MessageError(ValueError):
-    """The peer sent data that is not a message."""
+    """Raised if the peer sends data that is not a valid message."""
 
 
 def encode(message: Message) -> bytes:
-    """Returns the message, preceded by its length.
+    """Encodes a message, preceded by its length.
 
     Raises:
         MessageError: The message is too long.
     """
     try:
         body = msgspec.json.encode(message)
-    except UnicodeEncodeError:  # a traceback or a path may hold bytes that are not UTF-8
+    except UnicodeEncodeError:  # a traceback or a path may contain bytes that are not valid UTF-8
         body = msgspec.json.encode(_encodable(msgspec.to_builtins(message)))
     if len(body) > LARGEST:
         raise MessageError(f"a message of {len(body)} bytes is larger than {LARGEST}")
@@ -448,10 +450,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """Returns the message in `body`. Of a JoinJob of another version, only the fields for its refusal are read.
+    """Decodes a message. If a JoinJob has a different version, only the fields needed to refuse it are read.
 
     Raises:
-        MessageError: `body` is not a message.
+        MessageError: `body` is not a valid message.
     """
     try:
         message: Message = decode_untrusted(_message.decode, body)
@@ -485,10 +487,10 @@ class Inbox:
     received: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> list[Message]:
-        """Adds received bytes; returns the messages that are complete.
+        """Adds received bytes and returns the complete messages.
 
         Raises:
-            MessageError: The bytes are not a message.
+            MessageError: The bytes do not form a valid message.
         """
         self.received += data
         messages = []

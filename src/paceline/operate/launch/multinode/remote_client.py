@@ -1,6 +1,6 @@
-"""`RemoteClient`: a client of a meeting that is served over a socket.
+"""`RemoteClient`: a client for a meeting served over a socket.
 
-`ServerConnection` keeps a connection alive on separate threads, independently of the launcher's event loop.
+`ServerConnection` maintains a connection on separate threads, independently of the launcher's event loop.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from paceline.operate.launch.multinode.protocol import (
 from paceline.operate.launch.multinode.server import CHANNEL, HEARTBEAT_S, is_starved
 from paceline.train.elastic.protocol import ReplicateOrder
 
-_WELCOMES = (Start, StartSlots, ReplicateOrder)  # orders to a node that the meeting has admitted
-_RESETS = struct.pack("ii", 1, 0)  # SO_LINGER: closing the connection resets it
+_WELCOMES = (Start, StartSlots, ReplicateOrder)  # orders that only an admitted node receives
+_RESETS = struct.pack("ii", 1, 0)  # SO_LINGER value that makes close() reset the connection
 
 
 class DisconnectReason(Enum):
     """The way in which a connection ended."""
 
-    ENDED = auto()  # the server closed it, and all its messages were read
-    RESET = auto()  # the server no longer has the connection, although it was active just before
-    SILENT = auto()  # no message arrived for too long, or the connection failed in another way
+    ENDED = auto()  # the server closed the connection, and all messages were read
+    RESET = auto()  # the server reset the connection, which had been active just before
+    SILENT = auto()  # no message arrived before the timeout, or another error occurred
 
 
 class ServerConnection:
@@ -54,10 +54,10 @@ class ServerConnection:
     Args:
         connection: The socket; ownership passes to this object.
         silence_s: The time in seconds after which a silent connection counts as lost.
-        on_order: A function that is called with each order, on a separate thread.
-        on_lost: A function that is called once, on a separate thread, with the reason for the loss.
-        bears_starvation: Whether the server may be silent for longer while its machine responds.
-        clock_ns: The clock whose offset to the server's clock is measured.
+        on_order: A function called with each order, on a separate thread.
+        on_lost: A function called once with the reason for the loss, on a separate thread.
+        bears_starvation: Whether a longer silence is tolerated while the server's machine responds.
+        clock_ns: The local clock whose offset to the server's clock is measured.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ServerConnection:
         self._bears_starvation = bears_starvation
         self._offset = OffsetEstimate()
         self._measuring = threading.Lock()
-        self._may_ask = False  # a server of another version must not receive unknown messages
+        self._may_ask = False  # a server with a different version must not receive unknown messages
         self._connection = connection
         self._connection.settimeout(silence_s)
         self.local_address: str = connection.getsockname()[0]
@@ -89,7 +89,7 @@ class ServerConnection:
         ]
 
     def start(self) -> None:
-        """Starts to receive."""
+        """Starts receiving orders."""
         for thread in self._threads:
             thread.start()
 
@@ -100,11 +100,11 @@ class ServerConnection:
 
     def send(self, report: Report) -> None:
         """Sends a report."""
-        with self._sending, contextlib.suppress(OSError):  # the reading thread detects and reports this
+        with self._sending, contextlib.suppress(OSError):  # the reading thread detects and reports the loss
             self._connection.sendall(encode(report))
 
     def close(self, *, lives_on: bool = False) -> None:
-        """Disconnects. Idempotent. With `lives_on`, the server does not treat this as the end of this launcher."""
+        """Disconnects. Idempotent. With `lives_on`, the server does not conclude that this launcher has ended."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -133,7 +133,7 @@ class ServerConnection:
                     continue
                 self._lost(DisconnectReason.SILENT, f"nothing was heard of it for {silent_s:.2g} s")
                 return
-            except (OSError, ValueError) as error:  # a ValueError is an invalid message
+            except (OSError, ValueError) as error:  # a ValueError indicates an invalid message
                 is_recent = time.monotonic() - self._heard_s <= self._silence_s
                 is_reset = isinstance(error, ConnectionResetError) and is_recent
                 self._lost(DisconnectReason.RESET if is_reset else DisconnectReason.SILENT, str(error))
@@ -163,10 +163,10 @@ class ServerConnection:
 
 
 def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) -> Connection:
-    """Connects to a server of the meeting; both sides prove that they hold the secret.
+    """Connects to the meeting's server; both sides authenticate with the secret.
 
     Raises:
-        OSError, HandshakeUnfinishedError: No server listens there.
+        OSError, HandshakeUnfinishedError: No server listens at the address.
         AuthenticationError: The server does not hold the job's secret.
         ValueError: The address is not loopback and there is no secret.
     """
@@ -196,7 +196,7 @@ _ADVICE: dict[type[Exception], str] = {
 
 
 class OrderQueue:
-    """Orders that were received on other threads, for the launcher's event loop."""
+    """A queue of orders from the receiving threads to the launcher's event loop."""
 
     def __init__(self) -> None:
         self._orders: list[Order] = []
@@ -233,7 +233,7 @@ class OrderQueue:
 
 
 class RemoteClient:
-    """A client whose job ends when it loses the meeting."""
+    """A client whose job ends if the connection to the meeting is lost."""
 
     deadline_s: float | None = None
 
@@ -271,23 +271,23 @@ class RemoteClient:
 
 
 def lost_at(peer: str, why: str) -> str:
-    """Returns the message for the user when the job ends because the meeting is lost."""
+    """Returns the message for the user if the job ends because the meeting was lost."""
     return f"the launcher at {peer}, where the machines meet, was lost: {why}"
 
 
 def connect_client(
     address: tuple[str, int], secret: bytes | None, timeout_s: float, silence_s: float, say: Callable[[str], None]
 ) -> RemoteClient:
-    """Returns a client of the meeting, as soon as it is served; see `connect_in_time`."""
+    """Returns a client for the meeting once the meeting is served; see `connect_in_time`."""
     return RemoteClient(connect_in_time(address, secret, timeout_s, say), silence_s)
 
 
 def connect_in_time(
     address: tuple[str, int], secret: bytes | None, timeout_s: float, say: Callable[[str], None]
 ) -> Connection:
-    """Connects as soon as the meeting is served. If that takes long, `say` prints what the launcher waits for.
+    """Connects once the meeting is served. If that takes long, `say` prints a message about the wait.
 
-    An unknown name is resolved again until then, since the name of a pod is published only when the pod has started.
+    Name resolution is repeated as well, because a pod's name is only published once the pod has started.
 
     Raises:
         RendezvousTimeoutError: No launcher served the meeting in time.
@@ -301,7 +301,7 @@ def connect_in_time(
         left_s = started_s + timeout_s - time.monotonic()
         try:
             attempt_s = min(_ATTEMPT_S if said else _SOON_S, left_s)
-            return connect(address, secret, max(0.1, attempt_s))  # resolves the name each time
+            return connect(address, secret, max(0.1, attempt_s))  # resolves the name on each attempt
         except (OSError, HandshakeUnfinishedError) as error:
             kind = socket.gaierror if isinstance(error, socket.gaierror) else Exception
             if left_s <= 0:

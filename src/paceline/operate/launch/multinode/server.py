@@ -1,8 +1,8 @@
-"""`MeetingServer`: passes the nodes' reports to the controller and its orders to the nodes, and detects lost nodes.
+"""`MeetingServer`: forwards the nodes' reports to the controller and its orders to the nodes, and detects lost nodes.
 
-A launcher that is only starved of processor time is distinguished from a lost one (`is_starved`): if all cores are
-busy, a machine may not run its launcher for seconds, but its kernel still acknowledges data, which that of a lost or
-disconnected machine does not.
+A launcher that is merely starved of processor time is not considered lost (`is_starved`). If all cores are busy, a
+machine may not run its launcher for seconds. Its kernel still acknowledges data, unlike that of a lost or disconnected
+machine.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from paceline.operate.launch.multinode.protocol import (
     encode,
 )
 
-STARVATION_LIMIT_S = 30.0  # the maximum silence of a launcher whose machine responds
+STARVATION_LIMIT_S = 30.0  # maximum silence of a launcher whose machine responds
 
-_INFO = struct.Struct("=2xB53xI")  # within `struct tcp_info` of linux/tcp.h: tcpi_retransmits, tcpi_last_ack_recv
-_FEWEST_REPEATED = 2  # a single retransmission may cross with a late acknowledgement
+_INFO = struct.Struct("=2xB53xI")  # fields of `struct tcp_info` in linux/tcp.h: tcpi_retransmits, tcpi_last_ack_recv
+_FEWEST_REPEATED = 2  # a single retransmission may cross a late acknowledgment
 
 
 def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool:
-    """Returns whether the other end may merely be starved of processor time.
+    """Returns whether the other launcher may merely be starved of processor time.
 
     Args:
-        connection: The connection to the other launcher, to which data is sent several times within `within_s`.
-        silent_s: The time since its last message, in seconds.
-        within_s: The time in which the kernel of a reachable machine acknowledges data, in seconds.
+        connection: The connection to the other launcher. Data must be sent on it several times per `within_s`.
+        silent_s: The time since the launcher's last message, in seconds.
+        within_s: The time within which a reachable machine's kernel acknowledges data, in seconds.
     """
     if silent_s >= STARVATION_LIMIT_S:
         return False
@@ -61,14 +61,14 @@ def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool
 CHANNEL = "node"
 HEARTBEAT_S = 0.5
 _SEND_S = 1.0
-_STALL_S = 1.0  # after a pause of this length in this process, the silence of the others proves nothing
-_LONGEST_TURN_S = 30.0  # a server that is busy for longer sends no more heartbeats
+_STALL_S = 1.0  # if this process itself paused for this long, the silence of nodes proves nothing
+_LONGEST_TURN_S = 30.0  # heartbeats stop if the serving thread is busy for longer
 _LARGEST_READ = 1 << 16
 
 
 @dataclass
 class _Node:
-    """A node, to which two threads send; `fault` is the reason why no more can be sent, or ""."""
+    """A connected node, to which two threads send. `fault` is the reason why sending failed, or ""."""
 
     name: str
     connection: Connection
@@ -79,10 +79,10 @@ class _Node:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the node is on a different machine than the server."""
+        """Whether the node and the server are on different machines."""
         try:
             return bool(self.connection.getpeername()[0] != self.connection.getsockname()[0])
-        except OSError:  # it was reset
+        except OSError:  # the connection was reset
             return False
 
     def send(self, message: Order) -> None:
@@ -95,12 +95,12 @@ class _Node:
                     self.fault = str(error)
 
     def part(self) -> None:
-        """Closes the connection in a way that a running node does not mistake for the end of this launcher."""
+        """Closes the connection in such a way that the node does not conclude that this launcher has ended."""
         self.send(Dropped())
         self.close()
 
     def close(self) -> None:
-        """Closes the connection while no thread sends."""
+        """Closes the connection once no thread is sending."""
         with self._sending:
             self.fault = self.fault or "the connection was closed"
             self.connection.close()
@@ -111,8 +111,9 @@ def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: floa
 
     Args:
         silent_s: The time since the node's last message, in seconds.
-        elsewhere_s: The times since the last messages of all nodes on other machines, including this one, in seconds.
-        limit_s: The maximum time of silence, in seconds.
+        elsewhere_s: The times since the last message from each node on another machine, including the silent node, in
+            seconds.
+        limit_s: The maximum silence, in seconds.
     """
     text = f"nothing was heard of it for {silent_s:.1f} s"
     if elsewhere_s and min(elsewhere_s) > limit_s / 2:
@@ -123,15 +124,15 @@ def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: floa
 class MeetingServer:
     """Serves the meeting on separate threads until `close`.
 
-    One thread serves and another one sends heartbeats. On a busy machine, explaining a failure may occupy the first one
-    for seconds; without heartbeats, the nodes would then consider the meeting lost.
+    One thread serves the nodes, and another one sends heartbeats. On a busy machine, the diagnosis of a failure may
+    occupy the serving thread for seconds. Without heartbeats, the nodes would then consider the meeting lost.
 
     Args:
         listener: The listener that accepts connections; ownership passes to this object.
         secret: The job's secret.
-        controller: The controller that decides the orders.
-        silence_s: The time of silence after which a node counts as lost, in seconds.
-        bears_starvation: Whether a node may be silent for longer while its machine responds.
+        controller: The controller that decides on orders.
+        silence_s: The silence after which a node counts as lost, in seconds.
+        bears_starvation: Whether a longer silence is tolerated while a node's machine responds.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class MeetingServer:
         self.address: tuple[str, int] = listener.getsockname()[:2]
         key = derive_key(secret, CHANNEL)
         self._doorkeeper = AuthenticatedListener(listener, key, CHANNEL, self._admit, secret=secret)
-        self._turned_s = time.monotonic()  # the time at which the serving thread last began a turn
+        self._turned_s = time.monotonic()  # time at which the serving thread last began an iteration
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"paceline-meeting{suffix}", daemon=True)
@@ -165,7 +166,7 @@ class MeetingServer:
             thread.start()
 
     def close(self, linger_s: float = 2.0) -> None:
-        """Waits for the nodes to disconnect, at most `linger_s` seconds. Idempotent."""
+        """Waits up to `linger_s` seconds for the nodes to disconnect, then stops serving. Idempotent."""
         if self._closing_by_s is None:
             self._closing_by_s = time.monotonic() + linger_s
             os.write(self._waking, b".")
@@ -177,8 +178,8 @@ class MeetingServer:
             os.close(self._waking)
 
     def wake(self) -> None:
-        """Makes the serving thread call the controller's `tick` soon, after another thread has changed its state."""
-        with contextlib.suppress(OSError):  # closed meanwhile
+        """Causes the serving thread to call the controller's `tick` soon, after a state change on another thread."""
+        with contextlib.suppress(OSError):  # closed in the meantime
             os.write(self._waking, b".")
 
     def _admit(self, connection: Connection, _: PeerHello) -> None:
@@ -227,7 +228,7 @@ class MeetingServer:
         try:
             data = receive_now(node.connection, _LARGEST_READ)
             messages = node.inbox.feed(data)
-        except BlockingIOError:  # only a part of a record has arrived
+        except BlockingIOError:  # an encrypted record is still incomplete
             return
         except (OSError, MessageError) as error:
             self._drop(node, str(error))
@@ -243,10 +244,10 @@ class MeetingServer:
                 self._report(node, message)
 
     def _report(self, node: _Node, report: Report) -> None:
-        """Forwards a report to the controller. A node whose report the controller cannot handle is dropped."""
+        """Forwards a report to the controller. Drops the node if the controller raises an exception."""
         try:
             orders = self._controller.reported(node.name, report, node.heard_s)
-        except Exception as error:  # the other nodes must not lose the meeting because of this one
+        except Exception as error:  # an error about one node must not end the meeting for the other nodes
             seen = f"{type(report).__name__}, which led to {type(error).__name__}: {error}"
             self._drop(node, f"its launcher sent a {seen}")
         else:
@@ -259,9 +260,10 @@ class MeetingServer:
                     node.send(Heartbeat())
 
     def _drop_silent_nodes(self, now_s: float) -> None:
-        """Drops the nodes from which nothing had arrived by `now_s`, and those to which nothing can be sent.
+        """Drops nodes that were silent for too long at `now_s`, and nodes to which sending failed.
 
-        Data that arrived after `now_s` may not have been read while this thread was busy.
+        The time is a parameter because this thread may have been busy and may not have read data that arrived after
+        `now_s`.
         """
         nodes = list(self._nodes.values())
         elsewhere = [now_s - node.heard_s for node in nodes if node.is_elsewhere]

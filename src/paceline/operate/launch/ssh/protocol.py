@@ -1,8 +1,8 @@
-"""Messages between the starter and the remote launchers: lines of JSON, on the stdin and stdout that ssh carries.
+"""Messages between the starter and the remote launchers: JSON lines on stdin and stdout, carried by ssh.
 
 A remote launcher sends `LauncherReady`, receives a `NodeAssignment`, sends `RendezvousAddress` if it serves the
-meeting, and finally `LauncherExited`. The rest of its stdout is the output of its workers. The launcher begins each of
-their lines with a rank, so that none of them looks like a message.
+meeting, and finally `LauncherExited`. The rest of its stdout is worker output. Every line of worker output has a rank
+prefix and therefore cannot be mistaken for a message.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from paceline.comm.security.untrusted_peers import decode_untrusted
 MARK = b"PACELINE-FAR-END "
 
 
-# The tag is that of earlier versions, so that a machine with one of them is reported as such.
+# Earlier versions use the same tag, so a machine with an earlier version is recognized and reported.
 class LauncherReady(msgspec.Struct, frozen=True, tag="Hello"):
-    """A remote launcher runs, with this version of Paceline and this interpreter."""
+    """A remote launcher is running, with this version of Paceline and this interpreter."""
 
     version: str
     python: str
 
 
 class RendezvousAddress(msgspec.Struct, frozen=True, tag=True):
-    """The address of the machines' meeting."""
+    """The address of the launchers' meeting."""
 
     host: str
     port: int
@@ -36,21 +36,21 @@ class LauncherExited(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
-    """One machine's part of the job.
+    """The part of a job that one machine runs.
 
     Attributes:
-        words: The whole command line; the other attributes take precedence over its flags.
+        words: The complete command line. The other attributes take precedence over its flags.
         directory: The working directory.
-        environment: Variables of the starter's environment to set.
-        secret: The job's secret in hexadecimal digits; None for the security level `none`.
+        environment: The variables to set, taken from the starter's environment.
+        secret: The job's secret in hexadecimal; None with the security level `none`.
         node_rank: The number of this machine.
         nodes: The number of machines.
-        workers: The number of workers of this machine; None to use that of the command line.
+        workers: The number of workers on this machine; None to use the command line's.
         run_id: The job's name.
-        shutdown_s: The time from the request to end until SIGKILL, in seconds.
-        meeting: The address of the meeting; None on the machine that serves it.
-        towards: The name of another machine, which must be able to reach the address that this one serves at.
-        passes_local_rank: Whether workers receive --local_rank.
+        shutdown_s: The time between the shutdown request and SIGKILL, in seconds.
+        meeting: The address of the meeting; None on the machine that serves the meeting.
+        towards: The name of another machine. The meeting's address must be reachable from there.
+        passes_local_rank: Whether to pass --local_rank to workers.
     """
 
     words: list[str]
@@ -68,7 +68,7 @@ class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """A signal that the starter received, by its name."""
+    """The name of a signal that the starter has received."""
 
     name: str
 
@@ -81,17 +81,17 @@ _to_launcher: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher
 
 
 def encode_from_launcher(message: FromLauncher) -> bytes:
-    """Encodes a message of a remote launcher, which starts a new line even after an unfinished one."""
+    """Encodes a message from a remote launcher. The message starts on a new line, even after unfinished output."""
     return b"\n" + MARK + msgspec.json.encode(message) + b"\n"
 
 
 def encode_to_launcher(message: ToLauncher) -> bytes:
-    """Encodes a message of the starter."""
+    """Encodes a message from the starter."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def decode_to_launcher(line: bytes) -> ToLauncher:
-    """Decodes a message of the starter.
+    """Decodes a message from the starter.
 
     Raises:
         ValueError: the line is not a message.
@@ -103,7 +103,7 @@ def decode_to_launcher(line: bytes) -> ToLauncher:
 
 
 def decode_from_launcher(line: bytes) -> FromLauncher:
-    """Decodes the part after `MARK` of a remote launcher's message.
+    """Decodes a remote launcher's message, given the part after `MARK`.
 
     Raises:
         ValueError: the line is not a message.
@@ -115,14 +115,14 @@ def decode_from_launcher(line: bytes) -> FromLauncher:
 
 
 class MessageSplitter:
-    """Separates a remote launcher's messages from its other output."""
+    """Separates a remote launcher's messages from other output."""
 
     def __init__(self) -> None:
-        self._held = b""  # the beginning of a line that may become a message
+        self._held = b""  # beginning of a line that may turn out to be a message
         self._in_a_line = False
 
     def feed(self, data: bytes) -> tuple[list[FromLauncher], bytes]:
-        """Accepts more of the stream, which may be split anywhere; returns the messages and the other output.
+        """Accepts the next part of the stream, which may be split anywhere; returns messages and other output.
 
         Raises:
             ValueError: a message cannot be decoded.
@@ -145,6 +145,6 @@ class MessageSplitter:
         return messages, bytes(printed)
 
     def close(self) -> bytes:
-        """Returns the rest of the last line."""
+        """Returns the unfinished last line."""
         left, self._held = self._held, b""
         return left

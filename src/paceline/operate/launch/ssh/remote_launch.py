@@ -1,9 +1,9 @@
-"""State machine of the launchers of `paceline run --hosts`, without a process or a clock.
+"""State machine for the launchers started by `paceline run --hosts`. Uses neither processes nor a clock.
 
-A launcher is started, answers, and receives its assignment. The launcher of the first machine reports the address of
-the meeting, which the assignments of the others contain. Before that, a launcher that does not start ends the job.
-After that, the machines end the job themselves, as every job on several machines does, and launchers that do not end
-are killed. Failed starts are explained from the output of ssh and the remote shell.
+A launcher starts, reports that it is ready, and receives its assignment. The launcher on the first machine reports the
+meeting's address, which the other assignments include. If a launcher fails to start before that, the job ends.
+Afterwards the launchers end the job themselves, like any job on several machines, and are killed if they do not end in
+time. Failed starts are explained from the output of ssh and the remote shell.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from paceline.operate.launch.ssh.protocol import (
 
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
-PATIENCE_S = 5.0  # the time for launchers to end by themselves after one was lost
-OTHER_REASONS_S = 2.0  # the time for further launchers to report why they do not start, after the first report
-MARGIN_S = 15.0  # the time added to the shutdown timeout of workers
-WRONG_FLAGS = 2  # the exit code of a launcher that has started nothing
+PATIENCE_S = 5.0  # time for launchers to end on their own after one was lost
+OTHER_REASONS_S = 2.0  # after the first failed start, time for other launchers to report theirs
+MARGIN_S = 15.0  # time added to the workers' shutdown timeout
+WRONG_FLAGS = 2  # exit code of a launcher that has not started anything
 
 
 @dataclass(frozen=True)
 class LaunchAttempt:
-    """Parameters of the start of one launcher."""
+    """Parameters for starting one launcher."""
 
-    destination: str  # the argument of ssh
-    python: str  # the interpreter there
-    version: str  # the version of Paceline on this machine
-    is_here: bool = False  # whether the launcher is started on this machine, without ssh
+    destination: str  # destination argument for ssh
+    python: str  # Python interpreter on the remote machine
+    version: str  # version of Paceline on the local machine
+    is_here: bool = False  # whether the launcher runs on the local machine, without ssh
 
 
 class LauncherPhase(Enum):
-    """The progress of a launcher."""
+    """The phase that a launcher is in."""
 
     STARTED = auto()
     ANSWERED = auto()
@@ -51,7 +51,7 @@ class LauncherPhase(Enum):
 
 @dataclass(frozen=True)
 class SendAssignment:
-    """Send the launcher its assignment."""
+    """Action: send the launcher its assignment."""
 
     machine: int
     part: NodeAssignment
@@ -59,7 +59,7 @@ class SendAssignment:
 
 @dataclass(frozen=True)
 class ForwardSignal:
-    """Forward a signal to the launcher."""
+    """Action: forward a signal to the launcher."""
 
     machine: int
     name: str
@@ -67,14 +67,14 @@ class ForwardSignal:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """Close the connection to the launcher, which ends it."""
+    """Action: close the connection to the launcher, which ends the launcher."""
 
     machine: int
 
 
 @dataclass(frozen=True)
 class ShowText:
-    """Show a sentence to the user."""
+    """Action: print a sentence for the user."""
 
     text: str
 
@@ -86,19 +86,19 @@ Action = SendAssignment | ForwardSignal | Disconnect | ShowText
 class LaunchTimeouts:
     """Time limits in seconds."""
 
-    start_s: float  # the limit for the start of all launchers
-    shutdown_s: float  # the limit for the end of the workers
+    start_s: float  # limit for starting all launchers
+    shutdown_s: float  # limit for ending the workers
 
 
 class RemoteLaunch:
     """The state of all launchers.
 
     Args:
-        parts: The assignment of each machine, without the address of the meeting.
-        attempts: The parameters of each launcher's start.
+        parts: The assignment for each machine, without the address of the meeting.
+        attempts: The parameters for starting each launcher.
         limits: The time limits.
         now_s: The current time.
-        is_elastic: Whether the job continues without machines that are lost.
+        is_elastic: Whether the job continues when machines are lost.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class RemoteLaunch:
         self._codes: list[int | None] = [None] * len(parts)
         self._meeting: tuple[str, int] | None = None
         self._actions: list[Action] = []
-        self._is_failing = False  # whether a launcher did not start
-        self._is_ending = False  # whether all have been asked to end
+        self._is_failing = False  # whether a launcher failed to start
+        self._is_ending = False  # whether all launchers have been asked to end
         self._code = 0
         self._start_by_s: float | None = now_s + limits.start_s
-        self._end_by_s: float | None = None  # time at which launchers are asked to end
-        self._cut_by_s: float | None = None  # time at which they are disconnected
+        self._end_by_s: float | None = None  # time at which to ask launchers to end
+        self._cut_by_s: float | None = None  # time at which to disconnect launchers
 
     @property
     def is_over(self) -> bool:
@@ -131,7 +131,7 @@ class RemoteLaunch:
 
     @property
     def exit_code(self) -> int:
-        """The first code that was not 0; for an elastic job, the code of the last launcher."""
+        """The first nonzero exit code; for an elastic job, the last launcher's exit code."""
         return self._code
 
     @property
@@ -146,7 +146,7 @@ class RemoteLaunch:
         return actions
 
     def receive(self, machine: int, message: FromLauncher, now_s: float) -> None:
-        """Handles a message of a launcher."""
+        """Handles a message from a launcher."""
         match message:
             case LauncherReady() if self._phases[machine] is LauncherPhase.STARTED:
                 self._on_hello(machine, message, now_s)
@@ -158,7 +158,7 @@ class RemoteLaunch:
                 self._codes[machine] = code
 
     def ended(self, machine: int, code: int, errors: str, now_s: float) -> None:
-        """Handles the end of a launcher, or of its ssh, with an exit code and the end of its stderr."""
+        """Handles the exit of a launcher or its ssh process, given the exit code and the last output on stderr."""
         phase, self._phases[machine] = self._phases[machine], LauncherPhase.ENDED
         own = self._codes[machine]
         if phase is not LauncherPhase.ASSIGNED:
@@ -167,7 +167,7 @@ class RemoteLaunch:
             self._on_loss(machine, now_s)
         elif machine == 0 and self._meeting is None and len(self._parts) > 1:
             self._code = self._code or own
-            self._end_by(now_s)  # the others would wait in vain
+            self._end_by(now_s)  # the other launchers would wait forever
         elif self._is_elastic and not self._is_ending:
             self._code = own
         elif own != 0:
@@ -177,7 +177,7 @@ class RemoteLaunch:
             self._start_by_s = self._end_by_s = self._cut_by_s = None
 
     def signalled(self, name: str, now_s: float) -> None:
-        """Handles a signal of the user or the scheduler that ends the job."""
+        """Handles a signal from the user or the scheduler that ends the job."""
         self._is_ending = True
         self._code = self._code or 1
         for machine, phase in enumerate(self._phases):
@@ -209,7 +209,7 @@ class RemoteLaunch:
             self._assign(machine)
 
     def _assign(self, machine: int) -> None:
-        """Sends a launcher its assignment, if it has answered and the address of the meeting is known."""
+        """Sends a launcher its assignment if the launcher is ready and the meeting's address is known."""
         if self._phases[machine] is not LauncherPhase.ANSWERED or self._is_failing or self._is_ending:
             return
         if machine == 0 or self._meeting is not None:
@@ -233,9 +233,9 @@ class RemoteLaunch:
             self._end_by(now_s + PATIENCE_S)
 
     def _fail(self, reasons: Sequence[str], now_s: float) -> None:
-        """Ends the job after launchers failed to start; others first have time to report their own failures."""
+        """Ends the job after launchers failed to start. Other launchers first get time to report their own failures."""
         if self._is_ending:
-            return  # a consequence of the end of the job
+            return  # the failure is a consequence of the job's end
         self._actions += [ShowText(reason) for reason in reasons]
         self._code, self._is_failing, self._start_by_s = self._code or 1, True, None
         if LauncherPhase.STARTED in self._phases:
@@ -244,7 +244,7 @@ class RemoteLaunch:
             self.signalled("SIGTERM", now_s)
 
     def _end_by(self, end_by_s: float) -> None:
-        """Sets the time by which the other launchers must have ended by themselves."""
+        """Sets the deadline for the other launchers to end on their own."""
         if not self._is_ending:
             self._end_by_s = end_by_s if self._end_by_s is None else min(self._end_by_s, end_by_s)
 
@@ -255,11 +255,11 @@ class RemoteLaunch:
 
 
 def explain_failed_launch(attempt: LaunchAttempt, code: int, errors: str) -> str:
-    """Returns a sentence for the user about a launcher that did not start.
+    """Returns a sentence for the user about a launcher that failed to start.
 
     Args:
-        attempt: The parameters of the start.
-        code: The exit code of ssh, or of the interpreter if it was started without ssh.
+        attempt: The parameters with which the launcher was started.
+        code: The exit code of ssh, or of the interpreter if ssh was not used.
         errors: The output on stderr.
     """
     if code == _SSH_FAILED and not attempt.is_here:
@@ -279,7 +279,7 @@ def explain_failed_launch(attempt: LaunchAttempt, code: int, errors: str) -> str
 
 
 def other_version(attempt: LaunchAttempt, version: str) -> str:
-    """Returns a sentence about a machine that runs another version of Paceline."""
+    """Returns a sentence about a machine that has a different version of Paceline."""
     install = f"{attempt.python} -m pip install paceline=={attempt.version}"
     command = install if attempt.is_here else f"ssh {attempt.destination} {install}"
     return (
@@ -289,7 +289,7 @@ def other_version(attempt: LaunchAttempt, version: str) -> str:
 
 
 def no_answer(attempt: LaunchAttempt, waited_s: float) -> str:
-    """Returns a sentence about a machine that did not answer in time."""
+    """Returns a sentence about a machine that did not respond in time."""
     return (
         f"{attempt.destination}: no launcher answered within {waited_s:.0f} s; try: ssh {attempt.destination} "
         f"{attempt.python} -m paceline --version"

@@ -1,8 +1,8 @@
-"""The program on each machine of `paceline run --hosts`, which starts the launcher there and ends it on request.
+"""Program that `paceline run --hosts` runs on each machine to start the launcher and to end it on request.
 
-The launcher is a child, since it forks and must have no threads; this process receives the starter's messages. When its
-stdin ends, because the starter or the connection has ended, it ends the launcher. If it is killed itself, the kernel
-kills the launcher, and the launcher's guards kill the workers.
+The launcher is a child process, because it forks and must not have threads, while this process receives the starter's
+messages. End of file on stdin means that the starter or the connection has ended, and this process then ends the
+launcher. If this process is killed, the kernel kills the launcher, and the launcher's guards kill the workers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ASSIGNMENT_S = 600.0
 
 
 def main() -> int:
-    """Reports to the starter, runs the assignment that it receives, and returns the launcher's exit code."""
+    """Reports to the starter, runs the assignment received from it, and returns the launcher's exit code."""
     control = _Control()
     send_to_starter(LauncherReady(__version__, sys.executable))
     part = control.receive_assignment()
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def send_to_starter(message: FromLauncher) -> None:
-    """Sends a message to the starter; has no effect if the starter has ended."""
+    """Sends a message to the starter; does nothing if the starter has ended."""
     data = encode_from_launcher(message)
     with contextlib.suppress(OSError):
         while data:
@@ -66,7 +66,7 @@ def send_to_starter(message: FromLauncher) -> None:
 
 
 class _Control:
-    """The starter's messages. The launcher and its workers do not have their descriptor, and read an empty stdin."""
+    """Reader for the starter's messages. The launcher and its workers get an empty stdin instead of this stream."""
 
     def __init__(self) -> None:
         self._fd = os.dup(0)
@@ -77,11 +77,11 @@ class _Control:
         self._received = b""
 
     def close(self) -> None:
-        """Closes the descriptor in the launcher, which must not hold the connection open."""
+        """Closes the descriptor in the launcher, which must not keep the connection open."""
         os.close(self._fd)
 
     def receive_assignment(self) -> NodeAssignment | None:
-        """Waits for this machine's assignment; returns None if the starter sends none."""
+        """Waits for this machine's assignment; returns None if the starter does not send one."""
         deadline_s = time.monotonic() + _ASSIGNMENT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             if not select.select([self._fd], [], [], left_s)[0]:
@@ -91,15 +91,15 @@ class _Control:
                 return None
             if lines:
                 message = decode_to_launcher(lines[0])
-                return message if isinstance(message, NodeAssignment) else None  # a signal ends the job before it runs
+                return message if isinstance(message, NodeAssignment) else None  # None for a signal, which ends the job
         return None
 
     def fileno(self) -> int:
-        """Returns the descriptor."""
+        """Returns the descriptor of the stream."""
         return self._fd
 
     def lines(self) -> list[bytes] | None:
-        """Reads, when the descriptor is readable, and returns the complete lines; None at the end of the stream."""
+        """Reads available data and returns the complete lines, or None at the end of the stream."""
         data = os.read(self._fd, 1 << 16)
         if not data:
             return None
@@ -119,7 +119,7 @@ def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
         if time.monotonic() >= kill_by_s:
-            os.kill(launcher, signal.SIGKILL)  # its guards kill the workers
+            os.kill(launcher, signal.SIGKILL)  # the launcher's guards then kill the workers
         readable, _, _ = select.select(sources, [], [], _LOOK_S)
         if signals in readable:
             for number in signals.read()[0]:
@@ -144,7 +144,7 @@ def _launch(part: NodeAssignment) -> int:
 
     os.environ.update(part.environment)
     parser = Parser(prog="paceline run")
-    parser.add_argument("--use-env", "--use_env", action="store_true")  # a flag of `python -m paceline.launch`
+    parser.add_argument("--use-env", "--use_env", action="store_true")  # accepted by `python -m paceline.launch`
     add_run_arguments(parser, os.environ)
     options = parser.parse_args(part.words)
     return run_command(options, lambda given: _take_part(given, part))
@@ -172,7 +172,7 @@ def _take_part(options: argparse.Namespace, part: NodeAssignment) -> int:
         options.node_rank, options.rdzv_backend = part.node_rank, "static"
         options.master_addr, options.master_port = meeting
         options.rdzv_conf = {**options.rdzv_conf, "is_host": str(int(part.meeting is None))}
-    # A scheduler's variables would describe another job here: the starter has chosen the machines.
+    # The starter has chosen the machines, so a scheduler's variables on this machine would describe a different job.
     name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     job = job_of(options, {name: os.environ[name]} if name in os.environ else {})
     return run(job, listener, secret if part.nodes > 1 else None)
@@ -191,9 +191,9 @@ def _enter(directory: str) -> None:
 def _open_meeting(
     options: argparse.Namespace, part: NodeAssignment, secret: bytes | None
 ) -> tuple[ListeningEndpoint | None, tuple[str, int]]:
-    """Returns the listener for the meeting, and its address, which the other machines can reach.
+    """Returns a listener for the meeting, and an address at which the other machines can reach it.
 
-    The listener is None in a job with one port, where the launcher listens after it has opened that port.
+    The listener is None in a job with a single port, where the launcher itself opens the port before it listens.
     """
     from paceline.comm.store.tcp_store import listen
 
@@ -205,7 +205,7 @@ def _open_meeting(
 
 
 def address_towards(name: str, environment: Mapping[str, str]) -> str:
-    """Returns the address of this machine for another one, from the route to it or from the ssh connection."""
+    """Returns an address at which another machine can reach this one, based on the route or the ssh connection."""
     from paceline.comm.security.levels import is_loopback
     from paceline.operate.launch.multinode.node_connection import own_address
     from paceline.routes import source_address
@@ -214,7 +214,7 @@ def address_towards(name: str, environment: Mapping[str, str]) -> str:
         found = source_address(name)
         if not is_loopback(found):
             return found
-    connection = environment.get("SSH_CONNECTION", "").split()  # the client's address and port, then the server's
+    connection = environment.get("SSH_CONNECTION", "").split()  # client address and port, server address and port
     if len(connection) == 4 and not is_loopback(connection[2]):
         return connection[2]
     return own_address()

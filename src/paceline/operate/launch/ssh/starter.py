@@ -1,7 +1,7 @@
-"""The starter of `paceline run --hosts`: host lists, the processes of the launchers, and their output.
+"""Starter for `paceline run --hosts`: host lists, launcher processes, and their output.
 
-A launcher runs by ssh, or on this machine without it. Machines are given as `a:4,anna@b`, or in a host file in the
-format of Open MPI, MPICH, Horovod or DeepSpeed.
+A launcher is started by ssh, or directly if it runs on this machine. Machines are listed as `a:4,anna@b`, or in a host
+file in the format of Open MPI, MPICH, Horovod or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ _NAME = re.compile(
 )
 _COUNTS = ("slots", "cpu", "count")
 _USERS = ("user", "username")
-_IGNORED = ("max_slots", "max-slots", "ifname", "binding")  # limits and placement for other launchers
-# The current directory is removed from the path, since modules in the directory in which ssh starts may shadow others.
+_IGNORED = ("max_slots", "max-slots", "ifname", "binding")  # limits and placement hints for other launchers
+# Removes the current directory from the path, because modules in the directory where ssh starts may shadow others.
 FAR_END = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "from paceline.operate.launch.ssh.remote_launcher import main; sys.exit(main())"
 )
-# No prompts, since several machines would prompt at once; a separate connection, which ends with the launcher; and a
-# time-out after 15 s without a reply from the network.
+# Options for ssh: no prompts, because several machines would prompt at once; a separate connection, which ends with the
+# launcher; and a timeout after 15 s without a response from the network.
 SSH_OPTIONS = (
     *("-T", "-a", "-x", "-S", "none", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
 _TAIL_BYTES = 1 << 13
 START_S = 120.0
-_POLL_S = 1.0  # the time between checks for ended processes whose pipes are still open
+_POLL_S = 1.0  # interval between checks for ended processes whose pipes are still open
 _FORWARDED = {
     *("OMP_NUM_THREADS", "PYTHONPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     *("PACELINE_SECURITY", "PACELINE_INSECURE", "PACELINE_PORT", "PACELINE_IFACE", "PACELINE_CONGESTION"),
@@ -77,23 +77,23 @@ _FORWARDED = {
 
 @dataclass(frozen=True)
 class Host:
-    """A machine."""
+    """A machine in the list of hosts."""
 
     name: str
-    user: str | None = None  # the login name
-    slots: int | None = None  # the number of workers
+    user: str | None = None  # login name
+    slots: int | None = None  # number of workers
 
     @property
     def destination(self) -> str:
-        """The machine as an argument of ssh."""
+        """The destination argument for ssh."""
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
 
 def run_on_hosts(options: argparse.Namespace) -> int:
-    """Runs the job on the machines of `--hosts`; returns the exit code.
+    """Runs the job on the machines listed in `--hosts`; returns the exit code.
 
     Raises:
-        OptionError: flags contradict each other, or the list of machines is malformed.
+        OptionError: the flags are contradictory, or the list of machines is malformed.
     """
     hosts = hosts_of(options.hosts)
     _reject_contradictions(options)
@@ -133,7 +133,7 @@ def _reject_contradictions(options: argparse.Namespace) -> None:
 def parts_of(
     hosts: Sequence[Host], options: argparse.Namespace, environment: Mapping[str, str], shutdown_s: float
 ) -> list[NodeAssignment]:
-    """Returns the assignment of each machine."""
+    """Returns the assignment for each machine."""
     secret = None
     if (options.security or chosen_level()) != "none":
         secret = (job_secret() or secrets.token_bytes(32)).hex()
@@ -157,7 +157,7 @@ def parts_of(
 
 
 def _directory(environment: Mapping[str, str]) -> str:
-    """Returns the current directory as the user entered it, possibly through links."""
+    """Returns the current directory as the user entered it, without resolving symbolic links."""
     named = environment.get("PWD", "")
     with contextlib.suppress(OSError):
         if os.path.samefile(named, "."):
@@ -166,10 +166,10 @@ def _directory(environment: Mapping[str, str]) -> str:
 
 
 def forwarded_variables(environment: Mapping[str, str], exported: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the variables to set on the other machines: flags, Paceline's settings, and those of `--export`.
+    """Returns the variables to set on other machines: flags, Paceline's settings, and those listed in `--export`.
 
     Raises:
-        OptionError: a variable of `--export` is not set.
+        OptionError: a variable in `--export` is not set.
     """
     found = {name: value for name, value in environment.items() if name in _FORWARDED or name.startswith("PET_")}
     for name, value in exported.items():
@@ -180,7 +180,7 @@ def forwarded_variables(environment: Mapping[str, str], exported: Mapping[str, s
 
 
 class SshStarter:
-    """Runs the launchers of a job as child processes; leaving its `with` block ends them."""
+    """Runs a job's launchers as child processes, which end when the `with` block is left."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class SshStarter:
         self._signals.close()
 
     def run(self) -> int:
-        """Starts all launchers and waits for them; returns the job's exit code."""
+        """Starts all launchers and waits for them to end; returns the job's exit code."""
         for machine in range(len(self._commands)):
             self._start(machine)
         while not self._launch.is_over:
@@ -285,19 +285,19 @@ class SshStarter:
 
 
 class LauncherProcess:
-    """The local process of a launcher: ssh, or the launcher itself.
+    """A launcher's local process: ssh, or the launcher itself.
 
     Args:
         command: The command that starts the process.
-        prefixes: The prefixes of the process's lines on stdout and stderr.
-        writes: The functions that write these lines.
+        prefixes: The line prefixes for the process's stdout and stderr.
+        writes: The functions that write the lines from stdout and stderr.
 
     Raises:
         OSError: the command cannot be started.
     """
 
     def __init__(self, command: Sequence[str], prefixes: tuple[bytes, bytes], writes: tuple[Write, Write]) -> None:
-        # Each launcher has its own session, since the starter forwards a Ctrl-C in the terminal.
+        # Each launcher gets its own session, because the starter forwards Ctrl-C from the terminal.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -313,7 +313,7 @@ class LauncherProcess:
 
     @property
     def errors(self) -> str:
-        """The end of the output on stderr."""
+        """The last part of the output on stderr."""
         return self._errors.decode(errors="replace")
 
     @property
@@ -322,7 +322,7 @@ class LauncherProcess:
         return [pipe.fileno() for pipe in self._pipes]
 
     def read(self, stream: int) -> tuple[list[FromLauncher], bool]:
-        """Forwards output on stdout (0) or stderr (1); returns the messages in it, and whether the stream has ended.
+        """Forwards output from stdout (0) or stderr (1); returns the messages in it, and whether the stream has ended.
 
         Raises:
             ValueError: a message cannot be decoded.
@@ -341,13 +341,13 @@ class LauncherProcess:
         return messages, not data
 
     def send(self, message: ToLauncher) -> None:
-        """Sends a message to the launcher; has no effect if it has ended."""
+        """Sends a message to the launcher; does nothing if the launcher has ended."""
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._stdin.write(encode_to_launcher(message))
             self._stdin.flush()
 
     def exit_code(self) -> int | None:
-        """Returns the exit code of the local process, or None while it runs."""
+        """Returns the exit code of the local process, or None while it is running."""
         return self._process.poll()
 
     def disconnect(self) -> None:
@@ -357,10 +357,10 @@ class LauncherProcess:
             self._process.kill()
 
     def drain(self) -> list[FromLauncher]:
-        """Forwards the remaining output of an ended process; returns the messages in it."""
+        """Forwards the remaining output from an ended process; returns the messages in it."""
         messages: list[FromLauncher] = []
         for stream in range(2):
-            # Another process, such as one of ssh, may hold the pipe open.
+            # Another process, such as an ssh helper, may keep the pipe open.
             while select.select([self._pipes[stream]], [], [], 0)[0]:
                 more, has_ended = self.read(stream)
                 messages += more
@@ -372,7 +372,7 @@ class LauncherProcess:
         return messages
 
     def close(self) -> None:
-        """Ends the process if it still runs, and closes the pipes."""
+        """Ends the process if it is still running, and closes the pipes."""
         if self._process.poll() is None:
             self.disconnect()
             self._process.wait()
@@ -386,13 +386,13 @@ class LauncherProcess:
 
 
 def command_for(attempt: LaunchAttempt, ssh: Sequence[str]) -> list[str]:
-    """Returns the command that starts the launcher of a machine."""
+    """Returns the command that starts the launcher on a machine."""
     far_end = [attempt.python, "-c", FAR_END]
     return far_end if attempt.is_here else [*ssh, *SSH_OPTIONS, attempt.destination, f"exec {shlex.join(far_end)}"]
 
 
 def is_here(host: Host) -> bool:
-    """Returns whether a name without a login name denotes this machine, so that no ssh is needed."""
+    """Returns whether a name refers to this machine without a login name, in which case ssh is not needed."""
     if host.user is not None:
         return False
     if host.name in ("localhost", socket.gethostname()):
@@ -400,7 +400,7 @@ def is_here(host: Host) -> bool:
     try:
         found = socket.getaddrinfo(host.name, 0, type=socket.SOCK_STREAM)
     except OSError:
-        return False  # only ssh's configuration may resolve it
+        return False  # the name may be an alias in ssh's configuration
     return any(_is_mine(family, address) for family, _, _, _, address in found)
 
 
@@ -412,13 +412,13 @@ def _is_mine(family: int, address: object) -> bool:
 
 
 def hosts_of(text: str) -> tuple[Host, ...]:
-    """Returns the machines of `--hosts`: a list, or the name of a host file.
+    """Parses the value of `--hosts`: a list of machines, or the name of a host file.
 
     >>> [(host.destination, host.slots) for host in hosts_of("a:4,anna@b:2,c")]
     [('a', 4), ('anna@b', 2), ('c', None)]
 
     Raises:
-        OptionError: the text is neither, or names no machine.
+        OptionError: the value is neither, or it does not contain any machine.
     """
     if os.path.isfile(text):
         try:
@@ -434,10 +434,10 @@ def hosts_of(text: str) -> tuple[Host, ...]:
 
 
 def hosts_of_file(text: str, name: str) -> tuple[Host, ...]:
-    """Returns the machines of a host file: lines with HOST, HOST:N or HOST slots=N, and comments after #.
+    """Parses a host file, whose lines are HOST, HOST:N or HOST slots=N, with comments after #.
 
     Raises:
-        OptionError: a line has another form; the message gives its number.
+        OptionError: a line is malformed; the message contains its number.
     """
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -477,7 +477,7 @@ def _host_of_line(words: list[str], where: str) -> Host:
 
 
 def _together(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Returns each machine once, with the workers of all its entries."""
+    """Merges duplicate entries: returns each machine once, with the total number of workers."""
     entries: dict[tuple[str, str | None], list[int | None]] = {}
     for host in hosts:
         entries.setdefault((host.name, host.user), []).append(host.slots)

@@ -1,7 +1,7 @@
-"""The program of each worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec] SCRIPT ARGS...`.
+"""Entry program for each worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec] SCRIPT ARGS...`.
 
-It makes the worker end with its launcher, announces an exception that leaves the script, and runs the script as
-`python SCRIPT` does. It imports nothing from the package, since every worker would pay for the import.
+The program runs the script like `python SCRIPT`, and announces an uncaught exception to the launcher. If the launcher
+dies, the worker is killed as well. To keep every worker's start fast, nothing is imported from the package.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> None:
                 f"paceline: {rest[1]} cannot be executed ({error.strerror}); with --no-python it must be a program"
             )
     if (channel := os.environ.get("PACELINE_ELASTIC_FD")) is not None:
-        os.set_inheritable(int(channel), False)  # processes that the script starts must not write to it
+        os.set_inheritable(int(channel), False)  # the script's child processes must not write to this channel
     error_file = os.environ["PACELINE_ERROR_FILE"]
     uncaught = _Uncaught(error_file)
     _print_uncaught()
@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> None:
     import faulthandler
 
     _prepare_stdin()
-    faulthandler.enable()  # the Python stack of a worker that crashes in native code
+    faulthandler.enable()  # prints the Python stack if the worker crashes in native code
     offer_stack()
     try:
         _run_script(rest)
@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _run_script(rest: list[str]) -> None:
-    """Runs the script, module or path that the arguments name, without a trace of this file in its namespace."""
+    """Runs the script, module or path given in the arguments, in a namespace without any names from this file."""
     if rest[0] == "-m":
         import runpy
 
@@ -79,7 +79,7 @@ def _run_script(rest: list[str]) -> None:
         return
     sys.argv = rest
     script = rest[0]
-    if not os.path.isabs(script):  # as Python does since 3.9, so that __file__ stays valid after os.chdir
+    if not os.path.isabs(script):  # keeps __file__ valid after os.chdir, like Python since 3.9
         script = os.path.join(os.getcwd(), script)
     if _holds_modules(script):
         import runpy
@@ -98,7 +98,7 @@ def _run_script(rest: list[str]) -> None:
 
 
 def _holds_modules(script: str) -> bool:
-    """Returns whether the script is a directory or a zip file, whose module `__main__` Python runs."""
+    """Returns whether the script is a directory or a zip file that contains a module `__main__`."""
     for hook in sys.path_hooks:
         try:
             hook(script)
@@ -109,7 +109,7 @@ def _holds_modules(script: str) -> bool:
 
 
 def _code_of(content: bytes, script: str) -> CodeType:
-    """Returns the code of a source file or of a compiled one."""
+    """Returns the code object for a source file or a compiled file."""
     if not script.endswith(".pyc"):
         return compile(content, script, "exec")
     import marshal
@@ -123,7 +123,7 @@ def _code_of(content: bytes, script: str) -> CodeType:
 
 
 def die_with_parent(parent: int) -> None:
-    """Equivalent of `paceline.linux.die_with_parent` without its imports."""
+    """Same as `paceline.linux.die_with_parent`, but without that module's imports."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
@@ -132,10 +132,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def _prepare_stdin() -> None:
-    """Enables line editing in `input` on the rank that reads stdin, and disables `breakpoint()` on the others.
+    """Enables line editing in `input` on the rank that reads stdin, and disables `breakpoint()` on other ranks.
 
-    A line editor echoes typed text on stdout, so that the launcher receives it. Without a stdin, the debugger would end
-    the job.
+    A line editor echoes typed text on stdout, where the launcher receives it. Without stdin, the debugger would end the
+    job.
     """
     reader, rank = os.environ.get("PACELINE_STDIN", "none"), os.environ["RANK"]
     if reader == rank and os.isatty(0) and os.isatty(1):
@@ -156,9 +156,9 @@ def _prepare_stdin() -> None:
 
 
 def offer_stack() -> None:
-    """Enables the launcher to capture this process's Python stack by a signal, in `diagnosis/worker_process.py`.
+    """Enables the launcher to capture this process's Python stack with a signal (see `diagnosis/worker_process.py`).
 
-    Programs that this process starts inherit neither the file nor the handler.
+    Child programs inherit neither the file nor the handler.
     """
     import faulthandler
     import signal
@@ -167,13 +167,13 @@ def offer_stack() -> None:
         file = _new_file(f"paceline-stack-{os.getpid()}")
         appending = os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         os.close(file)
-    except OSError:  # no memory files, or no descriptors left
+    except OSError:  # memory files are unsupported, or no descriptors are left
         return
     faulthandler.register(signal.SIGRTMAX - 7, appending, all_threads=False, chain=False)
 
 
 def _new_file(name: str) -> int:
-    """Equivalent of `paceline.linux.memfd_create` without its imports."""
+    """Same as `paceline.linux.memfd_create`, but without that module's imports."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     import ctypes
@@ -185,7 +185,7 @@ def _new_file(name: str) -> int:
 
 
 def _join_cgroup(directory: str | None) -> None:
-    """Moves this process into the job's cgroup, if any; if the kernel forbids that, the guards rely on marks."""
+    """Moves this process into the job's cgroup, if any. If the kernel forbids this, the guards rely on marks."""
     if directory is not None:
         try:
             with open(f"{directory}/cgroup.procs", "w") as members:
@@ -195,9 +195,9 @@ def _join_cgroup(directory: str | None) -> None:
 
 
 def _record_exit(path: str) -> None:
-    """Records as the last action at exit that the script has ended: a later crash is not the script's own."""
+    """Records, as the last exit handler, that the script has ended: a later crash is not the script's fault."""
     import atexit
-    from os import getpid  # the script shares this module's namespace and may redefine `os`
+    from os import getpid  # the script may have redefined `os`, because it shares this namespace
 
     worker = getpid()
 
@@ -213,10 +213,10 @@ def _record_exit(path: str) -> None:
 
 
 class _Uncaught:
-    """Records an exception that leaves the script, and announces it to the launcher immediately.
+    """Records an uncaught exception in the script, and announces it to the launcher immediately.
 
-    The process itself may take seconds to end, because of threads, exit handlers and its memory. The imports happen
-    only after an exception.
+    The process itself may take seconds to end because of threads, exit handlers and memory to release. Modules are only
+    imported after an exception.
     """
 
     def __init__(self, path: str) -> None:
@@ -225,8 +225,8 @@ class _Uncaught:
         self._worker = os.getpid()
 
     def record(self, error: BaseException) -> None:
-        """Records the exception, unless it left the script in a fork of this process."""
-        import sys  # the script shares this module's namespace and may redefine its names
+        """Records the exception, unless this process is a fork of the worker."""
+        import sys  # the script may have redefined names, because it shares this namespace
         from os import getpid
 
         if getpid() != self._worker:
@@ -236,12 +236,12 @@ class _Uncaught:
             from paceline.operate.launch.workers.failures import record_uncaught
 
             record_uncaught(self._path, error)
-        except Exception:  # the script's own exception must propagate in any case
+        except Exception:  # the script's own exception must always propagate
             pass
 
 
 def _print_uncaught() -> None:
-    """Installs the hook that prints an uncaught exception as the launcher does; it imports nothing before that."""
+    """Installs a hook that prints uncaught exceptions in the launcher's format; defers imports until then."""
     package = _package()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -254,7 +254,7 @@ def _print_uncaught() -> None:
 
 
 def _package() -> str:
-    """Returns the directory from which `paceline` is imported."""
+    """Returns the directory that contains the package `paceline`."""
     path = os.path.abspath(__file__)
     for _ in range(5):  # src/paceline/operate/launch/workers/bootstrap.py
         path = os.path.dirname(path)

@@ -1,18 +1,18 @@
-"""Cleanup of a job on this machine: no process and no directory of it outlives the launcher.
+"""Cleanup of a job on this machine. No process or directory created by the job outlives the launcher.
 
-The kernel kills a worker whose launcher dies (`paceline/linux.py`). Processes that a worker has started are found in
-four ways:
+The kernel kills a worker whose launcher dies (`paceline/linux.py`). Processes started by a worker are found in four
+ways:
 
-- The job's cgroup, if the kernel lets this user create one, holds every process that a worker starts, whatever its
-  session, parent and variables; `cgroup.kill` (Linux 5.14) kills exactly these. It requires version 2 and a cgroup that
-  is delegated to the user: by a systemd user manager, in a container that may write to it, or as root.
-- The job's mark is in the environment of its processes.
-- The processes of a worker are in the session that it leads.
-- The launcher adopts orphans, and kills them when it ends by itself.
+- If the kernel permits this user to create a cgroup, the job's cgroup contains every process started by a worker,
+whatever its session, parent and environment. `cgroup.kill` (Linux 5.14) kills exactly these processes. This requires
+cgroup version 2 and delegation to the user: by a systemd user manager, in a container with write access, or as root.
+- All of the job's processes have its mark in their environment.
+- A worker's processes are in the session that the worker leads.
+- The launcher adopts orphans, and kills them at its own orderly end.
 
-Guards do this if the launcher is killed. They are processes that were forked early and hold the reading end of a pipe,
-which closes when the launcher dies. They kill nothing else, since a process tree may contain processes of other users.
-There are several, since one may be killed just before the launcher.
+If the launcher is killed, guards do this instead. Guards are processes that were forked early and hold the read end of
+a pipe, which closes when the launcher dies. They do not kill any other processes, because a process tree may contain
+processes of other users. There are several guards in case one of them is killed just before the launcher.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from pathlib import Path
 
 from paceline import _core
 
-CGROUP_VARIABLE = "PACELINE_CGROUP"  # the bootstrap joins it before anything else runs in a worker
+CGROUP_VARIABLE = "PACELINE_CGROUP"  # joined by the bootstrap before anything else runs in a worker
 
 MARK = "PACELINE_JOB"
 GUARDS = 3
 
 _PAUSE_S = 0.005
-_REMOVAL_ROUNDS = 200  # pauses to wait until the killed processes of a cgroup have ended
-_KILL_ROUNDS = 20  # repetitions for processes that were started during the killing
+_REMOVAL_ROUNDS = 200  # maximum number of pauses while waiting for killed processes in a cgroup to end
+_KILL_ROUNDS = 20  # maximum repetitions, to catch processes started during the killing
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_GUARDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_LONGEST_PATH = 80  # the 107 bytes of a Unix socket's path, less the names inside the directory
+_LONGEST_PATH = 80  # limit of 107 bytes for a Unix socket's path, minus the file names in the directory
 
 
 @dataclass(frozen=True)
 class Cgroup:
-    """A cgroup below this process's own, which may not have been created yet."""
+    """A child cgroup of this process's own cgroup. It may not have been created yet."""
 
     directory: Path
 
     @classmethod
     def planned(cls, root: Path = Path("/")) -> Cgroup | None:
-        """Returns a cgroup with a new name, without creating it, or None if this user cannot create one."""
+        """Returns a cgroup with a unique name without creating it, or None if this user cannot create cgroups."""
         own = own_directory(root)
         if own is None or not os.access(own, os.W_OK) or not os.access(own / "cgroup.procs", os.W_OK):
             return None
         return cls(own / f"paceline-{secrets.token_hex(8)}")
 
     def make(self) -> bool:
-        """Creates the cgroup; returns False, and leaves none behind, if the kernel refuses or cannot kill it."""
+        """Creates the cgroup. Returns False, without leaving a cgroup, if the kernel refuses or lacks `cgroup.kill`."""
         try:
             self.directory.mkdir()
             if (self.directory / "cgroup.kill").exists():
@@ -70,16 +70,16 @@ class Cgroup:
         return False
 
     def kill(self) -> None:
-        """Kills every process in it and in the cgroups below, if it exists; it remains usable."""
+        """Kills every process in the cgroup and its descendants, if it exists. The cgroup remains usable."""
         with contextlib.suppress(OSError):
             (self.directory / "cgroup.kill").write_text("1")
 
     def remove(self) -> None:
-        """Kills every process in it and removes it; idempotent."""
+        """Kills every process in the cgroup and removes the cgroup; idempotent."""
         for _ in range(_REMOVAL_ROUNDS):
             self.kill()
             for directory, _, _ in os.walk(self.directory, topdown=False):
-                with contextlib.suppress(OSError):  # still in use
+                with contextlib.suppress(OSError):  # the cgroup is still in use
                     os.rmdir(directory)
             if not self.directory.exists():
                 return
@@ -87,28 +87,28 @@ class Cgroup:
 
 
 def own_directory(root: Path = Path("/")) -> Path | None:
-    """Returns the directory of this process's cgroup of version 2, or None if it is not mounted."""
+    """Returns the directory of this process's version 2 cgroup, or None if that hierarchy is not mounted."""
     directories, is_mounted_so = _core.cgroups("", str(root).rstrip("/"))
     return Path(directories[0]) if is_mounted_so else None
 
 
 def adopt_orphans() -> None:
-    """Makes this process, instead of init, the parent of the workers' children after the workers' end."""
+    """Makes this process adopt the workers' children when the workers end, instead of init."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_orphans(own: Iterable[int]) -> None:
-    """Reaps the adopted children that have ended, but not `own`, which their owner reaps."""
+    """Reaps adopted children that have ended, except `own`, whose owner reaps them."""
     spared = set(own)
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid in spared:
-                return  # waitid reports one child at a time, which its owner must reap first
+                return  # waitid reports the same child until its owner has reaped it
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def children() -> set[int]:
-    """Returns the running children of this process, including adopted ones."""
+    """Returns this process's running children, including adopted ones."""
     me = os.getpid()
     found = set()
     for pid in _all_pids():
@@ -124,7 +124,7 @@ def _all_pids() -> Iterator[int]:
 
 
 def kill_orphans(own: Iterable[int]) -> None:
-    """Kills every child of this process except `own`, and their children, which this process adopts."""
+    """Kills every child of this process except `own`, and any grandchildren that it adopts as a result."""
     spared = set(own)
     for _ in range(_KILL_ROUNDS):
         orphans = children() - spared
@@ -142,13 +142,13 @@ def _kill_processes(pids: Iterable[int]) -> None:
 
 
 def kill_group(leader: int, number: int) -> None:
-    """Sends a signal to the process group of `leader`, if it exists."""
+    """Sends a signal to the process group led by `leader`, if it exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 
 
 def marked(mark: str) -> list[int]:
-    """Returns the running processes of this user whose environment had `mark` when they started."""
+    """Returns this user's running processes whose environment contained `mark` at their start."""
     entry = f"{MARK}={mark}".encode()
     found = []
     for pid in _all_pids():
@@ -160,7 +160,7 @@ def marked(mark: str) -> list[int]:
 
 
 def kill_marked(mark: str) -> None:
-    """Kills every process with `mark`, and the processes that these start in the meantime."""
+    """Kills every process with `mark`, and any processes that these start in the meantime."""
     for _ in range(_KILL_ROUNDS):
         pids = marked(mark)
         if not pids:
@@ -170,7 +170,7 @@ def kill_marked(mark: str) -> None:
 
 
 def in_sessions(leaders: Iterable[int]) -> list[int]:
-    """Returns the running processes of the sessions that `leaders` lead or led."""
+    """Returns the running processes in sessions whose leader is or was in `leaders`."""
     sessions = set(leaders)
     found = []
     for pid in _all_pids():
@@ -181,12 +181,12 @@ def in_sessions(leaders: Iterable[int]) -> list[int]:
 
 
 def kill_sessions(leaders: Iterable[int]) -> None:
-    """Kills every process of the sessions that `leaders` lead or led."""
+    """Kills every process in sessions whose leader is or was in `leaders`."""
     _kill_processes(in_sessions(leaders))
 
 
 class CleanupGuard:
-    """The guard processes. Create it before any thread starts, and `close` it when the job has ended."""
+    """The guard processes. Must be created before any thread starts, and closed after the job has ended."""
 
     def __init__(self, directory: str, mark: str, cgroup: Cgroup | None) -> None:
         self._writing: list[int] = []
@@ -195,7 +195,7 @@ class CleanupGuard:
     def _fork(self, directory: str, mark: str, cgroup: Cgroup | None) -> int:
         reading, writing = os.pipe()
         self._writing.append(writing)
-        # Python drops a Ctrl-C that arrives while `os.fork` calls hooks, such as those of `logging`.
+        # Python drops a Ctrl-C that arrives while `os.fork` runs fork hooks, such as those from `logging`.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_GUARDS)
         try:
             pid = os.fork()
@@ -210,20 +210,20 @@ class CleanupGuard:
         return pid
 
     def watch(self, leader: int) -> None:
-        """Also guards the session of this worker."""
+        """Adds a worker's session to the guarded ones."""
         self._send(b"%d " % leader)
 
     def forget(self) -> None:
-        """Stops guarding the sessions so far: their leaders have exited, and the kernel may reuse the pids."""
+        """Stops guarding all current sessions. Their leaders have exited, and the kernel may reuse the pids."""
         self._send(b"!")
 
     def _send(self, message: bytes) -> None:
         for writing in self._writing:
-            with contextlib.suppress(BrokenPipeError):  # this guard was killed
+            with contextlib.suppress(BrokenPipeError):  # the guard was killed
                 os.write(writing, message)
 
     def close(self) -> None:
-        """Ends the guards, which first kill the rest of the job."""
+        """Ends the guards, which first kill the job's remaining processes."""
         for writing in self._writing:
             os.close(writing)
         for pid in self.pids:
@@ -231,7 +231,7 @@ class CleanupGuard:
 
 
 def _keep_watch(reading: int, directory: str, mark: str, cgroup: Cgroup | None) -> None:
-    os.setsid()  # so that a Ctrl-C in the terminal does not reach the guard
+    os.setsid()  # protects the guard from Ctrl-C in the terminal
     for number in _NOT_FOR_GUARDS:
         signal.signal(number, signal.SIG_IGN)
     received = b""
@@ -247,39 +247,39 @@ def _keep_watch(reading: int, directory: str, mark: str, cgroup: Cgroup | None) 
 
 
 class Cleanup:
-    """The job's directory, its cgroup if possible, its mark and its guards; `close` ends and removes them.
+    """The job's private directory, cgroup (if possible), mark and guards. `close` ends and removes them.
 
-    Create it before any thread starts.
+    Must be created before any thread starts.
     """
 
     def __init__(self) -> None:
         self.directory = _directory()
-        # Inside another job, the mark begins with the outer job's, so that the end of that job ends this one, too.
+        # In a nested job, the mark begins with the outer job's mark, so the end of the outer job also ends this one.
         self._mark = f"{os.environ.get(MARK, '')}{secrets.token_hex(8)}."
         self._others = children()
         planned = Cgroup.planned()
         self._guard = CleanupGuard(self.directory, self._mark, planned)
-        # Created after the guards, which remove it.
+        # The directory is created after the guards, which remove it.
         self._cgroup = planned if planned is not None and planned.make() else None
         adopt_orphans()
 
     def variables(self, name: str) -> dict[str, str]:
-        """Returns the variables for workers; `name` distinguishes them from the job's other workers."""
+        """Returns environment variables for workers; `name` distinguishes these workers from others in the job."""
         variables = {MARK: f"{self._mark}{name}."}
         if self._cgroup is not None:
             variables[CGROUP_VARIABLE] = str(self._cgroup.directory)
         return variables
 
     def watch(self, worker: int) -> None:
-        """Makes the guards end this worker's session if the launcher is killed."""
+        """Instructs the guards to end this worker's session if the launcher is killed."""
         self._guard.watch(worker)
 
     def reap(self, workers: Iterable[int]) -> None:
-        """Reaps the adopted processes that have ended; the `workers` are left to their owner."""
+        """Reaps adopted processes that have ended, except `workers`, whose owner reaps them."""
         reap_orphans([*self._guard.pids, *workers])
 
     def end_generation(self, name: str) -> None:
-        """Kills the remaining processes of all workers marked with `name`, which have ended."""
+        """Kills the processes left behind by workers marked with `name`, all of which have ended."""
         self._guard.forget()
         if self._cgroup is not None:
             self._cgroup.kill()
@@ -287,7 +287,7 @@ class Cleanup:
         kill_orphans([*self._others, *self._guard.pids])
 
     def end_worker(self, name: str, worker: int, others: Iterable[int]) -> None:
-        """Kills the remaining processes of one worker marked with `name`, which has ended; `others` continue."""
+        """Kills the processes left behind by one worker marked with `name`, which has ended; `others` continue."""
         self._guard.forget()
         for other in others:
             self._guard.watch(other)
@@ -295,7 +295,7 @@ class Cleanup:
         kill_sessions([worker])
 
     def close(self) -> None:
-        """Kills the rest of the job, and removes its directory and cgroup."""
+        """Kills the job's remaining processes, and removes its directory and cgroup."""
         self._guard.close()
         kill_marked(self._mark)
         kill_orphans(self._others)
@@ -306,7 +306,7 @@ class Cleanup:
 
 
 def _directory() -> str:
-    """Creates a directory for the job, with a path short enough for a Unix socket."""
+    """Creates a directory for the job whose path is short enough for Unix sockets."""
     directory = tempfile.mkdtemp(prefix="paceline-")
     if len(os.fsencode(directory)) <= _LONGEST_PATH:
         return directory

@@ -1,8 +1,8 @@
-"""Environment of a worker: ranks, ports and threads, `--compat`, and validation of the PACELINE_* variables.
+"""Environment variables for workers: ranks, ports, threads and `--compat`, and validation of PACELINE_* variables.
 
-`--compat torch,horovod` only sets environment variables, so it also affects subprocesses of a script, such as those of
-mp.spawn. PACELINE_* variables are checked before any worker starts, since an invalid one would end every worker. The
-module that reads a variable also defines its valid values; it is imported only if the variable is set.
+`--compat torch,horovod` only sets environment variables, so it also affects a script's subprocesses, such as those
+started by mp.spawn. PACELINE_* variables are checked before any worker starts, because an invalid value would end every
+worker. The module that reads a variable also defines the valid values, and is only imported if the variable is set.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from paceline.comm.record.memory import HANDED_VARIABLE as RECORD_FD
 from paceline.comm.rendezvous.environment import STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 
-COMPAT_VARIABLE = "PACELINE_COMPAT"  # names the libraries; the plug-in reads it at the end of `import torch`
+COMPAT_VARIABLE = "PACELINE_COMPAT"  # list of libraries; read by the plug-in at the end of `import torch`
 _LIBRARIES = ("torch", "horovod")
-_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # with 0, torch does not call the plug-in
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch does not call the plug-in if this is 0
 _HOROVODS = {
     "HOROVOD_RANK": "RANK",
     "HOROVOD_SIZE": "WORLD_SIZE",
@@ -32,14 +32,14 @@ _HOROVODS = {
     "HOROVOD_CROSS_RANK": "GROUP_RANK",
     "HOROVOD_CROSS_SIZE": "GROUP_WORLD_SIZE",
 }
-_STAND_IN = Path(__file__).parents[3] / "interop" / "horovod" / "stand_in"  # the directory of a package `horovod`
-# Variables that launchers set for their workers, one of which may have started this launcher.
+_STAND_IN = Path(__file__).parents[3] / "interop" / "horovod" / "stand_in"  # contains a package `horovod`
+# Variables that other launchers set for their workers. Such a worker may have started this launcher.
 _OF_WORKERS = {
     *("CGROUP", "COMPAT_TOLD", "COPIES", "ELASTIC_FD", "ERROR_FILE", "GATE", "JOB", "RECORD_DIR", "RECORD_FD"),
     *("SECRET_FD", "STDIN", "STORE", "TERMINAL", "TORCH_STORE", "TORCH_STORE_REQUESTS", "WORKER"),
 }
 _NEAR = 0.75
-# Variables of an outer job, if one of its workers started this launcher; the launcher's own workers must not use them.
+# Variables from an outer job, if a worker started this launcher. This launcher's own workers must not inherit them.
 _NOT_PASSED_ON = {
     *("PACELINE_SECRET", "PACELINE_SECRET_FILE", SECRET_FD),
     *(STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE, PORT, GATE),
@@ -49,7 +49,7 @@ _NOT_PASSED_ON = {
 
 @dataclass(frozen=True)
 class WorkerRanks:
-    """A worker's ranks, by torchrun's names."""
+    """A worker's ranks, with torchrun's names."""
 
     rank: int
     world_size: int
@@ -57,7 +57,7 @@ class WorkerRanks:
     local_world_size: int
     group_rank: int = 0
     group_world_size: int = 1
-    role_rank: int | None = None  # the same as the rank, unless there are several roles
+    role_rank: int | None = None  # equal to the rank unless there are several roles
     role_world_size: int | None = None
     role: str = "default"
 
@@ -65,7 +65,7 @@ class WorkerRanks:
 def rank_variables(
     place: WorkerRanks, master: tuple[str, int], run_id: str, restart_count: int = 0, max_restarts: int = 0
 ) -> dict[str, str]:
-    """Returns torchrun's variables for a worker."""
+    """Returns the variables that torchrun sets for a worker."""
     role_rank = place.rank if place.role_rank is None else place.role_rank
     role_world_size = place.world_size if place.role_world_size is None else place.role_world_size
     return {
@@ -88,33 +88,33 @@ def rank_variables(
 
 
 def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
-    """Returns torchrun's variables for one of `world_size` workers of this machine."""
+    """Returns the variables that torchrun sets for one of `world_size` workers on this machine."""
     return rank_variables(WorkerRanks(rank, world_size, rank, world_size), ("127.0.0.1", port), run_id)
 
 
 def inherited_variables(base: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that workers inherit from their launcher, and defaults for missing ones."""
-    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # the second is also set by torchrun
+    """Returns the variables that workers inherit from the launcher, with defaults for missing ones."""
+    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # the second as in torchrun
     return defaults | {name: value for name, value in base.items() if name not in _NOT_PASSED_ON}
 
 
 def allowed_cores() -> int:
-    """Returns the number of cores that this process may use, by affinity and cgroup quota; at least 1."""
+    """Returns the number of cores that this process may use according to its affinity and cgroup quota; at least 1."""
     return _core.usable_cores()
 
 
 def cpu_quota() -> float | None:
-    """Returns the CPU quota of this process's cgroup (version 2 or 1) in cores, or None without a limit."""
+    """Returns the CPU quota of this process's cgroup (version 2 or 1) in cores, or None if there is no limit."""
     return _core.cpu_quota()[0] or None
 
 
 def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str]) -> int | None:
-    """Returns the OMP_NUM_THREADS that divides the cores among the workers, or None if the user has set it."""
+    """Returns a value for OMP_NUM_THREADS that divides the cores among the workers, or None if the user has set one."""
     return None if "OMP_NUM_THREADS" in environment else max(1, cores // workers)
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Returns a TCP port that is currently free at an address of this machine."""
+    """Returns a TCP port that is currently free at one of this machine's addresses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((address, 0))
@@ -132,12 +132,12 @@ def parse_libraries(text: str) -> tuple[str, ...]:
 
 
 def horovod_variables(of_torchrun: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables with the ranks of a worker under horovodrun, from torchrun's."""
+    """Converts torchrun's variables to the rank variables set by horovodrun."""
     return {name: of_torchrun[source] for name, source in _HOROVODS.items()}
 
 
 def compat_variables(chosen: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the additional variables for the chosen libraries."""
+    """Returns the additional variables for the selected libraries."""
     variables = {COMPAT_VARIABLE: ",".join(chosen)} if chosen else {}
     if "torch" in chosen:
         variables[_AUTOLOAD] = "1"
@@ -245,14 +245,14 @@ _BETWEEN_MACHINES: Mapping[str, Callable[[str], None]] = {
 
 
 def check_variables(has_other_machines: bool, environment: Mapping[str, str] = os.environ) -> None:
-    """Checks the value of every variable that workers read.
+    """Validates every variable that workers read.
 
     Args:
         has_other_machines: Whether the workers connect to other machines.
-        environment: The variables.
+        environment: The variables to check.
 
     Raises:
-        ValueError: a value is invalid; the message names the variable, the value and the valid ones.
+        ValueError: a value is invalid; the message contains the variable, its value and the valid values.
     """
     checks = {**_CHECKS, **_BETWEEN_MACHINES} if has_other_machines else _CHECKS
     for name, check in checks.items():
@@ -261,7 +261,7 @@ def check_variables(has_other_machines: bool, environment: Mapping[str, str] = o
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yields a sentence for each variable without effect whose name resembles that of a known one."""
+    """Yields a sentence for each unknown variable whose name resembles a known one."""
     prefix = "PACELINE_"
     known = [name.removeprefix(prefix) for name in (*_CHECKS, *_BETWEEN_MACHINES)]
     for name in sorted(environment):

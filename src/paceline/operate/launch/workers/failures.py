@@ -1,8 +1,8 @@
-"""Failures of workers: their record on disk, their order, and their description for the user.
+"""Worker failures: their records on disk, their order, and their descriptions for the user.
 
-A worker announces an exception that leaves its script through a named pipe next to the workers' error files, since the
-process may take seconds to end. The pipe has a name, so workers inherit no descriptor. Each writes its own error file
-before it writes to the pipe, so that the error files identify the sender.
+A worker announces an uncaught exception through a named pipe next to the workers' error files, because the process may
+take seconds to end. The pipe is named, so workers do not have to inherit a descriptor. Each worker writes its own error
+file before it writes to the pipe, so the error files identify the sender.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.comm.security.untrusted_peers import Int64
 from paceline.operate.launch.workers.placement import format_cpulist
 
 _PIPE_NAME = "alarm"
-# Errors caused by the failure of another rank: Paceline's own, and those of gloo, NCCL and sockets for a lost peer.
+# Errors caused by another rank's failure: Paceline's own, and those that gloo, NCCL and sockets report for a lost peer.
 _CONSEQUENCES = {
     "PeerLostError",
     "CollectiveTimeoutError",
@@ -42,7 +42,7 @@ _CONSEQUENCE_TEXTS = re.compile(
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)) + os.sep
 _LONGEST_TEXT = 1 << 16
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-_MOST_SENT, _TAIL_CHARACTERS = 256, 1000  # limits of failures in a message, and of the text of each but the cause
+_MOST_SENT, _TAIL_CHARACTERS = 256, 1000  # limits for failures in a message, and for all texts but the cause's
 _LONGEST_SUMMARY = 200
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _OWN_FILES = (
@@ -62,7 +62,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The failure of a worker; `exit_code` is as in subprocess, negative for a signal."""
+    """A worker's failure; `exit_code` is as in subprocess, negative for a signal."""
 
     rank: Int64
     pid: Int64
@@ -70,9 +70,9 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seen_s: float
     record: Record | None
     host: str = msgspec.field(default_factory=socket.gethostname)
-    memory: str | None = None  # the kernel's figures, if it killed the worker for lack of memory
-    log: str | None = None  # the directory with the worker's output
-    at_exit: bool = False  # its script had finished, and the interpreter was shutting down
+    memory: str | None = None  # memory statistics, if the out-of-memory killer ended the worker
+    log: str | None = None  # directory with the worker's output
+    at_exit: bool = False  # whether the script had finished and the interpreter was shutting down
 
     @property
     def is_consequence(self) -> bool:
@@ -87,14 +87,14 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def how(self) -> str:
-        """The way in which the worker ended, in a few words."""
+        """A short description of how the worker ended."""
         if self.memory is not None:
             return "killed by the kernel, out of memory"
         return f"exit code {self.exit_code}" if self.exit_code >= 0 else f"killed by {signal_name(-self.exit_code)}"
 
     @property
     def manner(self) -> str:
-        """The kind of failure, as a name of `diagnosis.job_snapshot.ExitReason`."""
+        """The kind of failure, as the name of a member of `diagnosis.job_snapshot.ExitReason`."""
         if self.memory is not None:
             return "OUT_OF_MEMORY"
         if self.record is None:
@@ -105,12 +105,12 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def summary(self) -> str:
-        """The exception's line, shortened, or `how` if there is no exception."""
+        """The exception's message, shortened to one line, or `how` if there is no exception."""
         return self.how if self.record is None else last_line(self.record.text)[:_LONGEST_SUMMARY]
 
     @property
     def line(self) -> str:
-        """The line of the user's own code that raised the exception, such as `train.py:71`, or ""."""
+        """The line in the user's own code that raised the exception, such as `train.py:71`, or ""."""
         frames = [] if self.record is None else _FRAME.findall(self.record.text)
         own = [(file, number) for file, number in frames if not _is_installed(file)]
         return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
@@ -122,12 +122,12 @@ def _is_consequence(kind: str, text: str) -> bool:
 
 
 def last_line(text: str) -> str:
-    """Returns the last line of a traceback: the exception."""
+    """Returns the last line of a traceback, which contains the exception."""
     return text.rstrip().rpartition("\n")[2]
 
 
 def signal_name(number: int) -> str:
-    """Returns a signal's name, such as `SIGSEGV` for 11; real-time signals have numbers only."""
+    """Returns the name of a signal, such as `SIGSEGV` for 11, or "signal N" for most real-time signals."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -135,7 +135,7 @@ def signal_name(number: int) -> str:
 
 
 def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
-    """Returns the failure that explains the others."""
+    """Returns the failure that most likely caused the other failures."""
     return min(
         failures,
         key=lambda failure: (
@@ -146,7 +146,7 @@ def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
 
 
 def shortened(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-    """Returns the failures that fit into a message: the cause, and the first others with the tail of their text."""
+    """Reduces failures to fit into a message: keeps the cause and the first of the others, with truncated texts."""
     cause = first_failure(failures) if failures else None
     kept: list[WorkerFailure] = []
     for failure in failures:
@@ -161,13 +161,13 @@ def shortened(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
 
 
 def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None = None) -> str:
-    """Describes the failure in one line, followed by its traceback if it left one.
+    """Describes the failure in one line, followed by its traceback if there is one.
 
     Args:
         failure: The failure.
         word: The noun for the worker's number.
-        printed_by: The worker that printed this traceback or a similar one, if the user can still see it. The last line
-            of the traceback then suffices.
+        printed_by: The worker that has already printed this or a similar traceback, if the user can still see it. Only
+            the last line of the traceback is then included.
     """
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
@@ -191,7 +191,7 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
 
 
 def report(failures: Sequence[WorkerFailure]) -> str:
-    """Returns one line for each secondary failure, followed by the root cause at the end, where the reader looks."""
+    """Returns one line for each secondary failure, followed by the root cause. Users look at the end first."""
     return "\n".join(report_parts(failures))
 
 
@@ -201,21 +201,21 @@ def report_parts(
     word: str = "rank",
     is_in_view: Callable[[str, str], bool] = lambda _text, _name: False,
 ) -> list[str]:
-    """Returns the parts of `report`, with a line before the cause about those of `ranks` that did not fail.
+    """Returns the parts of `report`, with a line before the cause that lists the `ranks` that did not fail.
 
     Args:
         failures: At least one failure.
-        ranks: All ranks of the job.
-        word: The noun for their numbers.
-        is_in_view: A function that returns whether the user can still see a text of the worker with a name such as
-            "rank 0". Such a text is not repeated.
+        ranks: All ranks in the job.
+        word: The noun for the workers' numbers.
+        is_in_view: A function that returns whether the user can still see a text printed by a worker, given a name such
+            as "rank 0". Visible texts are not repeated.
     """
     cause = first_failure(failures)
     likewise = [failure for failure in failures if failure is not cause and _are_alike(failure, cause)]
-    # The rank that failed first is not always the first to print.
+    # The first rank to fail is not always the first to print.
     printed_by = next((each.rank for each in (cause, *likewise) if _is_printed(each, word, is_in_view)), None)
     if len(likewise) == 1:
-        likewise = []  # its own line is as short
+        likewise = []  # a line for this rank alone is as short as a summary
     parts = []
     for failure in sorted(failures, key=lambda failure: failure.rank):
         if failure is not cause and failure not in likewise:
@@ -239,7 +239,7 @@ def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, st
 
 
 def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
-    """Returns whether two workers failed with the same exception at the same place, except for numbers."""
+    """Returns whether two workers failed with the same exception at the same location, ignoring numbers."""
     if one.record is None or other.record is None:
         return False
     texts = [_without_numbers(record.text[-_TAIL_CHARACTERS:]) for record in (one.record, other.record)]
@@ -251,16 +251,16 @@ def _without_numbers(text: str) -> str:
 
 
 def write_error_json(failure: WorkerFailure) -> None:
-    """Writes a failure to `error.json` next to the worker's output, if that is kept."""
+    """Writes a failure to `error.json` next to the worker's output, if output is kept in files."""
     if failure.log is not None:
-        with contextlib.suppress(OSError):  # for example, the disk is full; the console also shows the failure
+        with contextlib.suppress(OSError):  # e.g. the disk is full; the console also shows the failure
             Path(failure.log).mkdir(parents=True, exist_ok=True)
             more = {"how": failure.how, "manner": failure.manner, "line": failure.line}
             Path(failure.log, "error.json").write_text(json.dumps({**msgspec.to_builtins(failure), **more}, indent=1))
 
 
 def write_record(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Writes an exception to the file `path`."""
+    """Writes an exception record to the file `path`."""
     text = "".join(traceback.format_exception(kind, error, _without_own(trace)))
     if len(text) > _LONGEST_TEXT:
         half = _LONGEST_TEXT // 2
@@ -271,7 +271,7 @@ def write_record(path: str, kind: type[BaseException], error: BaseException, tra
 
 
 def read_record(path: str) -> Record | None:
-    """Returns the record that `write_record` wrote, or None if there is none."""
+    """Reads the record written by `write_record`; returns None if there is none."""
     try:
         return Record(**json.loads(Path(path).read_text()))
     except (OSError, ValueError, TypeError):
@@ -279,13 +279,13 @@ def read_record(path: str) -> Record | None:
 
 
 def has_begun_exit(path: str) -> bool:
-    """Returns whether the worker with the error file `path` had begun to shut its interpreter down."""
+    """Returns whether the worker with the error file `path` had begun interpreter shutdown."""
     return os.path.exists(f"{path}.at-exit")
 
 
 def record_uncaught(path: str, error: BaseException) -> None:
-    """Records the exception that leaves this process's script in `path`, and announces it to the launcher."""
-    with contextlib.suppress(OSError):  # for example, the disk is full; the exception is printed in any case
+    """Records an uncaught exception in the file `path` and announces it to the launcher."""
+    with contextlib.suppress(OSError):  # e.g. the disk is full; the exception is printed in any case
         write_record(path, type(error), error, error.__traceback__)
         notify_exception(os.path.dirname(path))
 
@@ -293,12 +293,12 @@ def record_uncaught(path: str, error: BaseException) -> None:
 def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Prints an exception without the launcher's own frames.
 
-    If another rank caused the exception, only the user's own frames are printed, so that the cause stays in view; the
-    launcher prints the whole traceback if this rank turns out to be the cause. An exception that another rank of this
-    machine has already printed is not repeated: the launcher lists the ranks that failed likewise.
+    If another rank caused the exception, only the user's own frames are printed, to keep the cause visible. The
+    launcher prints the full traceback if this rank turns out to be the cause. An exception that another rank on this
+    machine has already printed is not repeated; the launcher lists the ranks with the same failure.
     """
     if issubclass(kind, KeyboardInterrupt):
-        return  # the launcher reports the interrupt; a traceback from each rank would add nothing
+        return  # the launcher reports the interrupt; tracebacks from each rank would not add anything
     shown = traceback.TracebackException(kind, error, _without_own(trace))
     text = "".join(shown.format())
     if _is_consequence(kind.__name__, text):
@@ -312,24 +312,24 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 def _is_first_to_print(text: str) -> bool:
-    """Returns whether no other rank of this machine and generation has printed a similar exception."""
+    """Returns whether this is the first rank on this machine and in this generation to print such an exception."""
     import hashlib
 
     path = os.environ.get("PACELINE_ERROR_FILE", "")
-    if not path or "PACELINE_ELASTIC_FD" in os.environ:  # an elastic job has no generations, and fails again later
+    if not path or "PACELINE_ELASTIC_FD" in os.environ:  # elastic jobs do not have generations and may fail again
         return True
     digest = hashlib.sha256(_without_numbers(text).encode(errors="replace")).hexdigest()[:16]
     try:
         os.close(os.open(f"{path.rpartition('-')[0]}-like-{digest}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
-    except OSError:  # for example, the disk is full
+    except OSError:  # e.g. the disk is full
         pass
     return True
 
 
 def _is_installed(file: str) -> bool:
-    """Returns whether a file belongs to Python, an installed package or Paceline rather than to the user."""
+    """Returns whether a file belongs to Python, an installed package or Paceline, and not to the user."""
     return "site-packages" in file or file.startswith(("<", sys.base_prefix, _PACKAGE))
 
 
@@ -340,9 +340,9 @@ def _without_own(trace: TracebackType | None) -> TracebackType | None:
 
 
 class ExceptionNotice:
-    """The launcher's end of the pipe in the directory of the error files.
+    """The launcher's end of the named pipe in the directory with the error files.
 
-    If no pipe can be created, exceptions are found when the workers end.
+    If the pipe cannot be created, exceptions are only detected when the workers end.
     """
 
     def __init__(self, directory: str) -> None:
@@ -350,15 +350,15 @@ class ExceptionNotice:
         self._fd = -1
         with contextlib.suppress(OSError):
             os.mkfifo(self._path, 0o600)
-            # Opened for reading alone, it would report the end of the file whenever a writer closes.
+            # A pipe opened only for reading would report end of file whenever a writer closes it.
             self._fd = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int | None:
-        """Returns a descriptor that is readable after an announcement, or None without a pipe."""
+        """Returns a descriptor that is readable after an announcement, or None if there is no pipe."""
         return self._fd if self._fd >= 0 else None
 
     def clear(self) -> None:
-        """Discards the announcements so far."""
+        """Discards pending announcements."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._fd, 4096)
 
@@ -372,7 +372,7 @@ class ExceptionNotice:
 
 
 def notify_exception(directory: str) -> None:
-    """Announces an exception to the launcher that reads in that directory, if any."""
+    """Announces an exception to the launcher that reads from the pipe in that directory, if any."""
     with contextlib.suppress(OSError):
         fd = os.open(os.path.join(directory, _PIPE_NAME), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

@@ -1,7 +1,7 @@
-"""Job control of the launcher: its signals, as bytes on a pipe, and its stdin, which may be a terminal.
+"""Job control in the launcher: signals, which arrive as bytes on a pipe, and stdin, which may be a terminal.
 
-One worker shares the launcher's stdin. Since it has its own session, the kernel neither stops it when it reads in the
-background nor sends it SIGINT for Ctrl-C: the launcher, which owns the terminal, does both.
+One worker shares the launcher's stdin. That worker has its own session, so the kernel neither stops it when it reads in
+the background nor sends it SIGINT on Ctrl-C. The launcher, which owns the terminal, does both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import termios
 from collections.abc import Sequence
 from pathlib import Path
 
-_READ = {"x86_64": 0, "aarch64": 63}  # the number of the system call
+_READ = {"x86_64": 0, "aarch64": 63}  # system call number of read()
 
 
 class Signals:
@@ -21,7 +21,7 @@ class Signals:
 
     Args:
         numbers: The signals that end the job.
-        others: Further signals that `read` returns.
+        others: Additional signals to report from `read`.
     """
 
     def __init__(self, numbers: Sequence[signal.Signals], others: Sequence[signal.Signals] = ()) -> None:
@@ -30,7 +30,7 @@ class Signals:
         os.set_blocking(self._writing, False)
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._caught = {number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
-        self.has_come = False  # set immediately, even while the loop is busy
+        self.has_come = False  # set immediately, even while the event loop is busy
         self._before = {number: signal.signal(number, self._on_signal) for number in self._caught}
         for number in others:
             if number not in self._before and signal.getsignal(number) is not signal.SIG_IGN:
@@ -41,11 +41,11 @@ class Signals:
         self.has_come = True
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when a signal has arrived."""
+        """Returns a descriptor that is readable after a signal has arrived."""
         return self._reading
 
     def read(self) -> tuple[list[signal.Signals], set[signal.Signals]]:
-        """Returns the signals that have arrived: those that end the job, in order, and the set of the others."""
+        """Returns the signals that have arrived: those that end the job (in order), and the set of all others."""
         try:
             numbers = os.read(self._reading, 256)
         except BlockingIOError:
@@ -54,7 +54,7 @@ class Signals:
         return [number for number in received if number in self._caught], {*received} - self._caught
 
     def stop_here(self, number: signal.Signals) -> None:
-        """Stops this process as `number` (SIGTSTP, SIGTTIN) does by default; returns when it is resumed."""
+        """Stops this process with the default action of `number` (SIGTSTP, SIGTTIN); returns when it is resumed."""
         caught = signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         signal.signal(number, caught)
@@ -81,7 +81,7 @@ class Keyboard:
             self._before = termios.tcgetattr(0)
             try:
                 self.path = os.ttyname(0)
-            except OSError:  # it is in another mount namespace
+            except OSError:  # the terminal is in another mount namespace
                 self.path = None
 
     @property
@@ -90,16 +90,16 @@ class Keyboard:
         return self._before is not None
 
     def is_ours(self) -> bool:
-        """Returns whether typed input is for the launcher: stdin is no terminal, or has it in the foreground."""
+        """Returns whether the launcher may read stdin: it is not a terminal, or the launcher is in its foreground."""
         if not self.is_terminal:
             return True
         try:
             return os.tcgetpgrp(0) == os.getpgrp()
-        except OSError:  # not the controlling terminal, so no other job competes for it
+        except OSError:  # not the controlling terminal, so no other job competes for input
             return True
 
     def is_read_by(self, pid: int) -> bool:
-        """Returns whether process `pid`, which shares stdin, waits for input in a line editor or a read."""
+        """Returns whether process `pid`, which shares stdin, is waiting for input in a line editor or a read."""
         if self._before is None:
             return False
         return self._edits_lines() or waits_for_stdin(pid)
@@ -117,23 +117,23 @@ class Keyboard:
         """Returns the terminal's current attributes, or None without a terminal."""
         try:
             return termios.tcgetattr(0) if self.is_terminal else None
-        except termios.error:  # it was closed
+        except termios.error:  # the terminal was closed
             return None
 
     def set(self, attributes: Attributes | None) -> None:
-        """Sets the terminal's attributes, if this process is in its foreground."""
+        """Sets the terminal's attributes if this process is in the foreground."""
         if attributes is not None and self.is_ours():
             with contextlib.suppress(termios.error):
                 termios.tcsetattr(0, termios.TCSADRAIN, attributes)
 
     def restore(self) -> None:
-        """Restores the attributes after a worker ended in a line editor and left them changed."""
+        """Restores the terminal's attributes after a worker ended inside a line editor without resetting them."""
         if self._before is not None and self.attributes() != self._before:
             self.set(self._before)
 
 
 def waits_for_stdin(pid: int) -> bool:
-    """Returns whether process `pid` is reading its stdin; False if that is unknown."""
+    """Returns whether process `pid` is reading its stdin; False if unknown."""
     try:
         words = Path(f"/proc/{pid}/syscall").read_text().split()
     except OSError:

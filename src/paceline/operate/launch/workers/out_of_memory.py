@@ -1,4 +1,4 @@
-"""Detection of workers that the kernel killed for lack of memory, by the cgroup's counter or the kernel log."""
+"""Detection of workers killed by the kernel's out-of-memory killer, using the cgroup's counter or the kernel log."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from paceline import _core
 
 _GIB = 1 << 30
 _KILLED = re.compile(rb"[Kk]illed process (\d+) ")
-_NO_LIMIT = 1 << 60  # version 1 reports a number near 2^63 if there is no limit
+_NO_LIMIT = 1 << 60  # cgroup version 1 reports a number near 2^63 if there is no limit
 
 
 @dataclass(frozen=True)
 class MemoryCgroup:
-    """The cgroup that limits this process's memory; `directory` is None if none can be read."""
+    """The cgroup that limits this process's memory; `directory` is None if no cgroup is readable."""
 
     directory: Path | None
 
     @classmethod
     def mine(cls, root: Path = Path("/")) -> MemoryCgroup:
-        """Returns the innermost readable cgroup of this process; a container may expose only one."""
+        """Returns this process's innermost readable cgroup. A container may expose only one."""
         directories, _ = _core.cgroups("memory", str(root).rstrip("/"))
         for directory in map(Path, directories):
             if (directory / "memory.events").exists() or (directory / "memory.oom_control").exists():
@@ -31,7 +31,7 @@ class MemoryCgroup:
         return cls(None)
 
     def kills(self) -> int:
-        """Returns the number of processes of this cgroup that the kernel has killed for lack of memory."""
+        """Returns the number of processes in this cgroup that the out-of-memory killer has ended."""
         for name in ("memory.events", "memory.oom_control"):
             found = re.search(r"^oom_kill (\d+)$", self._read(name), re.MULTILINE)
             if found:
@@ -39,7 +39,7 @@ class MemoryCgroup:
         return 0
 
     def limit(self) -> int | None:
-        """Returns the limit in bytes, or None."""
+        """Returns the memory limit in bytes, or None if there is no limit."""
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = self._read(name).strip()
             if text.isdecimal() and int(text) < _NO_LIMIT:
@@ -54,7 +54,7 @@ class MemoryCgroup:
 
 
 class MemoryWatch:
-    """Explains for each killed worker whether it was killed for lack of memory."""
+    """Determines whether the out-of-memory killer ended a worker."""
 
     def __init__(self, cgroup: MemoryCgroup | None = None, log: str = "/dev/kmsg") -> None:
         self._cgroup = MemoryCgroup.mine() if cgroup is None else cgroup
@@ -63,7 +63,7 @@ class MemoryWatch:
 
     @property
     def has_more(self) -> bool:
-        """Whether the kernel has killed processes of the cgroup that have not been explained yet."""
+        """Whether the kernel has killed processes in the cgroup that are not accounted for yet."""
         return self._cgroup.kills() > self._reported
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class MemoryWatch:
         self._log.close()
 
     def explain(self, pid: int, peak_bytes: int | None) -> str | None:
-        """Returns a sentence with the figures if the kernel killed `pid` for lack of memory, otherwise None."""
+        """Returns a sentence with memory statistics if the out-of-memory killer ended `pid`, otherwise None."""
         kills = self._cgroup.kills()
         if kills > self._reported:
             self._reported += 1
@@ -95,24 +95,24 @@ def _total() -> int:
 
 
 class _KernelLog:
-    """The processes that the kernel reports as killed from now on, if this user may read its log."""
+    """The processes reported as killed in the kernel log after creation, if this user may read the log."""
 
     def __init__(self, path: str) -> None:
         self._fd = -1
         self._killed: set[int] = set()
         with contextlib.suppress(OSError):
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.lseek(self._fd, 0, os.SEEK_END)  # reading the whole log would delay a diagnosis
+            os.lseek(self._fd, 0, os.SEEK_END)  # skips older records; reading the whole log would delay a diagnosis
 
     def names(self, pid: int) -> bool:
-        """Returns whether the kernel reported that it killed this process."""
+        """Returns whether the log reports that the kernel killed this process."""
         while self._fd >= 0:
             try:
                 record = os.read(self._fd, 8192)
             except BrokenPipeError:
-                continue  # the record has been overwritten
+                continue  # the record was overwritten
             except OSError:
-                break  # the end of the log
+                break  # end of the log
             self._killed.update(map(int, _KILLED.findall(record)))
             if not record:
                 break

@@ -1,7 +1,7 @@
-"""Output of the workers: to the console in whole lines with the rank before each, and to files unchanged.
+"""Worker output: forwarded to the console in whole lines with rank prefixes, and to files unchanged.
 
-`Logs` chooses the destinations of each worker's streams, and `WorkerOutput` creates the file, pipe or pseudo-terminal
-to which the worker writes.
+`Logs` selects the destinations of each worker's streams. `WorkerOutput` creates the file, pipe or pseudo-terminal that
+the worker writes to.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from paceline.operate.launch.workers.terminal import Rows, Screen
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _LONGEST_LINE = 1 << 16
 _PATIENCE_S = 0.2
-_LINES_IN_VIEW = 40  # about the height of a terminal
+_LINES_IN_VIEW = 40  # approximate height of a terminal
 _LINES_COMPARED = 6
 
 Write = Callable[[bytes], None]
 _NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
-_UPDATES_S = 10.0  # the time between two states of a progress bar on a console that cannot redraw lines
-# A pager on a worker's terminal would wait for keys forever.
+_UPDATES_S = 10.0  # interval between printed states of a progress bar on a console that cannot redraw lines
+# Disables pagers, which would wait forever for keys on a worker's terminal.
 WITHOUT_PAGERS = {"PAGER": "cat", "GIT_PAGER": "cat"}
-_PREFIX_COLUMNS = len("[rank 0] ")  # or "[slot 0] "
+_PREFIX_COLUMNS = len("[rank 0] ")  # "[slot 0] " has the same length
 
 
 def wants_colours(fd: int) -> bool:
-    """Returns whether output to `fd` may be coloured."""
+    """Returns whether output to `fd` may contain colors."""
     return os.isatty(fd) and "NO_COLOR" not in os.environ
 
 
 def prefix_of(rank: int, coloured: bool, word: str = "rank") -> bytes:
-    """Returns the prefix of this rank's lines."""
+    """Returns the line prefix for a rank."""
     return prefix(f"{word} {rank}", rank, coloured)
 
 
 def prefix(name: str, number: int, coloured: bool) -> bytes:
-    """Returns the prefix of lines under a name; the number chooses its colour."""
+    """Returns the line prefix for a name; the number selects its color."""
     return in_colour(f"[{name}] ", number, coloured)
 
 
 def in_colour(text: str, number: int, coloured: bool) -> bytes:
-    """Returns the text, in the colour of this number if `coloured`."""
+    """Returns the text, in the color for this number if `coloured`."""
     return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m".encode() if coloured else text.encode()
 
 
 class LinePrefixer:
-    """Forwards whole lines to `write`, and the last, unfinished one on `close`.
+    """Forwards whole lines to `write`, and an unfinished last line on `close`.
 
-    Of a line that is redrawn, such as a progress bar, only the last state becomes a line, and, unless `updates_s` is
-    None, one intermediate state every `updates_s` seconds.
+    If a line is redrawn, such as a progress bar, only its last state is forwarded. Unless `updates_s` is None, an
+    intermediate state is also forwarded every `updates_s` seconds.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class LinePrefixer:
         return b"\n".join(self._rows.end())
 
     def prompt(self) -> None:
-        """Shows the unfinished line; the next text begins with the prefix again."""
+        """Shows the unfinished line. The next output starts with the prefix again."""
         if not self._rows.is_redrawn and (text := self.take()):
             self._write(self._prefix + text)
 
@@ -119,10 +119,10 @@ class LinePrefixer:
 
 
 class LogFile:
-    """A file of output. A full disk does not end the job: it is reported once, and later output is dropped.
+    """An output file. A full disk does not end the job: the error is reported once, and later output is dropped.
 
     Args:
-        path: The file, to which output is appended; its directory is created.
+        path: The file to append to. Its directory is created if necessary.
         say: A function that prints a line for the user.
 
     Raises:
@@ -142,11 +142,11 @@ class LogFile:
             ) from error
 
     def fileno(self) -> int:
-        """Returns the descriptor, for a worker that writes to the file itself."""
+        """Returns the descriptor, for workers that write to the file directly."""
         return self._file.fileno()
 
     def write(self, data: bytes) -> None:
-        """Writes `data`, unless an earlier write has failed."""
+        """Writes `data` unless an earlier write has failed."""
         try:
             while data and not self._file.closed:
                 data = data[self._file.write(data) :]
@@ -173,7 +173,7 @@ class OutputSink(Protocol):
 
 
 class TerminalSink:
-    """The stream of a worker that may draw on the terminal, unless its other stream is currently drawing."""
+    """Sink for the stream of a worker that may draw on the terminal, unless its other stream is drawing."""
 
     def __init__(self, screen: Screen, prefix: bytes) -> None:
         self._screen = screen
@@ -188,16 +188,16 @@ class TerminalSink:
             self._lines.feed(data)
 
     def prompt(self) -> None:
-        """Has no effect, since the line is already shown."""
+        """Does nothing, because the line is already visible."""
 
     def close(self) -> None:
-        """Leaves the terminal at the beginning of a row."""
+        """Moves the terminal's cursor to the beginning of a row."""
         self._lines.close()
         self._screen.leave(self)
 
 
 class OutputStream:
-    """One stream of one worker, which is written to its file, to the console, and, filtered, to another file."""
+    """One output stream of a worker, written to a file, to the console, and to a filtered file."""
 
     def __init__(self, file: LogFile | None, sinks: Sequence[OutputSink]) -> None:
         self._file = file
@@ -224,7 +224,7 @@ class OutputStream:
 
 
 def only_with(words: Sequence[str], write: Write) -> Write:
-    """Returns a function that forwards the lines that contain one of `words`."""
+    """Returns a function that only forwards lines that contain one of `words`."""
     encoded = [word.encode() for word in words]
 
     def filtered(lines: bytes) -> None:
@@ -236,10 +236,10 @@ def only_with(words: Sequence[str], write: Write) -> Write:
 
 
 class Console:
-    """The launcher's own stdout and stderr. A reader that has stopped reading cannot delay the end of a job.
+    """The launcher's own stdout and stderr. A blocked reader cannot delay the end of a job.
 
     Args:
-        hurries: A function that returns whether the job is about to end. Output without a reader is then dropped.
+        hurries: A function that returns whether the job is about to end. If so, output that nobody reads is dropped.
     """
 
     def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
@@ -251,15 +251,15 @@ class Console:
             self._screens[2] = self._screens[1]
 
     def screen(self, fd: int) -> Screen | None:
-        """Returns the terminal behind `fd`, or None; stdout and stderr may share one."""
+        """Returns the terminal behind `fd`, or None. stdout and stderr may share a terminal."""
         return self._screens.get(fd)
 
     def writer(self, fd: int) -> Write:
-        """Returns a function that writes whole lines to `fd`, above a worker's drawing."""
+        """Returns a function that writes whole lines to `fd`, above any drawing by a worker."""
         return self._screens[fd].above if fd in self._screens else self._writer(fd)
 
     def _writer(self, fd: int) -> Write:
-        """Returns a function that writes to `fd`, and silently gives up when its reader is lost."""
+        """Returns a function that writes to `fd` and silently stops writing once the reader is gone."""
 
         def write(data: bytes) -> None:
             self._latest.extend(data.rstrip().rsplit(b"\n", _LINES_IN_VIEW)[-_LINES_IN_VIEW:])
@@ -278,18 +278,18 @@ class Console:
         return write
 
     def redraw(self) -> None:
-        """Repeats the workers' drawings, starting at the cursor's row."""
+        """Redraws the workers' drawings, starting at the cursor's row."""
         for screen in set(self._screens.values()):
             screen.redraw()
 
     def is_in_view(self, text: str, name: str) -> bool:
-        """Returns whether the last lines on the console include the end of a text of the worker `name`, in order."""
+        """Returns whether the last lines on the console include the end of a text printed by the worker `name`."""
         latest = iter([shown for shown in self._latest if f"[{name}] ".encode() in shown])
         end = [line.strip().encode(errors="backslashreplace") for line in text.splitlines() if line.strip()]
         return all(any(line in shown for shown in latest) for line in end[-_LINES_COMPARED:])
 
     def say(self, text: str) -> None:
-        """Writes a line of the launcher itself to stderr."""
+        """Writes a line from the launcher itself to stderr."""
         self.writer(2)(f"paceline: {text}\n".encode(errors="backslashreplace"))
 
 
@@ -299,7 +299,7 @@ def can_redraw(fd: int) -> bool:
 
 
 def open_standard_streams() -> None:
-    """Opens those of descriptors 0 to 2 that are closed; otherwise a pipe would take the console's number."""
+    """Opens /dev/null for any closed descriptor from 0 to 2, so that no later pipe gets one of these numbers."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
@@ -307,9 +307,9 @@ def open_standard_streams() -> None:
 
 @dataclass(frozen=True)
 class Destination:
-    """The destination of a worker's stream: a file that the worker writes, or a stream that the launcher feeds.
+    """The destination of a worker's stream: a file written by the worker, or a stream fed by the launcher.
 
-    `screen` is the terminal if the stream goes nowhere else, so that the worker may write to a terminal, too.
+    `screen` is the terminal if the stream has no other destination, in which case the worker gets a pseudo-terminal.
     """
 
     file: LogFile | None = None
@@ -318,15 +318,15 @@ class Destination:
 
 
 class Logs:
-    """The output of a job. Files are created when a worker needs them, in DIRECTORY/attempt_N/RANK/.
+    """The output of a job. Files are created on demand in DIRECTORY/attempt_N/RANK/.
 
     Args:
-        output: The options.
+        output: The output options.
         directory: The job's directory, or None.
         console: The launcher's console.
-        word: The noun for the numbers in front of the lines.
-        listener: A function that creates an additional sink for a stream (1 or 2) of a rank.
-        hears_all: Whether the listener also receives output that only a file would.
+        word: The noun for the workers' numbers in line prefixes.
+        listener: A function that creates an additional sink for a rank's stream (1 or 2).
+        hears_all: Whether the listener also receives output that would otherwise only be written to a file.
     """
 
     def __init__(
@@ -348,11 +348,11 @@ class Logs:
             self.directory = directory or Path(tempfile.mkdtemp(prefix="paceline-logs-"))
 
     def of_rank(self, attempt: int, rank: int) -> Path | None:
-        """Returns the directory of a worker's files, or None if none are kept."""
+        """Returns the directory for a worker's files, or None if files are not kept."""
         return None if self.directory is None else self.directory / f"attempt_{attempt}" / str(rank)
 
     def destination(self, which: Streams, attempt: int, rank: int, local_rank: int, draws: bool = False) -> Destination:
-        """Returns the destination of a worker's stdout (`Streams.OUT`) or stderr; `draws` if it may draw."""
+        """Returns the destination of a worker's stdout (`Streams.OUT`) or stderr; `draws` tells whether it may draw."""
         output = self._output
         is_redirected = bool(which & streams_of(output.redirects, local_rank))
         is_kept = is_redirected or bool(which & streams_of(output.tee, local_rank))
@@ -373,7 +373,7 @@ class Logs:
         return Destination(stream=OutputStream(file, sinks), screen=screen if is_all_drawn else None)
 
     def _prefix(self, which: Streams, rank: int, local_rank: int) -> bytes:
-        """Returns the prefix of a worker's lines on the console."""
+        """Returns the prefix for a worker's lines on the console."""
         coloured = wants_colours(which.value)
         if not self._output.line_prefix:
             return prefix_of(rank, coloured, self._word)
@@ -391,7 +391,7 @@ class Logs:
 
 
 class WorkerOutput:
-    """A stream's target: a file, or a pipe or pseudo-terminal whose data is forwarded to `stream`."""
+    """The target that a worker writes to: a file, or a pipe or pseudo-terminal whose data is forwarded to `stream`."""
 
     def __init__(self, destination: Destination) -> None:
         self._file = destination.file
@@ -406,7 +406,7 @@ class WorkerOutput:
         except OSError:
             if self._screen is None:
                 raise
-            self._screen = None  # pseudo-terminals are not available
+            self._screen = None  # pseudo-terminals are unavailable
             self.reading, self.writing = os.pipe()
         self.resize()
 
@@ -416,7 +416,7 @@ class WorkerOutput:
         return self._screen is not None
 
     def resize(self) -> None:
-        """Sets the worker's terminal size to the real one, less the width of the prefix."""
+        """Sets the worker's terminal size to the real size minus the width of the prefix."""
         if self._screen is not None:
             columns, rows = self._screen.size()
             size = struct.pack("HHHH", rows, max(0, columns - _PREFIX_COLUMNS), 0, 0)
@@ -429,7 +429,7 @@ class WorkerOutput:
             os.close(self.reading)
 
     def close_ours(self) -> None:
-        """Closes this process's copy of the writing end."""
+        """Closes this process's copy of the write end."""
         if self._file is not None:
             self._file.close()
         else:
@@ -437,7 +437,7 @@ class WorkerOutput:
 
 
 def outputs_of(destinations: Sequence[Destination]) -> list[WorkerOutput]:
-    """Returns a worker's stdout and stderr, which are one pseudo-terminal if both are shown on one terminal."""
+    """Creates a worker's stdout and stderr. They share one pseudo-terminal if both are shown on the same terminal."""
     out, err = destinations
     if out.screen is not None and out.screen is err.screen:
         return [WorkerOutput(out)]
@@ -445,11 +445,11 @@ def outputs_of(destinations: Sequence[Destination]) -> list[WorkerOutput]:
 
 
 def _open_terminal() -> tuple[int, int]:
-    """Opens a pseudo-terminal; returns the reading end, and the worker's end, which is write-only."""
+    """Opens a pseudo-terminal; returns the read end and the worker's end, which is write-only."""
     ours, theirs = os.openpty()
     try:
         attributes = termios.tcgetattr(theirs)
-        attributes[1] &= ~termios.OPOST  # newlines arrive unchanged
+        attributes[1] &= ~termios.OPOST  # disables newline conversion
         termios.tcsetattr(theirs, termios.TCSANOW, attributes)
         writing = os.open(f"/proc/self/fd/{theirs}", os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except (OSError, termios.error) as error:

@@ -1,6 +1,6 @@
-"""Placement of workers: a disjoint set of cores for each, within one NUMA node if possible, and its GPU.
+"""Placement of workers: assigns each a disjoint set of cores, within one NUMA node if possible, and a GPU.
 
-GPUs are found without torch and without a CUDA context.
+GPUs are detected without torch and without a CUDA context.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 Cores = tuple[int, ...]
 
 _SYS = Path("/sys/devices/system")
-_NVIDIA_SMI_S = 20.0  # long, since the driver may have to start first
+_NVIDIA_SMI_S = 20.0  # long timeout, because the driver may have to start first
 
 
 def cores_of_workers(
     mode: str, workers: int, gpus: int, allowed: Iterable[int] | None = None, system: Path = _SYS
 ) -> list[Cores] | None:
-    """Returns the cores of each worker of this machine under `mode`, or None if no worker is bound."""
+    """Returns the cores for each worker on this machine under `mode`, or None if workers are not bound."""
     mine = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
     domains = domains_of(mode, mine, system)
     preferred: list[int | None] = []
@@ -41,9 +41,10 @@ def assign(
 
     Args:
         domains: The allowed cores of each NUMA node.
-        siblings: The groups of hardware threads of one core; each group is assigned to one worker if there are enough.
-        workers: The number of workers, which are spread over the domains in order.
-        preferred: The domain next to each worker's GPU, or None.
+        siblings: The hardware threads of each core. If there are enough cores, the threads of a core are not split
+            among workers.
+        workers: The number of workers, which are distributed over the domains in order.
+        preferred: The domain closest to each worker's GPU, or None.
     """
     if workers > sum(map(len, domains)):
         return None
@@ -61,7 +62,7 @@ def assign(
 
 
 def _homes(domains: Sequence[Cores], workers: int, preferred: Sequence[int | None]) -> list[int]:
-    """Returns each worker's domain: next to its GPU, else in proportion to cores. No domain is overcommitted."""
+    """Selects each worker's domain: closest to its GPU, or in proportion to cores. Never overcommits a domain."""
     homes: list[int] = []
     room = [len(cores) for cores in domains]
     total = sum(room)
@@ -79,7 +80,7 @@ def _homes(domains: Sequence[Cores], workers: int, preferred: Sequence[int | Non
 
 
 def domains_of(mode: str, allowed: Iterable[int], system: Path = _SYS) -> list[Cores]:
-    """Returns the allowed cores by NUMA node (`node`, `exclusive`), `socket`, or L3 cache (`core-complex`)."""
+    """Groups the allowed cores by NUMA node (`node`, `exclusive`), `socket`, or L3 cache (`core-complex`)."""
     cores = sorted(allowed)
     if mode in ("node", "exclusive"):
         lists = sorted(system.glob("node/node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
@@ -93,7 +94,7 @@ def domains_of(mode: str, allowed: Iterable[int], system: Path = _SYS) -> list[C
 
 
 def siblings_of(allowed: Iterable[int], system: Path = _SYS) -> list[Cores]:
-    """Returns the allowed cores in groups of hardware threads of one core."""
+    """Groups the allowed hardware threads by core."""
     return _groups(sorted(allowed), "topology/thread_siblings_list", system)
 
 
@@ -109,7 +110,7 @@ def _groups(cores: Sequence[int], name: str, system: Path) -> list[Cores]:
 
 
 def parse_cpulist(text: str) -> Cores:
-    """Parses the kernel's short form of a set of cores.
+    """Parses the kernel's list format for a set of cores.
 
     >>> parse_cpulist("0-2,8")
     (0, 1, 2, 8)
@@ -122,7 +123,7 @@ def parse_cpulist(text: str) -> Cores:
 
 
 def format_cpulist(cores: Iterable[int]) -> str:
-    """Formats cores in the kernel's short form.
+    """Formats cores in the kernel's list format.
 
     >>> format_cpulist((0, 1, 2, 8))
     '0-2,8'
@@ -137,7 +138,7 @@ def format_cpulist(cores: Iterable[int]) -> str:
 
 
 def count_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Returns the number of GPUs that this process may use under CUDA_VISIBLE_DEVICES."""
+    """Returns the number of GPUs that this process may use, taking CUDA_VISIBLE_DEVICES into account."""
     visible = visible_devices(environment)
     if visible == []:
         return 0
@@ -150,9 +151,9 @@ def count_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/
 
 
 def _count_amd_gpus(root: Path) -> int:
-    """Counts the compute nodes of AMD's driver that have shaders and whose device this process, or container, has.
+    """Counts the compute nodes reported by AMD's driver that have shaders and an accessible device.
 
-    Without the driver's list of nodes it counts all devices that can render.
+    If the driver does not list its nodes, counts all render devices.
     """
     render_nodes = {device.name for device in (root / "dev/dri").glob("renderD*")}
     texts = [_text(path) for path in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")]
@@ -166,8 +167,8 @@ def _count_amd_gpus(root: Path) -> int:
 
 
 def _count_wsl_gpus(environment: Mapping[str, str], root: Path) -> int:
-    """Counts the GPUs that Windows exposes to its Linux subsystem, which has no device file for each of them."""
-    path = os.pathsep.join([environment.get("PATH", ""), str(root / "usr/lib/wsl/lib")])  # not always on the path
+    """Counts the GPUs that Windows exposes to WSL, which does not create a device file for each GPU."""
+    path = os.pathsep.join([environment.get("PATH", ""), str(root / "usr/lib/wsl/lib")])  # not always in PATH
     program = shutil.which("nvidia-smi", path=path)
     if program is None:
         return 0
@@ -191,26 +192,26 @@ def _text(path: Path) -> str:
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
-    """Returns the devices in CUDA_VISIBLE_DEVICES (or AMD's variable), or None if it is not set."""
+    """Returns the devices in CUDA_VISIBLE_DEVICES (or AMD's variable), or None if the variable is not set."""
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environment:
             named: list[str] = []
             for device in (word.strip() for word in environment[name].split(",")):
                 if device in ("", "-1", "NoDevFiles"):
-                    break  # the driver, too, ignores the rest
+                    break  # the driver also ignores all entries after such an entry
                 named.append(device)
             return named
     return None
 
 
 def device_of(local_rank: int, environment: Mapping[str, str], gpus: int) -> str:
-    """Returns the GPU that a rank sees as number `local_rank`, by its name in CUDA_VISIBLE_DEVICES."""
+    """Returns the entry in CUDA_VISIBLE_DEVICES for the GPU that a rank sees as number `local_rank`."""
     visible = visible_devices(environment)
     return visible[local_rank % len(visible)] if visible else str(local_rank % max(1, gpus))
 
 
 def numa_node_of_gpu(index: int, root: Path = Path("/")) -> int | None:
-    """Returns the NUMA node of GPU `index` according to NVIDIA's driver, or None if unknown."""
+    """Returns the NUMA node of GPU `index` as reported by NVIDIA's driver, or None if unknown."""
     for gpu in (root / "proc/driver/nvidia/gpus").glob("*"):
         try:
             minor = re.search(r"Device Minor:\s*(\d+)", (gpu / "information").read_text())

@@ -1,7 +1,8 @@
-"""Terminal that one worker draws on, while the lines of all others appear above its drawing.
+"""Terminal on which one worker may draw while the lines printed by all other workers appear above the drawing.
 
-`Rows` interprets the control sequences of progress bars. A row is live while the program returns to it, by a carriage
-return or by moving the cursor up, as `tqdm` does with nested bars and `rich` with live displays. Other rows are final.
+`Rows` interprets the control sequences used by progress bars. A row is live as long as the program may return to it,
+with a carriage return or by moving the cursor up, as `tqdm` does for nested bars and `rich` for live displays. Other
+rows are final.
 """
 
 from __future__ import annotations
@@ -12,30 +13,30 @@ from collections import deque
 from collections.abc import Callable
 
 _TOKEN = re.compile(
-    rb"\x1b\[([0-?]*)[ -/]*([@-~])"  # a control sequence, such as one for a colour or a movement
-    rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"  # titles, links and the like, which have no width
+    rb"\x1b\[([0-?]*)[ -/]*([@-~])"  # control sequences, e.g. for colors and cursor movement
+    rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"  # titles, links and similar sequences without width
     rb"|[\r\n]|[^\x1b\r\n]+|\x1b"
 )
 _PART_OF_TOKEN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]{0,1000}\x1b?)?\Z")
 _WITHOUT_WIDTH = rb"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f]"
 _CONTROL = re.compile(rb"[\r\x1b]")
-_WITHIN_A_ROW = b"mCDPX@"  # colours, movements and changes within the text of a row
+_WITHIN_A_ROW = b"mCDPX@"  # colors, cursor movement and edits within a row
 _LONGEST_ROW = 1 << 16
-_REMEMBERED = 64  # final rows to which the cursor may still return
-_COLUMNS = 80  # the width that is assumed for a terminal of unknown size
+_REMEMBERED = 64  # number of final rows that the cursor may still return to
+_COLUMNS = 80  # default width for a terminal of unknown size
 
 
 class _Row:
     def __init__(self, text: bytes = b"") -> None:
         self.text = text
-        self.reported = b""  # the text that `final` or `changed` returned last
+        self.reported = b""  # text last returned by `final` or `changed`
 
 
 class Rows:
-    """The live rows, and the row of the cursor.
+    """The live rows of a drawing, with the cursor's position.
 
     Args:
-        prefix: The text before every row on the terminal.
+        prefix: The text in front of every row on the terminal.
     """
 
     def __init__(self, prefix: bytes = b"") -> None:
@@ -45,18 +46,18 @@ class Rows:
     def _begin(self) -> None:
         self._rows = [_Row()]
         self._before: deque[_Row] = deque(maxlen=_REMEMBERED)
-        self._at = 0  # the row of the cursor
-        self._is_at_start = True  # whether the cursor is at the start of that row, where new text replaces the old
-        self._is_overwritten = False  # whether the program has returned to the start of that row
-        self._live = 0  # number of rows above the last one to which the program returns
-        self._newlines = 0  # newlines at the bottom, since the program last returned
-        self._rest = b""  # the beginning of a control sequence
+        self._at = 0  # index of the cursor's row
+        self._is_at_start = True  # whether the cursor is at the start of its row, where new text replaces the old
+        self._is_overwritten = False  # whether the program has returned to the start of the cursor's row
+        self._live = 0  # number of rows above the last row that the program returns to
+        self._newlines = 0  # number of newlines at the bottom since the program last moved up
+        self._rest = b""  # incomplete control sequence at the end of the input
         self.hides_cursor = False
-        self._may_return = False  # whether it may return to all rows since it hid the cursor, as live displays do
+        self._may_return = False  # whether the cursor is hidden, as by live displays, and may return to all rows
 
     @property
     def is_blank(self) -> bool:
-        """Whether no live row holds text."""
+        """Whether all live rows are empty."""
         return not self._live and len(self._rows) == 1 and not self._rows[0].text
 
     @property
@@ -66,11 +67,11 @@ class Rows:
 
     @property
     def open_text(self) -> bytes:
-        """The text of the cursor's row."""
+        """The text in the cursor's row."""
         return self._rows[self._at].text
 
     def feed(self, data: bytes) -> bytes:
-        """Accepts output, which may be split anywhere; returns the bytes to show, with the prefixes."""
+        """Accepts output, which may be split anywhere; returns the bytes to display, including prefixes."""
         data = self._rest + data
         part = _PART_OF_TOKEN.search(data)
         self._rest = data[part.start() :] if part else b""
@@ -94,7 +95,7 @@ class Rows:
         return b"".join(shown)
 
     def final(self) -> list[bytes]:
-        """Removes the rows that are final; returns those whose text has not been returned yet."""
+        """Removes final rows; returns those whose text has not been returned before."""
         count = min(len(self._rows) - 1 - self._live, self._at)
         ended, self._rows = self._rows[:count], self._rows[count:]
         self._at -= count
@@ -102,25 +103,25 @@ class Rows:
         return _news(ended)
 
     def changed(self) -> list[bytes]:
-        """Returns the texts of the live rows that have changed since they were last returned."""
+        """Returns the texts of live rows that have changed since they were last returned."""
         return _news(self._rows)
 
     def end(self) -> list[bytes]:
-        """Finalizes all rows and starts a new one; returns the rows whose text has not been returned yet."""
+        """Finalizes all rows and starts a new one; returns the rows whose text has not been returned before."""
         self._rows[self._at].text += self._rest
         ended = self._rows
         self._begin()
         return _news(ended)
 
     def erase(self, columns: int) -> bytes:
-        """Returns the bytes that move the cursor to the first live row and clear the terminal below."""
+        """Returns the bytes that move the cursor to the first live row and clear the terminal from there."""
         above = sum(self._height(row, columns) for row in self._rows[self._first : self._at])
         if not self._is_at_start:
             above += self._height(self._rows[self._at], columns) - 1
         return b"\r" + _upwards(above) + b"\x1b[J"
 
     def redraw(self, columns: int) -> bytes:
-        """Returns the bytes that redraw all live rows and move back to the cursor's row."""
+        """Returns the bytes that redraw all live rows and return to the cursor's row."""
         drawn = b"\n".join(self._prefix + row.text if row.text else b"" for row in self._rows[self._first :])
         below = self._rows[self._at + 1 :]
         if below:
@@ -129,7 +130,7 @@ class Rows:
         return drawn + b"\r" if self._is_at_start else drawn
 
     def leave(self) -> bytes:
-        """Returns the bytes that move below all rows and make the cursor visible."""
+        """Returns the bytes that move the cursor below all rows and make it visible."""
         down = len(self._rows) - 1 - self._at + bool(self._rows[-1].text)
         return b"\n" * down + (b"\x1b[?25h" if self.hides_cursor else b"")
 
@@ -145,7 +146,7 @@ class Rows:
         return not self._live and len(self._rows) == 1 and not (self._is_at_start and self._rows[0].text)
 
     def _feed_plain(self, data: bytes) -> bytes:
-        """Handles text without control characters, many times faster than the general case of `feed`."""
+        """Handles text without control characters much faster than the general case in `feed`."""
         first, *more = data.split(b"\n")
         self._rows[0].text += first
         self._rows += map(_Row, more)
@@ -215,7 +216,7 @@ def _news(rows: list[_Row]) -> list[bytes]:
 
 
 class Screen:
-    """A terminal; `write` writes to it, and `fd` gives its size."""
+    """A terminal. `write` writes to the terminal, and `fd` is used to query its size."""
 
     def __init__(self, write: Callable[[bytes], None], fd: int) -> None:
         self._write = write
@@ -224,25 +225,25 @@ class Screen:
         self._rows = Rows()
 
     def size(self) -> tuple[int, int]:
-        """Returns the columns and rows; zeros if they are unknown."""
+        """Returns the numbers of columns and rows; zeros if unknown."""
         try:
             return os.get_terminal_size(self._fd)
         except OSError:
             return 0, 0
 
     def claim(self, stream: object, prefix: bytes) -> bool:
-        """Returns whether `stream` may draw: it drew last, or nothing is drawn. Its rows begin with `prefix`."""
+        """Returns whether `stream` may draw, with `prefix` before each row: it drew last, or the drawing is empty."""
         if self._owner is not stream and self._rows.is_blank:
             self._owner, self._rows = stream, Rows(prefix)
         return self._owner is stream
 
     def draw(self, data: bytes) -> None:
-        """Shows output, which may be split anywhere, of the stream that holds the claim."""
+        """Displays output from the stream that may draw. Output may be split anywhere."""
         self._write(self._rows.feed(data))
         self._rows.final()
 
     def above(self, lines: bytes) -> None:
-        """Shows whole lines above the drawing."""
+        """Displays whole lines above the drawing."""
         if self._rows.is_blank:
             self._write(lines)
         else:
@@ -250,11 +251,11 @@ class Screen:
             self._write(self._rows.erase(columns) + lines + self._rows.redraw(columns))
 
     def redraw(self) -> None:
-        """Repeats the drawing, starting at the cursor's row."""
+        """Redraws the drawing, starting at the cursor's row."""
         self._write(b"\r" + self._rows.redraw(self.size()[0] or _COLUMNS))
 
     def leave(self, stream: object) -> None:
-        """Ends the drawing of `stream`."""
+        """Ends the drawing by `stream`."""
         if self._owner is stream:
             self._write(self._rows.leave())
             self._rows.end()

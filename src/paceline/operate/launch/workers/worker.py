@@ -1,4 +1,4 @@
-"""One worker process, the forwarding of its output, and the description of its failure."""
+"""Worker processes: one process, the forwarding of its output, and the description of its failure."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _FLAG = {
     CommandKind.PROGRAM: ["--exec"],
 }
 
-_NO_PIDFDS = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # an old kernel, or a sandbox without the call
+_NO_PIDFDS = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # old kernel, or sandbox without the system call
 _ADOPTION_S = 0.02
 _READ_BYTES = 1 << 16
 _MOST_READS = 256
-_PROMPT_S = 0.2  # the delay after which an unfinished line counts as a prompt
+_PROMPT_S = 0.2  # an unfinished line counts as a prompt after this delay
 
 
 def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
-    """Returns the bootstrap's arguments for a command."""
+    """Returns the arguments with which the bootstrap runs a command."""
     program, *arguments = command.argv
     if command.passes_local_rank:
         arguments = [f"--local_rank={local_rank}", *arguments]
@@ -48,16 +48,16 @@ def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
 
 @dataclass
 class WorkerProcess:
-    """A worker process; its `exit_code` is as in subprocess, and None while it runs."""
+    """A worker process. `exit_code` is as in subprocess, and None while the process is running."""
 
     rank: int
     local_rank: int
     pid: int
     error_file: str
-    pidfd: int  # the descriptor of `watch_end`
-    log: str | None = None  # the directory of its output
-    reads: bool = False  # whether it reads the launcher's stdin
-    memory: RecordingMemory | None = None  # the memory into which it records
+    pidfd: int  # descriptor from `watch_end`
+    log: str | None = None  # directory with the worker's output
+    reads: bool = False  # whether the worker reads the launcher's stdin
+    memory: RecordingMemory | None = None  # memory for the worker's recording
     exit_code: int | None = None
     peak_bytes: int | None = None
 
@@ -67,13 +67,13 @@ class WorkerProcess:
         return f"{self.error_file}.debugger"
 
     def collect(self) -> int:
-        """Reaps the ended worker, stores its exit code and peak memory, and keeps its recording; returns the code."""
+        """Reaps the ended worker, stores its exit code and peak memory, and saves its recording; returns the code."""
         os.close(self.pidfd)
         try:
             _, status, usage = os.wait4(self.pid, 0)
             self.exit_code = os.waitstatus_to_exitcode(status)
             self.peak_bytes = usage.ru_maxrss * 1024
-        except ChildProcessError:  # reaped elsewhere in this process
+        except ChildProcessError:  # already reaped elsewhere in this process
             self.exit_code = 0
         if self.memory is not None:
             self.memory.release()
@@ -85,10 +85,10 @@ class WorkerProcess:
 
 
 def watch_end(pid: int) -> int:
-    """Returns a descriptor that is readable when a child of this process, present or about to be adopted, has ended.
+    """Returns a descriptor that is readable once a current or soon-to-be-adopted child process has ended.
 
     Raises:
-        ProcessLookupError: no such process exists.
+        ProcessLookupError: the process does not exist.
         OSError: no descriptors are left.
     """
     try:
@@ -102,13 +102,13 @@ def watch_end(pid: int) -> int:
 
 
 def _close_at_end(pid: int, writing: int) -> None:
-    """Waits for a child without reaping it, then closes the writing end of the pipe."""
+    """Waits for a child without reaping it, then closes the write end of the pipe."""
     try:
         while os.path.exists(f"/proc/{pid}"):
             try:
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
                 return
-            except ChildProcessError:  # not adopted yet
+            except ChildProcessError:  # the child has not been adopted yet
                 time.sleep(_ADOPTION_S)
     finally:
         os.close(writing)
@@ -125,8 +125,8 @@ def allow_descriptors(workers: int) -> tuple[int, int] | None:
 
 
 def bind_process(pid: int, cores: Cores | None, descriptors: tuple[int, int] | None) -> None:
-    """Binds a process to its cores and limits its descriptors; processes that it starts later inherit both."""
-    with contextlib.suppress(OSError):  # it has ended already, or the cores are no longer allowed
+    """Binds a process to cores and limits its descriptors. Processes that it starts later inherit both settings."""
+    with contextlib.suppress(OSError):  # the process has ended, or the cores are no longer allowed
         if cores is not None:
             os.sched_setaffinity(pid, cores)
         if descriptors is not None:
@@ -137,9 +137,9 @@ class OutputForwarder:
     """Forwards a worker's output until the worker has closed its streams, or `close` is called.
 
     Args:
-        worker: The worker.
-        outputs: Its streams; this process's copies of their writing ends are closed.
-        selector: The selector of the launcher's loop; its keys carry functions without arguments.
+        worker: The worker process.
+        outputs: The worker's streams. This process's copies of their write ends are closed.
+        selector: The selector of the launcher's event loop. The data of each key is a function without arguments.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class OutputForwarder:
         self._selector = selector
         self._outputs = [output for output in outputs if output.stream is not None]
         self._open_pipes: dict[int, Callable[[], None]] = {}
-        self._prompt_s: float | None = None  # the time (monotonic) at which to check for a prompt
+        self._prompt_s: float | None = None  # time (monotonic) at which to check for a prompt
         for output in outputs:
             output.close_ours()
             if output.stream is not None:
@@ -161,7 +161,7 @@ class OutputForwarder:
         return self._prompt_s
 
     def tick(self, now_s: float) -> None:
-        """Shows the prompt of a worker that is waiting for an answer."""
+        """Shows the prompt if the worker is waiting for input."""
         if self._prompt_s is not None and now_s >= self._prompt_s:
             self._prompt_s = None
             if waits_for_stdin(self._worker.pid):
@@ -170,13 +170,13 @@ class OutputForwarder:
                         output.stream.prompt()
 
     def resize(self) -> None:
-        """Forwards the terminal's current size to the worker, if it writes to one."""
+        """Forwards the terminal's current size to the worker if it writes to a pseudo-terminal."""
         for output in self._outputs:
             output.resize()
 
     @property
     def has_more(self) -> bool:
-        """Whether output is waiting to be forwarded."""
+        """Whether there is output waiting to be forwarded."""
         return bool(self._readable())
 
     def drain(self) -> None:
@@ -208,7 +208,7 @@ class OutputForwarder:
         def read() -> None:
             try:
                 data = os.read(fd, _READ_BYTES)
-            except OSError:  # the end of a pseudo-terminal is EIO
+            except OSError:  # a pseudo-terminal reports its end as EIO
                 data = b""
             if data:
                 stream.feed(data)
@@ -224,9 +224,9 @@ class OutputForwarder:
 
 
 def failure_of(worker: WorkerProcess, code: int, record: Record | None, memory: MemoryWatch) -> WorkerFailure:
-    """Returns the failure of a worker that ended with `code` and left the exception `record`, if any."""
+    """Returns the failure of a worker that ended with `code` and recorded the exception `record`, if any."""
     explained = memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
-    exit_code = 1 if record is not None else code  # the exception decides, even if the worker had to be killed later
+    exit_code = 1 if record is not None else code  # an exception takes precedence, even if the worker was killed later
     at_exit = record is None and has_begun_exit(worker.error_file)
     return WorkerFailure(
         worker.rank, worker.pid, exit_code, time.time(), record, memory=explained, log=worker.log, at_exit=at_exit

@@ -1,10 +1,11 @@
-"""Stores and the one-port multiplexer, which a launcher serves for its workers.
+"""Services that a launcher provides for its workers: stores, and the multiplexer for jobs with a single port.
 
-The launcher serves the stores of each generation, so that they outlive rank 0. Workers reach Paceline's store at
-PACELINE_STORE with the job's secret; on one machine it is a Unix socket. torch.distributed has a separate store at
-MASTER_ADDR and MASTER_PORT, where its clients expect one of a launcher that sets TORCHELASTIC_USE_AGENT_STORE. Its
-protocol has no authentication. That store therefore holds separate keys, and on a single machine it listens on loopback
-only. It starts to listen when a worker requests it, so a job that uses only Paceline's groups opens no such port.
+The launcher serves the stores of each generation, so they outlive rank 0. Workers connect to Paceline's store at
+PACELINE_STORE with the job's secret; on a single machine, the store uses a Unix socket. torch.distributed uses a
+separate store at MASTER_ADDR and MASTER_PORT, as its clients expect from a launcher that sets
+TORCHELASTIC_USE_AGENT_STORE. The protocol of torch's store has no authentication. Torch's store therefore has its own
+keys, and on a single machine it only listens on loopback. It starts listening when a worker requests it, so a job that
+only uses Paceline's groups does not open this port.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from paceline.comm.store.tcp_store import BACKLOG, PortInUseError, StoreServer, 
 from paceline.operate.launch.job import CommandKind, Job
 from paceline.operate.launch.multinode.protocol import Start
 
-_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: PyTorch does not load the plug-in, which requests torch's store
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0 disables the plug-in that requests torch's store
 
 
 class WorkerStores:
-    """The stores of this machine's launcher; only those of the machine with rank 0 are used.
+    """The stores served by this machine's launcher. Workers only use those on the machine with rank 0.
 
     Args:
-        job: The job, with the chosen ports.
-        address: The address of this machine for the others.
+        job: The job, whose options specify the ports.
+        address: The address at which other machines can reach this machine.
         secret: The job's secret, or None.
         say: A function that prints a line for the user.
     """
@@ -43,17 +44,17 @@ class WorkerStores:
         self._address = address
         self._secret = secret
         self._say = say
-        self._torch_socket: socket.socket | None = None  # bound; it listens once a worker requests the store
-        self._requests = -1  # the named pipe for these requests
+        self._torch_socket: socket.socket | None = None  # bound, but not listening until a worker requests the store
+        self._requests = -1  # named pipe for requests to open torch's store
         self._listener: ListeningEndpoint | None = None
         self._torch_server: _core.StoreServer | None = None
         self._server: StoreServer | None = None
 
     def reserve(self) -> tuple[int, int]:
-        """Binds and returns the ports of torch's store and of Paceline's for the next generation.
+        """Binds and returns the ports for torch's store and for Paceline's store in the next generation.
 
-        The first is 0 in a job with one port, where torch.distributed uses Paceline's store through the plug-in. The
-        second is 0 on a single machine.
+        The first port is 0 in a job with a single port, where torch.distributed uses Paceline's store through the
+        plug-in. The second port is 0 on a single machine.
         """
         job = self._job
         if job.one_port is None and self._torch_socket is None:
@@ -69,11 +70,11 @@ class WorkerStores:
         return torch_port or port_beside(job.one_port) or 0, 0 if self._listener is None else _port_of(self._listener)
 
     def serve(self, start: Start, secret: bytes | None, directory: str) -> dict[str, str]:
-        """Serves the stores of a generation if rank 0 runs here; returns the variables by which workers find them.
+        """Serves the stores of a generation if rank 0 is here; returns variables with which workers find the stores.
 
         Args:
             start: The order to start the generation.
-            secret: The secret of its workers, or None.
+            secret: The secret of the generation's workers, or None.
             directory: The job's private directory on this machine.
         """
         variables = {}
@@ -96,7 +97,7 @@ class WorkerStores:
             self._requests = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             variables[TORCH_STORE_REQUESTS] = path
             if self._job.command.kind is CommandKind.PROGRAM or os.environ.get(_AUTOLOAD) == "0":
-                self.open_torch_store()  # the workers may not load the plug-in that requests it
+                self.open_torch_store()  # workers may not load the plug-in that requests torch's store
         return variables
 
     def requests_fileno(self) -> int:
@@ -104,14 +105,14 @@ class WorkerStores:
         return self._requests if self._torch_socket is not None else -1
 
     def open_torch_store(self) -> None:
-        """Starts torch's store; has no effect if it runs already, or if another process listens at its port."""
+        """Starts torch's store. Does nothing if the store is already running or another process listens at its port."""
         if self._torch_socket is None:
             return
         try:
             self._torch_socket.listen(BACKLOG)
             self._torch_server = _core.StoreServer(os.dup(self._torch_socket.fileno()))
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:  # in use: the program serves its own store there
+            if error.errno != errno.EADDRINUSE:  # if the port is in use, the program serves its own store there
                 self._say(f"MASTER_PORT cannot be served, which the env:// of torch.distributed needs: {error}")
         self._torch_socket.close()
         self._torch_socket = None
@@ -150,8 +151,8 @@ def _place(host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def open_multiplexer(job: Job) -> Iterator[None]:
-    """Opens the port through which this launcher and its workers are reached, if the job has one port."""
-    before = multiplexer_variables()  # possibly of an outer job
+    """Opens the port for all connections to this launcher and its workers, if the job has a single port."""
+    before = multiplexer_variables()  # the variables may belong to an outer job
     _set({})
     try:
         if job.one_port is None:
@@ -166,7 +167,7 @@ def open_multiplexer(job: Job) -> Iterator[None]:
 
 
 def multiplexer_variables() -> dict[str, str]:
-    """Returns the variables by which workers find their launcher's multiplexer; empty without one."""
+    """Returns the variables with which workers find their launcher's multiplexer; empty if there is none."""
     return {name: os.environ[name] for name in (PORT_VARIABLE, GATE_VARIABLE) if name in os.environ}
 
 
@@ -177,20 +178,20 @@ def _set(variables: Mapping[str, str]) -> None:
 
 
 def require_port(address: str, secret: bytes | None) -> None:
-    """Checks that the multiplexer can listen at this machine's address, before any worker needs it.
+    """Checks that the multiplexer can listen at this machine's address, before any worker requires it.
 
     Raises:
-        PortInUseError: another program has the port.
+        PortInUseError: another program uses the port.
         StoreConnectionError: the address does not belong to this machine.
     """
     listen(address, 0, secret).close()
 
 
 def port_beside(one_port: int | None) -> int | None:
-    """Returns the MASTER_PORT of the workers in a job with one port, or None for other jobs.
+    """Returns the workers' MASTER_PORT in a job with a single port, or None for other jobs.
 
-    The port is the number after `one_port`. If the plug-in does not replace the store of torch.distributed, that store
-    listens there, so the user must be able to predict the number.
+    MASTER_PORT is the number after `one_port`. If the plug-in does not replace torch.distributed's store, that store
+    listens there, so the number must be predictable for the user.
     """
     if one_port is None:
         return None
