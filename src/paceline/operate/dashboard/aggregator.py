@@ -134,7 +134,7 @@ class Curves:
             self._growing = Growing(tuple(self._points), 0, self._epoch)
 
     def _is_complete(self, step: int, name: str) -> bool:
-        """Returns whether all ranks that log this name have logged the step, or several later steps exist."""
+        """Returns whether all ranks that log this name have logged this step, or several later steps were logged."""
         if len(self._open[step, name]) >= self._loggers.get(name, 1 << 30):
             return True
         later = sum(1 for other, its_name in self._open if its_name == name and other > step)

@@ -40,7 +40,7 @@ from paceline.operate.diagnosis.recording_reader import (
 from paceline.operate.diagnosis.runs import EVENTS_FILE, JOB_FILE
 
 _ATTEMPT = re.compile(r"attempt_(\d+)")
-_LAST_LINES = 400  # per rank and stream
+_LAST_LINES = 400  # number of latest output lines to read, per rank and stream
 _STEPS_KEPT = 2000
 
 

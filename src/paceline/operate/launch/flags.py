@@ -168,7 +168,7 @@ class Flag:
 
 
 FLAGS = (
-    # where
+    # where the job runs
     Flag("nnodes", "machines: a number, or a range within which they join and leave", parse_nodes, "1", "N|MIN:MAX"),
     Flag("nproc-per-node", "workers on this machine; gpu: one for each GPU, cpu: one for each core, auto: gpu if any",
          parse_workers, "1", "N|auto|gpu|cpu"),
@@ -194,7 +194,7 @@ FLAGS = (
          parse_seconds, metavar="SECONDS"),
     Flag("signals-to-handle", "signals that end the job; the launcher passes them on to the workers", parse_signals,
          "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "NAMES"),
-    # what
+    # what the job runs
     Flag("module", "SCRIPT is a module, as for python -m", short="-m"),
     Flag("no-python", "SCRIPT is a program, not a Python script"),
     Flag("run-path", "SCRIPT is run by runpy.run_path"),
@@ -257,7 +257,7 @@ FLAGS = (
     Flag("dash-prefix", "with --dash: the path under which a proxy serves the page", str, "", "PATH", ours=True),
     Flag("dash-host", "with --dash: the names under which a proxy serves the page", str, "", "NAMES", ours=True),
     Flag("dash-actions", "with --dash: the page may also act: capture the stacks of all ranks", ours=True),
-    # others
+    # miscellaneous
     Flag("compat", "torch: calls of torch.distributed on CPU tensors use Paceline's engine, whatever backend the "
          "script names; horovod: `import horovod.torch` is paceline.horovod", parse_libraries, "", "torch,horovod",
          variable=False, ours=True),

@@ -147,7 +147,7 @@ class Watchdog:
                     if worker.recording is not None:
                         os.close(worker.recording)
                 self._snapshots.put((snapshot, is_failure))
-                with contextlib.suppress(OSError):  # closed in the meantime
+                with contextlib.suppress(OSError):  # the wake-up pipe was closed in the meantime
                     os.write(self._write_fd, b".")
 
         self._threads[is_failure] = threading.Thread(target=run, name="paceline-snapshot", daemon=True)

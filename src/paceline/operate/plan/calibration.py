@@ -230,7 +230,7 @@ def relative_spread(step_s: Sequence[float], in_a_row: int = 1) -> list[float]:
 
     Args:
         step_s: the duration of each step, in seconds.
-        in_a_row: the number of steps between two synchronizations of the ranks; each result is the mean over that many
+        in_a_row: the number of steps that ranks run between synchronizations; each result is the mean over that many
             steps.
     """
     runs = max(1, len(step_s) // in_a_row)

@@ -38,7 +38,7 @@ def disconnect_worker(pid: int, pidfd: int) -> int:
 def _is_socket(link: str) -> bool:
     try:
         return os.readlink(link).startswith("socket:")
-    except OSError:  # closed in the meantime
+    except OSError:  # the descriptor was closed in the meantime
         return False
 
 

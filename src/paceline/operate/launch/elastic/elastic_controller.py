@@ -189,8 +189,8 @@ class ShutdownPlan:
 
 
 _RETURN_PATIENCE_S = 2.0  # time to wait for a machine to reconnect after the last contact
-# Time to wait for announcements of a running job, which arrives at the meeting's address four times per second. The
-# wait costs little, because workers take about as long to start.
+# Time to wait for announcements of a running job, which arrive at the meeting's address four times per second. The wait
+# costs little, because workers take about as long to start.
 _QUIET_S = 2.0
 _QUIET_SINCE_A_CALL_S = 5.0
 

@@ -110,7 +110,7 @@ class WorkerExits:
         self._memory.close()
 
     def _verdict(self, member: PoolWorker, code: int, fate: ExitCause, failure: WorkerFailure | None) -> str:
-        """Returns a sentence about a worker's exit. For a failure, this is the same diagnosis as in other jobs."""
+        """Returns a sentence about a worker's exit. For a failure, this is the diagnosis that other jobs use."""
         if fate is ExitCause.RELEASED:
             return f"{member} has ended, since the others went on without it"
         if failure is None or member.life.is_fenced or fate not in (ExitCause.FAILED, ExitCause.KILLED):

@@ -158,7 +158,7 @@ class Membership:
     phase: MembershipPhase = MembershipPhase.GATHERING
     generation: int = 0
     restarts: int = 0
-    nodes: dict[str, JoinJob] = field(default_factory=dict)  # in rank order, or in order of arrival
+    nodes: dict[str, JoinJob] = field(default_factory=dict)  # nodes in rank order, or in order of arrival
     members: list[str] = field(default_factory=list)
     deadline_s: float | None = None
     _open: set[str] = field(default_factory=set)  # members whose workers are running

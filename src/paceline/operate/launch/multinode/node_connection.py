@@ -103,7 +103,7 @@ class LocalClient:
 
 
 class JobMovedError(Exception):
-    """Raised if the elastic job to join is no longer coordinated at the known address."""
+    """Raised if the coordinator of the elastic job to join is no longer at the known address."""
 
 
 @dataclass

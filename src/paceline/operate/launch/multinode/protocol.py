@@ -142,7 +142,7 @@ class WorkerMessage(_NodeMessage, frozen=True):
 
 
 class Slots(_NodeMessage, frozen=True):
-    """Elastic report: the number of open slots on the node, and the failures that closed other slots."""
+    """Elastic report: the number of open slots on the node, and the failures that caused other slots to be closed."""
 
     count: Int64
     failures: tuple[WorkerFailure, ...] = ()
@@ -313,8 +313,8 @@ class Answered(_NodeMessage, frozen=True):
 
     Attributes:
         is_welcome: Whether the launcher may follow this one.
-        number: The number of the coordinator's machine, as far as this launcher knows; -1 if it follows none.
-        address: The address of the coordinator's launcher.
+        number: The number of the machine that this launcher follows, or of its own machine; -1 if it follows none.
+        address: The address of the launcher on machine `number`.
         is_stranger: Whether this launcher is not part of the job, which implies that the previous launcher at this
             address has ended.
     """

@@ -49,7 +49,7 @@ class DisconnectReason(Enum):
 
 
 class ServerConnection:
-    """A connection to a server of the meeting.
+    """A connection to the meeting's server.
 
     Args:
         connection: The socket; ownership passes to this object.

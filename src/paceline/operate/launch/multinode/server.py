@@ -179,7 +179,7 @@ class MeetingServer:
 
     def wake(self) -> None:
         """Causes the serving thread to call the controller's `tick` soon, after a state change on another thread."""
-        with contextlib.suppress(OSError):  # closed in the meantime
+        with contextlib.suppress(OSError):  # the wake-up pipe was closed in the meantime
             os.write(self._waking, b".")
 
     def _admit(self, connection: Connection, _: PeerHello) -> None:

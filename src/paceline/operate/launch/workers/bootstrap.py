@@ -256,7 +256,7 @@ def _print_uncaught() -> None:
 def _package() -> str:
     """Returns the directory that contains the package `paceline`."""
     path = os.path.abspath(__file__)
-    for _ in range(5):  # src/paceline/operate/launch/workers/bootstrap.py
+    for _ in range(5):  # five levels above src/paceline/operate/launch/workers/bootstrap.py
         path = os.path.dirname(path)
     return path
 

@@ -124,7 +124,7 @@ def _all_pids() -> Iterator[int]:
 
 
 def kill_orphans(own: Iterable[int]) -> None:
-    """Kills every child of this process except `own`, and any grandchildren that it adopts as a result."""
+    """Kills every child of this process except `own`, and the grandchildren that are adopted as a result."""
     spared = set(own)
     for _ in range(_KILL_ROUNDS):
         orphans = children() - spared

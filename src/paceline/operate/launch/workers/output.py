@@ -278,7 +278,7 @@ class Console:
         return write
 
     def redraw(self) -> None:
-        """Redraws the workers' drawings, starting at the cursor's row."""
+        """Repaints the workers' drawings, starting at the cursor's row."""
         for screen in set(self._screens.values()):
             screen.redraw()
 

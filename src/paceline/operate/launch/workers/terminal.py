@@ -251,7 +251,7 @@ class Screen:
             self._write(self._rows.erase(columns) + lines + self._rows.redraw(columns))
 
     def redraw(self) -> None:
-        """Redraws the drawing, starting at the cursor's row."""
+        """Repaints the drawing, starting at the cursor's row."""
         self._write(b"\r" + self._rows.redraw(self.size()[0] or _COLUMNS))
 
     def leave(self, stream: object) -> None:

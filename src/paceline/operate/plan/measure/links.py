@@ -23,7 +23,7 @@ _BUDGET_S = 2.0  # time limit for the short messages on a link; the same limit a
 _ALL_ROUNDS_S = 30.0  # time limit for all measurements between hosts
 _SHORT_MESSAGES = 100
 _LONGEST_NBYTES = 64 << 20
-_LONG_S = 0.2  # minimum duration of a message that measures a rate, unless it has the maximum size
+_LONG_S = 0.2  # minimum duration of the messages that measure a rate, unless they have the maximum size
 _HOST_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _HOST_CALLS_S = 0.2
 
