@@ -32,7 +32,7 @@ HEADERS = {
     "x-frame-options": "DENY",
     "cache-control": "no-store",
 }
-"""Headers of every response."""
+"""Headers sent with every response."""
 
 
 class AccessDecision(Enum):

@@ -49,7 +49,7 @@ def milliseconds(value: float) -> str:
 Item = TypeVar("Item")
 
 PARTS = ("data", "forward", "backward", "exposed", "optimizer", "other")
-"""The parts of a step, in the order in which they are stacked; `exposed` is the wait for communication."""
+"""The parts of a step, in stacking order. `exposed` is the time spent waiting for communication."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from paceline.operate.dashboard.job_sample import JobEvent, JobInfo, Line, LinkR
 Fact = str | int | list[int]
 
 TOLD_BY_ALL = frozenset({"wait", "view", "end"})
-"""Kinds of events that the launchers of all machines report, so that one launcher's report is sufficient."""
+"""Kinds of events that the launchers on all machines report. The report from one launcher is sufficient."""
 
 _NUMBER = (1 << 32) - 1  # mask for the number of a view; higher bits contain its coordinator's term
 _MOST = 20_000  # limit for unread notes; if exceeded, the oldest are dropped
@@ -94,7 +94,7 @@ class RemoteSample:
 
 
 Note = WorkerRunning | WorkerGone | RemoteSample | JobEvent | Line | StallNotice | Stack | JobInfo | None
-"""`None` withdraws the diagnosis, since the job continues."""
+"""A note; `None` withdraws the diagnosis because the job continues."""
 
 
 class EventQueue:

@@ -24,7 +24,7 @@ from paceline.operate.dashboard.link_rates import SHARED_MEMORY, TCP, LinkRates
 from paceline.operate.dashboard.recording_follower import RecordingFollower, RecordingUpdate, StandaloneEvent
 
 TOTAL_STEPS = "total_steps"
-"""The name under which a program logs its total number of steps, once."""
+"""The name under which a program logs its total number of steps (once)."""
 
 _SILENT_S = 10.0
 _WAITING_S = 1.0  # an open call is shown as the rank's activity after this time

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 ADDRESS_FILE = "page.json"
-"""The name of the file in a job's directory that contains the page's address and token."""
+"""The name of the file with the page's address and token, located in the job's directory."""
 
 _SUGGESTED_PORT = 8080  # port on the user's own machine when the page uses a Unix socket
 _STOP_S = 2.0

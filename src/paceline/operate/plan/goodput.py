@@ -18,7 +18,7 @@ from paceline.operate.plan.simulated_job import EventTimes, JobOutcome, MeanTime
 
 _NEVER_S = 1e12
 _MOST_MACHINES, _MOST_PER_MACHINE = 16, 2
-"""The largest numbers of simulated machines and workers per machine; in larger jobs, each represents several."""
+"""Limits for the simulated machines and workers per machine. In larger jobs, each represents several real ones."""
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|h|d)")

@@ -15,13 +15,13 @@ from paceline.operate.plan.calibration import Calibration, relative_spread
 from paceline.operate.plan.step_time import WIRES, CallTimes, Simulate, StepTime, Strategy, map_links, step_of
 
 PER_SAMPLES = 1_000_000
-"""The number of samples for which node-hours are given; if samples are unknown, they are given for 1,000 steps."""
+"""The number of samples that node-hours refer to. If samples are unknown, node-hours refer to 1,000 steps."""
 
 _WORTH_NAMING = 0.2  # communication or the slowest rank is a bottleneck from this fraction of a step on
 _FAST = 1e15  # bytes per second; stands for an unlimited rate
 
 Networks = Callable[[int, int], Network]
-"""A function that returns the network for a number of hosts and a number of ranks per host."""
+"""A function that returns the network for a given number of hosts and of ranks per host."""
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ PARTS = (
     ("optimizer", "optimizer"),
     ("other", "rest"),
 )
-"""The parts of a step: for each, the colour's name in the page's style and the part's name."""
+"""The parts of a step. Each entry has the name of a color in the page's style sheet and the name of the part."""
 
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""The rates of the links between hosts on the heat map, as multiples of the calibrated rate."""
+"""The link rates between hosts shown in the heat map, as multiples of the calibrated rate."""
 
 _PREDICTED = (
     "nodes", "ranks", "step", "p5", "p95", "samples/s", "efficiency", "memory of a rank", "bottleneck", "algorithm",

@@ -21,13 +21,13 @@ from paceline.operate.plan.calibration import Calibration, HostCall, MeasuredGra
 from paceline.train.ddp.buckets import make_buckets
 
 WIRES = {"bf16": 1 / 2, "int8": 66 / 256, "int4": 34 / 256}
-"""The size of float32 gradients between hosts, relative to unrounded ones; 64 integers share a scale of two bytes."""
+"""The size of rounded gradients relative to float32, by format. 64 integers share a scale of two bytes."""
 
 EXACT_RANKS = 256
-"""The largest number of ranks for which every size is simulated; beyond it, only powers of four are."""
+"""The maximum number of ranks for which every size is simulated. With more ranks, only powers of four are."""
 
 SIMULATED_RANKS = 2048
-"""The largest number of ranks to simulate where one host cannot represent all; beyond it, closed forms are used."""
+"""The maximum number of ranks to simulate if one host cannot represent all hosts. Above it, closed forms are used."""
 
 _ON_ONE_HOST = "shared memory"
 

@@ -17,7 +17,7 @@ from paceline.operate.plan.calibration import HostCall, Links, PairLink
 from paceline.operate.plan.measure.step_watch import reduction_s_per_byte
 
 MOST_HOSTS = 32
-"""The largest number of hosts of which all pairs are measured; with more, only the first two hosts are measured."""
+"""The maximum number of hosts for measuring all pairs. With more hosts, only the first two are measured."""
 
 _BUDGET_S = 2.0  # time limit for the short messages on a link; the same limit applies to its long messages
 _ALL_ROUNDS_S = 30.0  # time limit for all measurements between hosts
@@ -28,7 +28,7 @@ _HOST_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _HOST_CALLS_S = 0.2
 
 UNMEASURED_WITHIN = NetworkLink(latency_s=2e-6, bytes_per_s=1e10)
-"""The engine's assumption about shared memory before it has measured it."""
+"""The engine's assumption about shared memory before any measurement."""
 
 
 def hosts_of(names: Sequence[str]) -> list[list[int]]:

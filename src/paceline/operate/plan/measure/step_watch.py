@@ -41,7 +41,7 @@ from paceline.train.ddp.buckets import MIB, caps_of
 from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 
 LEFT_OUT = 3
-"""The number of initial steps that are not measured, because caches and the allocator still grow."""
+"""The number of initial steps to skip, while caches and the allocator's pools are still growing."""
 
 _BEFORE_SETTLED = 2  # number of optimizer steps during which modules are discovered and memory is allocated
 
