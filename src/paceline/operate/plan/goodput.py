@@ -1,4 +1,4 @@
-"""Goodput: the share of time that a job spends on useful work when workers and machines fail.
+"""Goodput: the fraction of time that a job spends on useful work when workers and machines fail.
 
 An elastic job is simulated in virtual time with the launcher's real coordinator (`simulated_job.py`). For a job that
 restarts from checkpoints, Daly's closed form applies ("A higher order estimate of the optimum checkpoint interval for

@@ -40,7 +40,7 @@ from paceline.train.elastic.protocol import (
     merge_job_states,
 )
 
-_TRANSFERS_KEPT = 4  # more transfers than a sender serves at a time
+_TRANSFERS_KEPT = 4  # number of transfers kept; more than a sender serves at a time
 
 
 @dataclass

@@ -163,7 +163,7 @@ class SlotTable:
     """
 
     def __init__(self, count: int, now_s: float, most_replacements: int | None = None) -> None:
-        self._slots = {slot: SlotHistory() for slot in range(count)}  # open slots
+        self._slots = {slot: SlotHistory() for slot in range(count)}  # the histories of open slots
         self._due_s = dict.fromkeys(range(count), now_s)  # due times of open slots that wait for a worker
         self._most_replacements = most_replacements
         self._replaces = True

@@ -38,7 +38,7 @@ GUARDS = 3
 
 _PAUSE_S = 0.005
 _REMOVAL_ROUNDS = 200  # maximum number of pauses while waiting for killed processes in a cgroup to end
-_KILL_ROUNDS = 20  # maximum repetitions, to catch processes started during the killing
+_KILL_ROUNDS = 20  # maximum repetitions, to catch processes that are started in the meantime
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_GUARDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LONGEST_PATH = 80  # limit of 107 bytes for a Unix socket's path, minus the file names in the directory

@@ -350,7 +350,7 @@ class ExceptionNotice:
         self._fd = -1
         with contextlib.suppress(OSError):
             os.mkfifo(self._path, 0o600)
-            # A pipe opened only for reading would report end of file whenever a writer closes it.
+            # Opened for reading and writing, because a read-only pipe reports end of file whenever a writer closes it.
             self._fd = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int | None:

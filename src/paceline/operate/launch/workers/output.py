@@ -406,7 +406,7 @@ class WorkerOutput:
         except OSError:
             if self._screen is None:
                 raise
-            self._screen = None  # pseudo-terminals are unavailable
+            self._screen = None  # no pseudo-terminal is available
             self.reading, self.writing = os.pipe()
         self.resize()
 
