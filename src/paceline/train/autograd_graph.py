@@ -1,4 +1,4 @@
-"""Autograd's graph: the tensors in nested outputs, the parameters that they use, and the running backward."""
+"""Queries on autograd's graph: tensors in nested outputs, parameters that outputs depend on, the running backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.comm.group.eager import eager
 NO_BACKWARD = -1
 
 _MOST_ENTRIES = 1000
-_FEW = 100  # the number of entries up to which a container is searched entry by entry
+_FEW = 100  # containers with more entries are first checked for tensors as a whole
 _LEAVES: frozenset[type] = frozenset((int, float, complex, bool, str, bytes, type(None)))
 _Open: TypeAlias = Callable[[Any], Iterator[object]]
 
@@ -28,18 +28,18 @@ def running_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Returns whether a backward runs on this thread, for example when `torch.utils.checkpoint` recomputes outputs."""
+    """Returns whether a backward is running on this thread, as when `torch.utils.checkpoint` recomputes outputs."""
     return running_backward() != NO_BACKWARD
 
 
 def is_traced() -> bool:
-    """Returns whether `torch.jit.trace` records what this thread computes."""
+    """Returns whether `torch.jit.trace` is recording the operations of this thread."""
     return torch._C._get_tracing_state() is not None
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Returns a context whose calls `torch.jit.trace` does not record."""
+    """Returns a context in which `torch.jit.trace` does not record operations."""
     tracer: Any = torch._C
     state = tracer._get_tracing_state()
     tracer._set_tracing_state(None)
@@ -50,30 +50,30 @@ def untraced() -> Iterator[None]:
 
 
 def find_tensors(output: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors in an output, which may be nested in lists, tuples, sets, mappings and dataclasses.
+    """Yields the tensors in an output; lists, tuples, sets, mappings and dataclasses are searched recursively.
 
-    Each container is searched once, so it may contain itself.
+    Each container is searched once, so self-referential containers are supported.
     """
     return (tensor for tensor in _walk(output, sys.maxsize) if tensor is not None)
 
 
 def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
-    """Yields the tensors among the first entries of a forward's inputs, and then None if there are more entries.
+    """Yields the tensors among the first entries of a forward's inputs, then None if further entries remain.
 
-    Inputs may have many entries that are not tensors, such as the words of a text.
+    The limit bounds the search time for inputs with many non-tensor entries, such as the words of a text.
     """
     return _walk(inputs, _MOST_ENTRIES)
 
 
 def may_require_grad(inputs: object) -> bool:
-    """Returns whether a tensor in a forward's inputs requires a gradient; True if there were too many entries."""
+    """Returns whether a tensor in a forward's inputs requires a gradient; True if there are too many to search."""
     return any(tensor is None or tensor.requires_grad for tensor in find_first_tensors(inputs))
 
 
 def _walk(value: object, most: int) -> Iterator[torch.Tensor | None]:
-    """Yields the tensors among the first `most` entries, depth first, and then None if there are more entries."""
+    """Yields the tensors among the first `most` entries in depth-first order, then None if further entries remain."""
     open_by_type: dict[type, _Open | None] = dict.fromkeys(_LEAVES)
-    seen: dict[int, object] = {}  # keeps the objects alive, so that ids stay unique
+    seen: dict[int, object] = {}  # by id; the references keep ids from being reused
     waiting: list[Iterator[object]] = [iter((value,))]
     while waiting:
         for entry in waiting[-1]:
@@ -104,7 +104,7 @@ def _has_leaves_only(entries: object) -> bool:
 
 
 def _open_of(kind: type) -> _Open | None:
-    """Returns a function that iterates over the entries of a value of this type; None if the type has no entries."""
+    """Returns a function that iterates over the entries of an instance, or None if instances have no entries."""
     if issubclass(kind, (torch.Tensor, list, tuple, set, frozenset)):
         return iter
     if issubclass(kind, Mapping):
@@ -116,7 +116,7 @@ def _open_of(kind: type) -> _Open | None:
 
 
 def used_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
-    """Returns the ids of the leaf tensors that the graphs of the outputs reach."""
+    """Returns the ids of the leaf tensors that are reachable through the autograd graphs of the outputs."""
     used: set[int] = set()
     seen: set[object] = set()
     waiting = []
@@ -138,18 +138,18 @@ def used_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
 
 
 class BackwardEnd:
-    """Calls `callbacks`, in order, at the end of each backward in which `begin` was called."""
+    """Runs `callbacks` in order at the end of each backward in which `begin` was called."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], None]] = []
         self._task = NO_BACKWARD
-        self._lock = threading.Lock()  # autograd has a thread for each device, and each calls hooks
+        self._lock = threading.Lock()  # autograd calls hooks on one thread per device
 
     def begin(self) -> None:
-        """Registers the running backward; hooks call this.
+        """Registers the running backward; called from autograd hooks.
 
         Raises:
-            RuntimeError: another backward has begun and has not ended.
+            RuntimeError: another backward has started and not finished.
         """
         task = running_backward()
         with self._lock:
@@ -165,7 +165,7 @@ class BackwardEnd:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def forget(self) -> None:
-        """Discards a backward that failed and will not end."""
+        """Discards a registered backward that failed and will therefore never finish."""
         self._task = NO_BACKWARD
 
     @eager

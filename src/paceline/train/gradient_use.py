@@ -1,7 +1,7 @@
-"""Marks on gradients that optimizers have used. Other gradients await a step, for example during accumulation.
+"""Marks on gradients that an optimizer step has used; unmarked gradients are pending, for example during accumulation.
 
-After each optimizer step, an attribute of each gradient holds the version that the optimizer used. A later backward
-either adds to the gradient, which changes its version, or creates a new gradient.
+After each optimizer step, an attribute of each gradient records the tensor version that the optimizer used. A later
+backward either accumulates into the gradient, which increments its version, or creates a new, unmarked gradient.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _USED = "_paceline_used"
 
 
 class GradientUse:
-    """A hook on all optimizers of this process, which marks the gradients that they use.
+    """Marks gradients as used through a step hook on all optimizers of this process.
 
     Attributes:
-        has_seen_step: whether an optimizer has made a step since the first call of `follow`.
+        has_seen_step: whether an optimizer has stepped since the first call to `follow`.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def mark_used(params: Iterable[torch.Tensor]) -> None:
 
 
 def is_pending(param: torch.Tensor) -> bool:
-    """Returns whether a parameter has a gradient that no step since the first call of `follow` has used."""
+    """Returns whether a parameter's gradient is still unused by all optimizer steps since the first `follow`."""
     gradient = param.grad
     return gradient is not None and getattr(gradient, _USED, None) != _version(gradient)
 

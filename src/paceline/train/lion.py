@@ -1,4 +1,4 @@
-"""Lion: an optimizer (Chen et al. 2023) that torch does not have."""
+"""Lion: the "evolved sign momentum" optimizer (Chen et al. 2023), which torch does not include."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.optim import Optimizer
 
 
 class Lion(Optimizer):
-    """Moves each element by the learning rate in the direction of the sign of its momentum ("evolved sign momentum").
+    """Implements Lion: each element changes by the learning rate, in the direction of its momentum's sign.
 
-    The state is one number for each element, half as many as for Adam, and the update is elementwise.
+    The update is elementwise. The state consists of one number for each element, half as many as in Adam.
 
     Args:
         params: the parameters or parameter groups.
-        lr: the learning rate; about a third to a tenth of that for AdamW.
-        betas: the coefficients of the momentum, in the direction and in the momentum's own update.
-        weight_decay: the decoupled weight decay; about three to ten times that for AdamW.
+        lr: the learning rate; a good value is a third to a tenth of AdamW's.
+        betas: the momentum coefficients; the first is for the update's direction, the second for the running average.
+        weight_decay: the decoupled weight decay; a good value is three to ten times AdamW's.
 
     Raises:
         ValueError: an argument is out of range.
@@ -44,7 +44,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters, after calling `closure`, which computes the loss and its gradients."""
+        """Updates the parameters; first calls `closure`, if given, to compute the loss and the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

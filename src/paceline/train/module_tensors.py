@@ -1,4 +1,4 @@
-"""TrackedTensors: the tensors of a module that wrappers average and copy, their broadcast, and their digests."""
+"""TrackedTensors: the module tensors that wrappers average and copy; functions that broadcast and hash tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.comm.group.variable_size import as_memory
 
 
 def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Groups the tensors by device, since the tensors of a collective must be on one device."""
+    """Groups the tensors by device, because a collective's tensors must all be on one device."""
     groups: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
@@ -24,13 +24,13 @@ def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def accelerators_of(module: nn.Module) -> list[torch.device]:
-    """Returns the devices of a module's parameters and buffers, without the CPU and the meta device."""
+    """Returns the devices of a module's parameters and buffers, except the CPU and the meta device."""
     devices = dict.fromkeys(tensor.device for tensor in (*module.parameters(), *module.buffers()))
     return [device for device in devices if device.type not in ("cpu", "meta")]
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a new page-locked host tensor with a tensor's dtype and layout, or an ordinary one if locking fails."""
+    """Allocates a page-locked host tensor with the dtype and layout of `tensor`; pageable memory if locking fails."""
     strides = torch.empty_like(tensor, device="meta").stride()
     try:
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -39,7 +39,7 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_host_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors' values on the CPU, with one wait for each device; tensors on the CPU are not copied."""
+    """Copies tensors to the CPU, synchronizing once per device. Tensors already on the CPU are returned unchanged."""
     copies = [
         tensor if tensor.is_cpu else pinned_like(tensor).copy_(tensor.detach(), non_blocking=True) for tensor in tensors
     ]
@@ -49,12 +49,12 @@ def in_host_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the memory of contiguous tensors as uint8, so that one call can send several dtypes."""
+    """Returns contiguous tensors as flat uint8 views, which lets one call send several dtypes."""
     return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: int = 0) -> None:
-    """Copies the root's values to all ranks, for any dtypes and layouts."""
+    """Copies the root's values to all ranks; dtypes and memory layouts are arbitrary."""
     plain = [tensor for tensor in tensors if is_plain(tensor)]
     for together in by_device(plain):
         group.broadcast(byte_views(together), root)
@@ -66,7 +66,7 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: in
 def broadcast_bytes(views: list[torch.Tensor], group: ProcessGroup, root: int) -> None:
     """Copies the root's `byte_views`, which are on one device, to all ranks.
 
-    On an accelerator they are packed into one flat tensor, since a call for each of them costs more than the copies.
+    On an accelerator, the views are packed into one flat tensor, which is cheaper than a call for each of them.
     """
     if len(views) < 2 or views[0].is_cpu:
         group.broadcast(views, root)
@@ -78,7 +78,7 @@ def broadcast_bytes(views: list[torch.Tensor], group: ProcessGroup, root: int) -
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns a digest (XXH3, 63 bits) of the dtypes, shapes and values of tensors."""
+    """Computes a digest (XXH3, 63 bits) over the dtypes, shapes and values of tensors."""
     total = xxhash.xxh3_64(seed=0)
     for tensor in tensors:
         total.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
@@ -87,12 +87,12 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def digest_of_text(text: str) -> int:
-    """Returns a digest (XXH3, 63 bits) of a text."""
+    """Computes a digest (XXH3, 63 bits) of a string."""
     return xxhash.xxh3_64_intdigest(text.encode(), seed=0) >> 1
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a tensor: a view of its memory if that is contiguous and on the host, otherwise a copy."""
+    """Returns a tensor's bytes: a view of its memory if the tensor is contiguous and on the host, otherwise a copy."""
     flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     kept = as_memory(flat)
     return kept if memory_layout(flat) == memory_layout(tensor) else memoryview(bytes(kept))
@@ -103,14 +103,14 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's DistributedDataParalle
 
 @dataclass(frozen=True)
 class TrackedTensors:
-    """The parameters and buffers of a module by name, except for ignored ones.
+    """The parameters and buffers of a module, by name and without ignored ones.
 
     Attributes:
         trained: the parameters that require gradients.
         frozen: the other parameters.
         buffers: the buffers.
-        sparse: the names of trained parameters whose layers compute sparse gradients.
-        ignored: the names of ignored tensors.
+        sparse: the names of the trained parameters that belong to layers with sparse gradients.
+        ignored: the names of the parameters and buffers that wrappers leave alone.
     """
 
     trained: dict[str, nn.Parameter]
@@ -120,17 +120,17 @@ class TrackedTensors:
     ignored: frozenset[str]
 
     def tensors(self, with_buffers: bool = True) -> list[torch.Tensor]:
-        """Returns all parameters and, by default, all buffers except those on the meta device, which have no values."""
+        """Returns all parameters and, by default, the buffers; meta buffers are omitted because they have no values."""
         buffers = [buffer for buffer in self.buffers.values() if not buffer.is_meta] if with_buffers else []
         return [*self.trained.values(), *self.frozen.values(), *buffers]
 
 
 def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> TrackedTensors:
-    """Returns the tensors of a module in order of registration; a tensor with several names is listed under the first.
+    """Collects the tensors of a module in registration order; a tensor with several names appears under the first.
 
     Args:
-        module: the module; its class or `ignore_tensors` may name tensors to be ignored.
-        also_ignored: the names of further tensors to be ignored.
+        module: the module; an attribute that its class or `ignore_tensors` sets may list tensors to ignore.
+        also_ignored: the names of further tensors to ignore.
     """
     ignored = frozenset(getattr(module, _IGNORED, ())) | frozenset(also_ignored)
     all_params = list(module.named_parameters(remove_duplicate=False))
@@ -149,10 +149,10 @@ def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> Trac
 
 
 def ignore_tensors(module: nn.Module, names: Iterable[str]) -> None:
-    """Excludes these parameters and buffers of `module` from the tensors that wrappers copy and average.
+    """Excludes the named parameters and buffers of `module` from the tensors that wrappers copy and average.
 
     Raises:
-        ValueError: the module has no such parameter or buffer.
+        ValueError: the module has no parameter or buffer with one of these names.
     """
     names = list(names)
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}

@@ -19,10 +19,10 @@ from paceline.comm.group.queries import is_initialized
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """The number of values (a scalar tensor) and, for each channel, their mean and the sum of squared deviations.
+    """The number of values in each channel, and each channel's mean and sum of squared deviations.
 
-    All are on the device of the values, so the host does not wait for it, and have the dtype that `accumulator`
-    returns.
+    The tensors stay on the device of the values, so the host does not have to synchronize with it. Their dtype is the
+    one that `accumulator` returns, and `count` is a scalar.
     """
 
     count: torch.Tensor
@@ -30,12 +30,12 @@ class ChannelStatistics:
     squares: torch.Tensor
 
     def pack(self) -> torch.Tensor:
-        """Returns the statistics in one tensor."""
+        """Concatenates the statistics into one tensor."""
         return torch.cat([self.count.view(1), self.mean, self.squares])
 
     @staticmethod
     def unpack(packed: torch.Tensor) -> ChannelStatistics:
-        """Returns the statistics in a tensor that `pack` has returned."""
+        """Extracts the statistics from a tensor that `pack` has returned."""
         mean, squares = packed[1:].chunk(2)
         return ChannelStatistics(packed[0], mean, squares)
 
@@ -43,7 +43,7 @@ class ChannelStatistics:
 def accumulator(values: torch.Tensor) -> torch.dtype:
     """Returns the dtype in which statistics are computed: float64 on the CPU, and at least float32 on other devices.
 
-    GPUs are many times slower in float64, and their sums in float32 are accurate.
+    GPUs are many times slower in float64, and their float32 sums are accurate enough.
     """
     return torch.float64 if values.is_cpu else torch.promote_types(values.dtype, torch.float32)
 
@@ -59,13 +59,13 @@ def measure(values: torch.Tensor) -> ChannelStatistics:
     if values.is_cpu:
         by_channel = values.detach().transpose(0, 1).reshape(values.shape[1], -1).to(dtype)
         variance, mean = torch.var_mean(by_channel, 1, correction=0)
-    else:  # without a transposed copy
+    else:  # a transposed copy would take extra memory on the device
         variance, mean = torch.var_mean(values.detach().to(dtype), _all_but_channels(values), correction=0)
     return ChannelStatistics(number, mean, variance * number)
 
 
 def combine(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
-    """Returns the statistics of the values of all parts (Chan, Golub and LeVeque 1979).
+    """Combines the statistics of several sets of values into those of their union (Chan, Golub and LeVeque 1979).
 
     >>> whole = combine([measure(torch.tensor([[1.0], [2.0]])), measure(torch.tensor([[6.0]]))])
     >>> whole.count.item(), whole.mean.item(), whole.squares.item()
@@ -87,18 +87,18 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm1d, 2d or 3d over the batches of all ranks, whose sizes may differ.
+    """Batch normalization (1d, 2d or 3d) over the batches of all ranks, whose sizes may differ.
 
-    In training, forward and backward make one small collective each. In evaluation, or without a process group, the
-    layer is an ordinary BatchNorm. The gradients of weight and bias are this rank's own; `DistributedDataParallel`
-    averages them.
+    In training, forward and backward each run one small collective. In evaluation, or without a process group, the
+    layer behaves like an ordinary BatchNorm. The gradients of weight and bias are computed from this rank's batch;
+    `DistributedDataParallel` averages them.
 
     Args:
         num_features: the number of channels, the second dimension of the input.
-        eps: the number added to the variance.
-        momentum: the weight of the newest batch in the running statistics; None for a cumulative average.
-        affine: whether the layer has weight and bias.
-        track_running_stats: whether the layer keeps running statistics, which evaluation uses.
+        eps: the value added to the variance for numerical stability.
+        momentum: the weight of the latest batch in the running statistics; None for a cumulative average.
+        affine: whether the layer has a learnable weight and bias.
+        track_running_stats: whether the layer keeps running statistics for evaluation.
         process_group: the ranks; None for the default group.
         device, dtype: the device and dtype of parameters and buffers.
 
@@ -148,7 +148,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return default_group() if is_initialized() else None
 
     def _count_batch(self) -> float | torch.Tensor | None:
-        """Counts a batch, and returns its weight in the running statistics; None if the layer has no statistics."""
+        """Increments the batch count and returns the batch's weight in the running statistics, if there are any."""
         if self.num_batches_tracked is None:
             return None
         self.num_batches_tracked.add_(1)
@@ -191,19 +191,19 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: M, process_group: ProcessGroup | None = None) -> M | SyncBatchNorm:
-        """Calls the function `convert_sync_batchnorm`."""
+        """Calls the function of the same name, for code that uses torch's class method."""
         return convert_sync_batchnorm(module, process_group)
 
 
 def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None) -> M | SyncBatchNorm:
-    """Replaces every BatchNorm layer in `module` with a `SyncBatchNorm` that has the same parameters and buffers.
+    """Replaces every BatchNorm layer in `module` with a `SyncBatchNorm` that keeps its parameters and buffers.
 
     Args:
-        module: the module, which is changed in place; convert it before wrapping it and before creating the optimizer.
+        module: the module to convert in place, before it is wrapped and before its optimizer is created.
         process_group: the ranks; None for the default group.
 
     Returns:
-        The module, or the new layer if it is a BatchNorm itself.
+        The module, or the new layer if `module` is itself a BatchNorm.
 
     >>> convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))[1]
     SyncBatchNorm(2, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
@@ -212,7 +212,7 @@ def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None)
 
 
 def _convert(module: nn.Module, group: ProcessGroup | None, done: dict[int, nn.Module]) -> nn.Module:
-    if id(module) in done:  # a layer that is used in two places stays a single layer
+    if id(module) in done:  # a layer that is used in two places remains one layer
         return done[id(module)]
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncBatchNorm):
         done[id(module)] = _synchronised(module, group)
@@ -249,7 +249,7 @@ class _Normalise(torch.autograd.Function):
         everyones = list(own.new_empty(group.size(), len(own)).unbind())
         group.all_gather(everyones, own)
         whole = combine([ChannelStatistics.unpack(theirs) for theirs in everyones])
-        if input.numel() <= input.shape[1] and whole.count <= 1:  # reading a device's number would wait for it
+        if input.numel() <= input.shape[1] and whole.count <= 1:  # reading `count` synchronizes
             raise ValueError(
                 f"SyncBatchNorm got {int(whole.count)} value for each channel from all {group.size()} ranks, whose "
                 "variance is not defined; give it larger batches, or call eval() first"

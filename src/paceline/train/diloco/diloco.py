@@ -1,4 +1,4 @@
-"""DiLoCo and LocalSGD: ranks train independently and average outer gradients once in many steps."""
+"""DiLoCo and LocalSGD: ranks train independently and average outer gradients every few steps."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from paceline.train.zero.partitioned_optimizer import synchronize_parameters
 
 
 def choose_delay(every: int, fragments: int, delay: int | None) -> int:
-    """Returns the delay of results in inner steps, by default half the interval between two exchanges."""
+    """Returns `delay`, the number of inner steps until a result is used; by default half an exchange interval."""
     return every // (2 * fragments) if delay is None and fragments > 0 else delay or 0
 
 
 def wrong_rhythm_text(rhythm: ExchangeInterval, mix: float, grace_s: float | None, params: int) -> str | None:
-    """Returns the message of an error in the frequency or delay of exchanges, or None.
+    """Returns the error message for an invalid frequency, delay, mix or grace period, or None if all are valid.
 
     Args:
-        rhythm: the frequency of exchanges.
-        mix: the share of its own parameters that a rank keeps.
+        rhythm: the frequency and delay of exchanges.
+        mix: the weight of a rank's own parameters after an exchange.
         grace_s: the time in seconds that an exchange waits for late ranks, or None.
         params: the number of trained parameters.
     """
@@ -62,7 +62,7 @@ def wrong_rhythm_text(rhythm: ExchangeInterval, mix: float, grace_s: float | Non
 
 
 def wrong_optimizers_text(inner: Optimizer | None, outer: Optimizer, params: Sequence[nn.Parameter]) -> str | None:
-    """Returns the message of an error in the optimizers, or None."""
+    """Returns the error message for invalid optimizers, or None if both are valid."""
     for name, given in (("inner", inner), ("outer", outer)):
         if given is not None and not isinstance(given, Optimizer):
             return (
@@ -97,11 +97,11 @@ def wrong_optimizers_text(inner: Optimizer | None, outer: Optimizer, params: Seq
 
 
 def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: object) -> str | None:
-    """Returns the message of an error about a parameter that cannot be exchanged, or about `wire`, or None.
+    """Returns the error message for an invalid `wire` or a parameter that cannot be exchanged, or None.
 
     Args:
         named: the trained parameters with their names.
-        wire: the format that outer gradients are rounded to between hosts, or None.
+        wire: the format to which outer gradients are rounded between hosts, or None.
     """
     if wire is not None and wire not in get_args(WireKind):
         return f"wire is {wire!r}; it must be one of {', '.join(get_args(WireKind))}, or None to send what there is"
@@ -116,49 +116,50 @@ def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: objec
 
 
 def replace_parameters(outer: Optimizer, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Replaces the parameters in the outer optimizer with their copies; its groups keep their options."""
+    """Replaces the parameters in the outer optimizer with their copies; the parameter groups keep their options."""
     copies = {id(param): copy for param, copy in pairs}
     for group in outer.param_groups:
         group["params"] = [copies[id(param)] for param in group["params"] if id(param) in copies]
 
 
 class DiLoCo:
-    """Trains each rank independently, and averages over the ranks once in many steps while training continues.
+    """Trains each rank independently and averages over the ranks every few steps, while training continues.
 
-    Every rank trains the model with its `inner` optimizer, without communication. Every `every` steps each part of the
-    parameters (a fragment) is exchanged. Its *outer gradient*, the outer parameters minus the rank's parameters, is
-    averaged over the ranks. The `outer` optimizer updates the outer parameters with the mean, and the rank continues
-    from these. This is DiLoCo (Douillard et al. 2023), or with several fragments Streaming DiLoCo (Douillard et al.
-    2025). It sends about `every` times less data than data parallel training, so a slow network suffices. After each
-    exchange the outer parameters are bitwise equal on all ranks.
+    Every rank trains the model with its `inner` optimizer, without communication. Each fragment (a subset of the
+    parameters) is exchanged once every `every` steps. An exchange averages the fragment's *outer gradient*, the outer
+    parameters minus the rank's parameters, over the ranks. The `outer` optimizer then updates the outer parameters with
+    the mean, and the rank continues from the updated parameters. This is DiLoCo (Douillard et al. 2023) or, with
+    several fragments, Streaming DiLoCo (Douillard et al. 2025). It sends about `every` times less data than data
+    parallel training, so a slow network suffices. After each exchange the outer parameters are bitwise equal on all
+    ranks.
 
     Call `step` after each inner step and `finish` at the end. Gradient accumulation, mixed precision with a GradScaler
-    and learning rate schedulers of both optimizers work as with one process.
+    and learning rate schedulers for either optimizer work as in single-process training.
 
     Args:
-        model: the model, with the same parameters on every rank; rank 0's parameters and buffers are copied to all.
-            Within a host it may be in a DistributedDataParallel of the host's ranks, if `process_group` holds one rank
-            of each host.
+        model: the model, with the same parameter names and shapes on every rank. Rank 0's parameters and buffers are
+            copied to all ranks. The ranks of a host may wrap the model in a DistributedDataParallel if `process_group`
+            contains one rank per host.
         inner: the optimizer with which each rank trains.
-        outer: a new optimizer of `model.parameters()`, such as
-            `torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)`. The parameters in it are
-            replaced by copies; its groups and its learning rate scheduler remain valid.
+        outer: a new optimizer for `model.parameters()`, such as
+            `torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)`. DiLoCo replaces its parameters
+            with copies; its parameter groups and learning rate scheduler remain valid.
         every: the number of inner steps between two exchanges of the same fragment.
-        fragments: the number of parts of the model, of about equal size, which are exchanged sequentially.
-        wire: the format that outer gradients are rounded to between hosts, with error feedback: "bf16", "int8" or
+        fragments: the number of fragments, of about equal size, that are exchanged in turn.
+        wire: the format to which outer gradients are rounded between hosts, with error feedback: "bf16", "int8" or
             "int4"; None to send them unrounded.
-        delay: the number of inner steps from the beginning of an exchange to the use of its result. Meanwhile the
-            exchange overlaps with training, and the rank's progress is added to the result (Zhou et al. 2020, DaSGD).
-            By default half the steps between two exchanges.
-        mix: the weight, at least 0 and less than 1, of the rank's own parameters at the beginning of the exchange; the
-            rest is the weight of the outer parameters from which the rank continues.
+        delay: the number of inner steps from the start of an exchange until its result is used. The exchange overlaps
+            with these steps, and the rank's progress during them is added to the result (Zhou et al. 2020, DaSGD). The
+            default is half the number of steps between two exchanges.
+        mix: the weight, at least 0 and less than 1, of the rank's own parameters from the start of the exchange. The
+            outer parameters have the weight `1 - mix`.
         grace_s: the time in seconds that an exchange waits for other ranks after the first has arrived. A late rank is
-            left out, and its progress counts in the fragment's next exchange. If None, an exchange waits for all ranks.
-            In any case, exchanges wait until every rank has called `step` for the first time.
+            left out, and its progress is included in the fragment's next exchange. If None, an exchange waits for all
+            ranks. In either case, exchanges wait until every rank has called `step` for the first time.
         process_group: the ranks; the default group if None.
 
     Raises:
-        CollectiveMismatchError: models or arguments differ between ranks, or another rank could not start; raised on
+        CollectiveMismatchError: models or arguments differ between ranks, or another rank failed to start; raised on
             every rank.
         ValueError: an argument is invalid.
 
@@ -228,16 +229,16 @@ class DiLoCo:
 
     @property
     def rhythm(self) -> ExchangeInterval:
-        """The frequency of exchanges."""
+        """The frequency and delay of exchanges."""
         return self._timetable.rhythm
 
     @property
     def steps(self) -> int:
-        """The number of completed inner steps. A late rank adopts the other ranks' number."""
+        """The number of completed inner steps. A late rank adopts the step count of the other ranks."""
         return self._timetable.steps
 
     def step(self) -> None:
-        """Counts an inner step; begins exchanges and uses the results of earlier ones when they are due.
+        """Counts an inner step, starts exchanges that are due, and applies results of earlier exchanges that are due.
 
         Call it after each step of the inner optimizer, even if a GradScaler has skipped that step.
 
@@ -251,10 +252,10 @@ class DiLoCo:
         self._proceed()
 
     def finish(self) -> None:
-        """Ends the training, or a part of it, with the mean of all ranks' parameters, bitwise equal on every rank.
+        """Completes all exchanges and sets the parameters to the mean over all ranks, bitwise equal on every rank.
 
-        Every rank calls this, and waits for ranks whose exchanges are behind. Buffers that were not averaged are
-        copied from the first rank. Training may continue afterwards.
+        Every rank must call this; the call waits for ranks that are behind. Buffers that are not averaged are copied
+        from the first rank. Training may continue afterwards.
         """
         self._proceed()
         timetable = self._timetable
@@ -272,9 +273,10 @@ class DiLoCo:
 
     @contextmanager
     def outer_parameters(self) -> Iterator[nn.Module]:
-        """Returns a context in which the model has the outer parameters, which are equal on all ranks.
+        """Returns a context in which the model's parameters are the outer parameters, which are equal on all ranks.
 
-        Evaluate and save the model within it. On exit, this rank's parameters are restored. Buffers are not changed.
+        Evaluate and save the model in this context. On exit, this rank's parameters are restored. Buffers do not
+        change.
         """
         pairs = self.outer_module.pairs()
         with torch.no_grad():
@@ -289,14 +291,14 @@ class DiLoCo:
                     param.copy_(kept)
 
     def communication_wait_s(self) -> float:
-        """Returns the total time in seconds that `step` has waited for results of exchanges."""
+        """Returns the total time in seconds that `step` has spent waiting for exchange results."""
         return self._wait_s
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the outer parameters, the states of both optimizers, and the progress of the training.
+        """Returns the outer parameters, the states of both optimizers, and the training progress.
 
-        No communication is needed, and any number of ranks can load one rank's state. Save it together with
-        `model.state_dict()`, which contains this rank's own parameters. Exchanges in flight begin again after loading.
+        The call does not communicate, and any number of ranks can load the state of one rank. Save it together with
+        `model.state_dict()`, which contains this rank's own parameters. Exchanges in flight restart after loading.
         """
         copies = [copy.detach().clone() for _, copy in self.outer_module.pairs()]
         return {
@@ -311,13 +313,13 @@ class DiLoCo:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a state, the same on every rank, before the first step or after `finish`.
+        """Loads a state, which must be the same on every rank, before the first step or after `finish`.
 
-        `every` and `fragments` may differ from those of the saved state.
+        `every` and `fragments` may differ from the values in the state.
 
         Raises:
             RuntimeError: exchanges are in flight.
-            ValueError: the state belongs to a model with other parameters.
+            ValueError: the state was saved from a model with different parameters.
         """
         parameters = state["parameters"]
         if differ := sorted(set(parameters) ^ set(self._names)):
@@ -337,14 +339,14 @@ class DiLoCo:
         if self.inner is not None and state["inner"] is not None:
             load_optimizer(self.inner, state["inner"])
 
-    # - For elastic jobs, in which ranks change
+    # - Methods for elastic jobs, whose set of ranks changes
 
     def exchange_by(self, exchanges: Exchanges) -> None:
-        """Makes all further exchanges with `exchanges`."""
+        """Uses `exchanges` for all further exchanges."""
         self._exchanges = exchanges
 
     def own_state(self) -> dict[str, Any]:
-        """Returns the state of a new rank except the outer parameters and the outer optimizer's state."""
+        """Returns the state that a new rank needs besides the outer parameters and the outer optimizer's state."""
         timetable = self._timetable
         return {
             "inner": None if self.inner is None else self.inner.state_dict(),
@@ -354,7 +356,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def take_own_state(self, state: dict[str, Any]) -> None:
-        """Loads another rank's `own_state`, and sets the parameters to the outer ones."""
+        """Loads the `own_state` of another rank and sets the parameters to the outer parameters."""
         if self.inner is not None and state["inner"] is not None:
             load_optimizer(self.inner, state["inner"])
         for buffer, value in zip(self.module.buffers(), state["buffers"], strict=True):
@@ -371,7 +373,7 @@ class DiLoCo:
         return made
 
     def _proceed(self) -> None:
-        """Begins exchanges and uses results that are due."""
+        """Starts exchanges that are due and applies results that are due."""
         self._timetable.catch_up(self._exchanges.decided())
         while (action := self._timetable.due()) is not None:
             if isinstance(action, BeginExchange):
@@ -387,11 +389,11 @@ class DiLoCo:
             self._timetable.complete(action)
 
     def _use(self, outcome: ExchangeResult) -> None:
-        """Updates the outer parameters, and sets this rank's parameters from them."""
+        """Updates the outer parameters with a result, and sets this rank's parameters from them."""
         fragment, outer = self.rhythm.fragment(outcome.exchange), self.outer_module
         before = self._before.pop(outcome.exchange, None)
         if not outcome.took_part:
-            before = outer.outer(fragment)  # all of this rank's progress counts in a later exchange
+            before = outer.outer(fragment)  # keeps all of this rank's progress for the next exchange
         outer.step(fragment, outcome.mean[0], self.outer)
         outer.reset(fragment, self._mix if outcome.took_part else 0.0, before)
         if outcome.took_part:
@@ -399,16 +401,16 @@ class DiLoCo:
 
 
 class LocalSGD(DiLoCo):
-    """Trains each rank independently, and averages the parameters over the ranks every `every` steps.
+    """Trains each rank independently and averages the parameters over the ranks every `every` steps.
 
-    This is local SGD (Stich 2019), also known as periodic model averaging: DiLoCo whose outer optimizer is SGD with a
-    learning rate of 1. With a delay of 0 all ranks continue from the mean; `every=1` averages after each step.
+    This is local SGD (Stich 2019), also known as periodic model averaging. It is equivalent to DiLoCo with plain SGD at
+    a learning rate of 1 as the outer optimizer. With a delay of 0, all ranks continue from the mean.
 
     Args:
         model: see `DiLoCo`.
-        inner: the optimizer with which each rank trains, to include its state in `state_dict`; None to leave it out.
+        inner: the optimizer with which each rank trains; if given, `state_dict` includes its state.
         every: the number of inner steps after which the parameters are averaged.
-        fragments, wire, delay, mix, grace_s, process_group: see `DiLoCo`; the delay is 0 by default.
+        fragments, wire, delay, mix, grace_s, process_group: see `DiLoCo`; the default delay is 0.
 
     Example::
 

@@ -30,31 +30,31 @@ class ExchangeResult:
 
 
 class MailboxClosedError(Exception):
-    """The mailbox was closed, because the training needs no further exchanges."""
+    """Raised on the exchange thread when the mailbox was closed because training needs no further exchanges."""
 
 
 class ExchangeMailbox:
-    """Holds this rank's tensors until they are exchanged, and results until they are used.
+    """Stores this rank's tensors until they are exchanged, and results until the training uses them.
 
     Args:
-        number: the first exchange.
+        number: the number of the first exchange.
     """
 
     def __init__(self, number: int) -> None:
         self.changed = threading.Condition()
         self.decided = number  # all exchanges before this one have been decided
         self._have_all_finished = False
-        self._latest = number - 1  # the latest exchange that the training has begun
-        self._has_finished = False  # whether the training begins no further exchange
+        self._latest = number - 1  # the latest exchange that the training thread has started
+        self._has_finished = False  # whether the training thread will start no further exchange
         self._offers: dict[int, Tensors] = {}
         self._outcomes: dict[int, ExchangeResult] = {}
         self._error: BaseException | None = None
         self._is_closed = False
 
-    # - The training's side
+    # - Methods for the training thread
 
     def offer(self, number: int, tensors: Tensors) -> bool:
-        """Stores this rank's tensors for an exchange; returns False if it was decided without this rank."""
+        """Stores this rank's tensors for an exchange; returns False if the exchange was decided without this rank."""
         with self.changed:
             self._latest = number
             if number < self.decided:
@@ -64,13 +64,13 @@ class ExchangeMailbox:
             return True
 
     def finish(self) -> None:
-        """Records that the training begins no further exchange."""
+        """Records that the training thread will start no further exchange."""
         with self.changed:
             self._has_finished = True
             self.changed.notify_all()
 
     def await_outcome(self, number: int, timeout_s: float) -> ExchangeResult | None:
-        """Waits for the result of an exchange; returns None if all ranks finished before it.
+        """Waits for the result of an exchange; returns None if all ranks finished before this exchange.
 
         Raises:
             TimeoutError: the result did not arrive in time.
@@ -91,15 +91,15 @@ class ExchangeMailbox:
                 self.changed.wait(left_s)
 
     def close(self) -> None:
-        """Wakes the exchange thread and makes it end; idempotent."""
+        """Wakes and stops the exchange thread; idempotent."""
         with self.changed:
             self._is_closed = True
             self.changed.notify_all()
 
-    # - The thread's side
+    # - Methods for the exchange thread
 
     def pause(self, seconds: float | None) -> None:
-        """Waits up to `seconds` for a change; the caller holds `changed`.
+        """Waits up to `seconds`, or indefinitely if None, for a change; the caller holds `changed`.
 
         Raises:
             MailboxClosedError: the mailbox was closed.
@@ -109,26 +109,29 @@ class ExchangeMailbox:
         self.changed.wait(seconds)
 
     def latest_offer_from(self, number: int) -> int | None:
-        """Returns the latest exchange if `number` has begun, else FINISHED or None; the caller holds `changed`."""
+        """Returns the latest exchange that has started if `number` has too; otherwise FINISHED or None.
+
+        The caller holds `changed`.
+        """
         if number in self._offers:
             return self._latest
         return FINISHED if self._has_finished else None
 
     def take(self, number: int, takes_part: bool, blank: Callable[[], Tensors]) -> Tensors:
-        """Removes and returns this rank's tensors for a decided exchange, or zeros if it does not participate."""
+        """Removes and returns this rank's tensors for a decided exchange; returns zeros if it does not participate."""
         with self.changed:
             self.decided = number + 1
             offer = self._offers.pop(number, None)
         return offer if takes_part and offer is not None else blank()
 
     def give(self, outcome: ExchangeResult) -> None:
-        """Stores the result of an exchange for the training."""
+        """Stores the result of an exchange for the training thread."""
         with self.changed:
             self._outcomes[outcome.exchange] = outcome
             self.changed.notify_all()
 
     def end(self, error: BaseException | None) -> None:
-        """Records that there are no further exchanges, because all ranks finished or because of an error."""
+        """Records that no further exchanges will run, because all ranks have finished (None) or because of an error."""
         with self.changed:
             self._have_all_finished, self._error = error is None, error
             self.changed.notify_all()

@@ -1,13 +1,13 @@
-"""Timing and participants of exchanges, as two state machines without communication or a clock.
+"""Timing and participants of exchanges: two state machines that perform no I/O and read no clock.
 
-`ExchangeTimetable` schedules the beginning of each fragment's exchange and the use of its result. Exchanges count from
-0. Exchange k is of fragment k mod `fragments`, in round k // `fragments`. A round has `every` inner steps, over which
-its exchanges are spread evenly. A late rank adopts the step count of the others; otherwise it would fall further behind
-in each round.
+`ExchangeTimetable` determines when an exchange starts and when its result is used. Exchanges are numbered from 0;
+exchange k transfers fragment k mod `fragments` in round k // `fragments`. A round lasts `every` inner steps, and its
+exchanges are spread evenly over them. A late rank adopts the step count of the other ranks. Without this, it would fall
+further behind in each round.
 
-`ArrivalTracker` selects the participants if exchanges do not wait for late ranks; one rank runs it for all. An exchange
-takes place when all ranks have arrived, or when the grace window after the first arrival has passed. The ranks that
-have arrived by then participate. Ranks that have finished their training are not expected.
+`ArrivalTracker` selects the participants if exchanges do not wait for late ranks; one rank runs it for all ranks. An
+exchange runs when all ranks have arrived, or when the grace window after the first arrival has passed. The ranks that
+have arrived by then participate. Ranks that have finished training are not waited for.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FINISHED = -1
 
 @dataclass(frozen=True)
 class ExchangeInterval:
-    """The frequency of exchanges.
+    """The frequency and delay of exchanges.
 
     Attributes:
-        every: the number of inner steps of a round, in which each fragment is exchanged once.
+        every: the number of inner steps in a round. A round exchanges each fragment once.
         fragments: the number of fragments, at most `every`.
-        delay: the number of inner steps from the beginning of an exchange to the use of its result, less than `every`.
+        delay: the number of inner steps from the start of an exchange until its result is used; less than `every`.
     """
 
     every: int
@@ -34,11 +34,11 @@ class ExchangeInterval:
     delay: int = 0
 
     def fragment(self, exchange: int) -> int:
-        """Returns the fragment that is exchanged."""
+        """Returns the index of the fragment that an exchange transfers."""
         return exchange % self.fragments
 
     def begins(self, exchange: int) -> int:
-        """Returns the number of inner steps after which the exchange begins.
+        """Returns the number of inner steps after which an exchange starts.
 
         >>> [ExchangeInterval(every=10, fragments=4).begins(exchange) for exchange in range(6)]
         [3, 5, 8, 10, 13, 15]
@@ -47,11 +47,11 @@ class ExchangeInterval:
         return earlier * self.every - (-(fragment + 1) * self.every // self.fragments)
 
     def is_used(self, exchange: int) -> int:
-        """Returns the number of inner steps after which the result of the exchange is used."""
+        """Returns the number of inner steps after which the result of an exchange is used."""
         return self.begins(exchange) + self.delay
 
     def begun_after(self, steps: int) -> int:
-        """Returns the number of exchanges that have begun after `steps` inner steps.
+        """Returns the number of exchanges that have started after `steps` inner steps.
 
         >>> [ExchangeInterval(every=10, fragments=4).begun_after(steps) for steps in (0, 2, 3, 9, 10, 23)]
         [0, 0, 1, 3, 4, 9]
@@ -64,26 +64,26 @@ class ExchangeInterval:
 
 @dataclass(frozen=True)
 class BeginExchange:
-    """An action: begin an exchange with the parameters that this rank has trained so far."""
+    """The action of starting an exchange with this rank's current parameters."""
 
     exchange: int
 
 
 @dataclass(frozen=True)
 class UseResult:
-    """An action: wait for the result of an exchange and use it."""
+    """The action of waiting for the result of an exchange and applying it."""
 
     exchange: int
 
 
 @dataclass
 class ExchangeTimetable:
-    """The progress of a rank's training, and its next action.
+    """Tracks a rank's training progress and determines its next action.
 
     Attributes:
-        rhythm: the frequency of exchanges.
+        rhythm: the frequency and delay of exchanges.
         steps: the number of completed inner steps.
-        begun: the number of exchanges that have begun.
+        begun: the number of exchanges that have started.
         used: the number of exchanges whose results have been used; never more than `begun`.
     """
 
@@ -97,22 +97,22 @@ class ExchangeTimetable:
         self.steps += 1
 
     def catch_up(self, decided: int) -> None:
-        """Adopts the step count of the other ranks if they have made exchanges that this rank has not begun.
+        """Adopts the step count of the other ranks if they have decided exchanges that this rank has not started.
 
         Args:
-            decided: the number of exchanges that have been made, with this rank or without it.
+            decided: the number of exchanges that have been decided, with or without this rank.
         """
         if decided > self.begun:
             self.steps = max(self.steps, self.rhythm.begins(decided - 1))
 
     def due(self) -> BeginExchange | UseResult | None:
-        """Returns the action that is due, or None if the next inner step comes first."""
+        """Returns the action that is due, or None if another inner step must run first."""
         if self.used < self.begun and self.rhythm.is_used(self.used) <= self.steps:
             return UseResult(self.used)
         return BeginExchange(self.begun) if self.rhythm.begins(self.begun) <= self.steps else None
 
     def complete(self, action: BeginExchange | UseResult) -> None:
-        """Records that an action was completed."""
+        """Records the completion of an action."""
         if isinstance(action, BeginExchange):
             self.begun = action.exchange + 1
         else:
@@ -124,8 +124,8 @@ class Participants:
     """The ranks that participate in an exchange.
 
     Attributes:
-        takes_part: whether each rank participates.
-        is_final: whether all ranks have finished, so that there are no further exchanges.
+        takes_part: one flag per rank, True if the rank participates.
+        is_final: whether all ranks have finished and there are no further exchanges.
     """
 
     takes_part: tuple[bool, ...]
@@ -138,7 +138,7 @@ class ArrivalTracker:
     Args:
         ranks: the number of ranks.
         grace_s: the time in seconds that an exchange waits after the first rank has arrived.
-        number: the first exchange.
+        number: the number of the first exchange.
     """
 
     def __init__(self, ranks: int, grace_s: float, number: int = 0) -> None:
@@ -149,7 +149,7 @@ class ArrivalTracker:
         self._first_s: dict[int, float] = {}  # the time of the first arrival at each exchange
 
     def arrived(self, rank: int, number: int, now_s: float) -> None:
-        """Records that a rank has arrived at an exchange, possibly too late, or has FINISHED its training."""
+        """Records a rank's arrival at an exchange, possibly too late. The number FINISHED ends its participation."""
         if number == FINISHED:
             self._has_finished[rank] = True
             return
@@ -158,12 +158,12 @@ class ArrivalTracker:
         self._offered[rank] = max(self._offered[rank], number)
 
     def due_s(self) -> float | None:
-        """Returns the latest time at which the current exchange is made, or None before the first arrival."""
+        """Returns the deadline in seconds of the current exchange, or None before the first arrival."""
         first_s = self._first_s.get(self.number)
         return None if first_s is None else first_s + self._grace_s
 
     def decide(self, now_s: float) -> Participants | None:
-        """Returns the participants of the current exchange and advances to the next one; None if it has to wait."""
+        """Returns the participants and advances to the next exchange; None if the current exchange must still wait."""
         has_arrived = tuple(offered >= self.number for offered in self._offered)
         if not any(has_arrived):
             return Participants(has_arrived, is_final=True) if all(self._has_finished) else None
@@ -180,10 +180,10 @@ def participants_after_waiting(numbers: Sequence[int]) -> Participants:
     """Returns the participants of an exchange that waits for all ranks.
 
     Args:
-        numbers: the exchange at which each rank has arrived, or FINISHED.
+        numbers: for each rank, the number of the exchange at which it has arrived, or FINISHED.
 
     Raises:
-        ValueError: ranks that have not finished have arrived at different exchanges.
+        ValueError: unfinished ranks have arrived at different exchanges.
 
     >>> participants_after_waiting([4, FINISHED, 4])
     Participants(takes_part=(True, False, True), is_final=False)

@@ -1,4 +1,4 @@
-"""Exchanges: averages outer gradients on a thread while the ranks train, with two policies for late ranks.
+"""Exchanges of outer gradients on a background thread, with two policies for late ranks.
 
 `WaitForAll` waits for all ranks. With `GraceWindow`, rank 0 selects the ranks that arrive in time.
 """
@@ -25,33 +25,33 @@ from paceline.train.diloco.exchange_mailbox import ExchangeMailbox, ExchangeResu
 from paceline.train.diloco.exchange_timetable import FINISHED, ArrivalTracker, Participants, participants_after_waiting
 from paceline.train.module_tensors import broadcast_tensors
 
-_ARRIVALS, _DECISIONS = 1, 2  # tags
+_ARRIVALS, _DECISIONS = 1, 2  # message tags
 _DECIDER = 0  # the rank that selects participants
-_NEVER = timedelta.max  # an exchange may take any amount of time, and the death of a rank ends the wait
-_SLACK_S = 10.0  # the time by which the training waits longer than the thread, whose errors are more precise
+_NEVER = timedelta.max  # the time until the next exchange is unbounded; if a rank dies, the wait fails anyway
+_SLACK_S = 10.0  # extra wait of the training thread: the exchange thread's own timeout error is more precise
 
 
 class ParticipantPolicy(Protocol):
     """Selects the participants of each exchange."""
 
     def arrived(self, number: int) -> None:
-        """Reports this rank's arrival at an exchange, or that it FINISHED; called by the training thread."""
+        """Reports this rank's arrival at an exchange, or FINISHED; called by the training thread."""
         ...
 
     def is_certain(self, number: int) -> bool:
-        """Returns whether this rank participates in an exchange regardless of the next result of `participants`."""
+        """Returns whether this rank is sure to participate, even before `participants` returns."""
         ...
 
     def participants(self, number: int) -> Participants:
-        """Waits for the participants of an exchange; called by the exchange thread."""
+        """Waits until the participants are decided, and returns them; called by the exchange thread."""
         ...
 
 
 class WaitForAll:
     """Waits for all ranks that have not finished.
 
-    A rank that has arrived sends its tensors without waiting for the participants, which are gathered meanwhile in
-    `group`; the group is used for nothing else.
+    A rank that has arrived starts sending its tensors while the participants are gathered in `group`, which serves no
+    other purpose.
     """
 
     def __init__(self, group: ProcessGroup, mailbox: ExchangeMailbox) -> None:
@@ -59,10 +59,10 @@ class WaitForAll:
         self._own_number = FINISHED  # the number that this rank sends
 
     def arrived(self, number: int) -> None:
-        """Does nothing, since `participants` exchanges the arrivals."""
+        """Does nothing: `participants` gathers the arrivals."""
 
     def is_certain(self, number: int) -> bool:
-        """Waits until this rank has arrived, or has finished, and returns whether it has arrived."""
+        """Waits until this rank has arrived or finished, and returns whether it has arrived."""
         mailbox = self._mailbox
         with mailbox.changed:
             while (latest := mailbox.latest_offer_from(number)) is None:
@@ -71,7 +71,7 @@ class WaitForAll:
         return latest != FINISHED
 
     def participants(self, number: int) -> Participants:
-        """Returns the participants, once each rank has arrived or finished.
+        """Waits until each rank has arrived or finished, and returns the participants.
 
         Raises:
             CollectiveMismatchError: the ranks have arrived at different exchanges.
@@ -89,9 +89,9 @@ class WaitForAll:
 
 
 class GraceWindow:
-    """Excludes ranks that arrive after the grace window, which begins with the first arrival; rank 0 decides.
+    """Excludes ranks that arrive after the grace window, which starts at the first arrival. Rank 0 decides.
 
-    The other ranks report their arrivals to rank 0, and wait for its decisions on their exchange threads.
+    The other ranks report their arrivals to rank 0, and their exchange threads wait for its decisions.
     """
 
     def __init__(self, group: ProcessGroup, grace_s: float, mailbox: ExchangeMailbox, number: int) -> None:
@@ -105,17 +105,17 @@ class GraceWindow:
                 self._receive_from(rank)
 
     def arrived(self, number: int) -> None:
-        """Reports to rank 0 that this rank has arrived at an exchange, or is FINISHED."""
+        """Sends this rank's arrival at an exchange, or FINISHED, to rank 0."""
         if not self._decides:
             self._sent = [work for work in self._sent if not work.is_completed()]
             self._send(torch.tensor([number], device="cpu"), _DECIDER, _ARRIVALS)
 
     def is_certain(self, number: int) -> bool:
-        """Returns False, since late ranks do not participate."""
+        """Returns False, because a late rank may be excluded."""
         return False
 
     def participants(self, number: int) -> Participants:
-        """Returns the ranks that arrived within the grace window after the first one.
+        """Returns the ranks that arrived within the grace window.
 
         Raises:
             PeerLostError: a rank died.
@@ -177,10 +177,11 @@ class GraceWindow:
 
 
 class OuterAverager:
-    """Averages tensors in place; a rank that does not participate passes zeros.
+    """Averages tensors in place over the participating ranks; the other ranks pass zeros.
 
-    The first tensor of a fragment is the outer gradient. With a `wire` it is rounded between hosts, and the rounding
-    error is added in the fragment's next exchange. Further tensors, such as the values of buffers, are sent unchanged.
+    A fragment's first tensor is its outer gradient. With a `wire`, the gradient is rounded between hosts, and the
+    rounding error is carried over to the fragment's next exchange. Further tensors, such as buffer values, are sent
+    unrounded.
     """
 
     def __init__(self, wire: WireKind | None) -> None:
@@ -195,14 +196,14 @@ class OuterAverager:
         return [work for work in works if work is not None]
 
     def end(self, works: list[Work], tensors: list[torch.Tensor], parts: int) -> None:
-        """Waits for the sums of `begin`, and divides them by the number of participating ranks."""
+        """Waits for the sums that `begin` started, and divides them by `parts`, the number of participating ranks."""
         for work in works:
             work.wait()
         for tensor in tensors:
             tensor.div_(parts)
 
     def average(self, group: ProcessGroup, fragment: int, tensors: list[torch.Tensor], parts: int) -> None:
-        """Averages a fragment's tensors over `parts` ranks of `group`; all ranks of the group call this."""
+        """Averages a fragment's tensors over `parts` participants; all ranks in `group` must call this."""
         self.end(self.begin(group, fragment, tensors), tensors, parts)
 
     def _wire_of(self, fragment: int) -> Wire | None:
@@ -213,50 +214,50 @@ class Exchanges(Protocol):
     """Averages outer gradients over a set of ranks."""
 
     def start(self, number: int) -> None:
-        """Makes `number` the next exchange."""
+        """Sets the number of the next exchange."""
         ...
 
     def decided(self) -> int:
-        """Returns the number of exchanges that have been decided, with this rank or without it."""
+        """Returns the number of exchanges that have been decided, with or without this rank."""
         ...
 
     def begin(self, number: int, offer: Tensors) -> None:
-        """Begins an exchange, in which `offer` is averaged."""
+        """Starts an exchange to which this rank contributes `offer`."""
         ...
 
     def outcome(self, number: int) -> ExchangeResult:
-        """Waits for the result of an exchange that has begun."""
+        """Waits for the result of an exchange that has started."""
         ...
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the results of exchanges that this rank or others have begun, until all ranks have left."""
+        """Yields the results of all exchanges that any rank has started, until every rank has left."""
         ...
 
     def mean(self, fragment: int, offer: Tensors) -> Tensors:
-        """Returns a mean over all ranks, after all have left."""
+        """Returns the mean of the ranks' tensors; called after all ranks have left."""
         ...
 
     def most(self, number: int) -> int:
-        """Returns the maximum of the ranks' numbers, after all have left."""
+        """Returns the maximum of the ranks' numbers; called after all ranks have left."""
         ...
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies the first rank's tensors to all ranks, after all have left."""
+        """Copies the first rank's tensors to all ranks; called after all ranks have left."""
         ...
 
 
 class NoExchanges:
-    """The exchanges of a single rank, whose own tensors are the mean."""
+    """Implements `Exchanges` for a single rank: the mean equals the rank's own tensors."""
 
     def __init__(self) -> None:
         self._offers: dict[int, Tensors] = {}
 
     def start(self, number: int) -> None:
-        """Discards the exchanges that have begun."""
+        """Discards the exchanges that have started."""
         self._offers.clear()
 
     def decided(self) -> int:
-        """Returns 0, since no exchange is decided without this rank."""
+        """Returns 0, because no exchange is ever decided without this rank."""
         return 0
 
     def begin(self, number: int, offer: Tensors) -> None:
@@ -268,7 +269,7 @@ class NoExchanges:
         return ExchangeResult(number, self._offers.pop(number), took_part=True)
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the results of exchanges that have begun."""
+        """Yields the results of exchanges that have started."""
         for number in begun:
             yield self.outcome(number)
 
@@ -285,18 +286,18 @@ class NoExchanges:
 
 
 class BackgroundExchanges:
-    """Runs exchanges on a separate thread, in separate groups.
+    """Runs exchanges on a background thread, in process groups of its own.
 
-    If this rank's training is late or has finished, the thread makes the collectives of exchanges without it, so that
-    other ranks do not wait.
+    While this rank's training is late, or after it has finished, the thread contributes zeros to the collectives of
+    other ranks' exchanges, which therefore need not wait.
 
     Args:
-        group: the ranks, in a group that no other thread uses.
-        arrivals: a second group of the same ranks, for reports of arrivals.
+        group: the process group for the exchanges, which no other thread uses.
+        arrivals: a second process group with the same ranks, for arrival reports.
         grace_s: the time in seconds that an exchange waits for late ranks; None to wait for all.
         averaging: the averager of tensors over the ranks.
-        fragment_of: a function that returns the fragment of an exchange.
-        blank: a function that returns zeros in the form of an offer for a fragment.
+        fragment_of: a function from an exchange number to the fragment that it transfers.
+        blank: a function from a fragment to zeros with the dtypes and shapes of its offer.
     """
 
     def __init__(
@@ -312,14 +313,14 @@ class BackgroundExchanges:
         self._averaging = averaging
         self._fragment_of, self._blank = fragment_of, blank
         self._mailbox = ExchangeMailbox(0)
-        self._policy: ParticipantPolicy | None = None  # None until the thread starts, and after all ranks have left
+        self._policy: ParticipantPolicy | None = None  # None while the exchange thread is not running
         self._next = 0
 
     def start(self, number: int) -> None:
-        """Makes `number` the next exchange.
+        """Sets the number of the next exchange.
 
         Raises:
-            RuntimeError: exchanges have begun since all ranks last left.
+            RuntimeError: the exchange thread is running, because all ranks have not left since it started.
         """
         if self._policy is not None:
             raise RuntimeError(
@@ -329,20 +330,20 @@ class BackgroundExchanges:
         self._next = number
 
     def decided(self) -> int:
-        """Returns the number of exchanges that have been decided, with this rank or without it.
+        """Returns the number of exchanges that have been decided, with or without this rank.
 
-        The first call starts the thread.
+        The first call starts the exchange thread.
         """
         return self._opened()[0].decided
 
     def begin(self, number: int, offer: Tensors) -> None:
-        """Begins an exchange."""
+        """Starts an exchange to which this rank contributes `offer`."""
         mailbox, policy = self._opened()
         if mailbox.offer(number, offer):
             policy.arrived(number)
 
     def outcome(self, number: int) -> ExchangeResult:
-        """Waits for the result of an exchange that has begun, on this rank or another.
+        """Waits for the result of an exchange that this rank or another has started.
 
         Raises:
             CollectiveError: the exchange failed.
@@ -352,7 +353,7 @@ class BackgroundExchanges:
         return found
 
     def leave(self, begun: range) -> Iterator[ExchangeResult]:
-        """Yields the results of this rank's exchanges, and then those of other ranks' until they have left too."""
+        """Yields the results of this rank's exchanges, then those of exchanges by other ranks until all have left."""
         mailbox, policy = self._opened()
         mailbox.finish()
         policy.arrived(FINISHED)
@@ -363,7 +364,7 @@ class BackgroundExchanges:
         self._next, self._policy = number, None
 
     def mean(self, fragment: int, offer: Tensors) -> Tensors:
-        """Returns a mean over all ranks, after all have left."""
+        """Returns the mean of the ranks' tensors; called after all ranks have left."""
         self._averaging.average(self._group, fragment, offer, self._group.size())
         return offer
 
@@ -378,13 +379,13 @@ class BackgroundExchanges:
         broadcast_tensors(list(tensors), self._group)
 
     def close(self) -> None:
-        """Ends the thread and the groups; idempotent."""
+        """Stops the exchange thread and closes both groups; idempotent."""
         self._mailbox.close()
         self._group.close()
         self._arrivals.close()
 
     def _opened(self) -> tuple[ExchangeMailbox, ParticipantPolicy]:
-        """Returns the mailbox and the policy, after starting the exchange thread if it is not running."""
+        """Returns the mailbox and the policy; starts the exchange thread if it is not running."""
         if self._policy is None:
             mailbox = self._mailbox = ExchangeMailbox(self._next)
             if self._grace_s is None:
@@ -396,7 +397,7 @@ class BackgroundExchanges:
         return self._mailbox, self._policy
 
     def _serve(self, mailbox: ExchangeMailbox, policy: ParticipantPolicy, number: int) -> None:
-        """Runs the exchanges from `number` on, until all ranks have finished."""
+        """Runs exchanges, starting with `number`, until all ranks have finished."""
         rank = self._group.rank()
         try:
             while True:
@@ -419,7 +420,7 @@ class BackgroundExchanges:
             mailbox.end(error)
 
     def _begin(self, mailbox: ExchangeMailbox, number: int, takes_part: bool) -> tuple[list[Work], Tensors]:
-        """Starts summing the ranks' tensors of an exchange."""
+        """Starts summing the ranks' tensors for an exchange."""
         fragment = self._fragment_of(number)
         tensors = mailbox.take(number, takes_part, partial(self._blank, fragment))
         return self._averaging.begin(self._group, fragment, tensors), tensors

@@ -1,7 +1,7 @@
-"""OuterParameters, and the tensors that ranks exchange.
+"""OuterParameters and ExchangeContent: the tensors that ranks exchange.
 
-A fragment's exchange averages its outer gradient. The exchange of the last fragment also averages floating-point
-buffers.
+An exchange averages the outer gradient of a fragment. The exchange of the last fragment additionally averages
+floating-point buffers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from paceline.train.diloco.exchange_mailbox import Tensors
 
 
 def averaged_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Returns the buffers that are averaged over the ranks: floating-point ones in the state_dict.
+    """Returns the buffers that are averaged over the ranks: the floating-point buffers in the state_dict.
 
-    Each rank computes buffers outside the state_dict itself, and a mean of counters would be meaningless.
+    Buffers outside the state_dict are recomputed by each rank, and averaging counters would be meaningless.
     """
     return [buffer for buffer in _saved_buffers(module) if buffer.is_floating_point()]
 
 
 def other_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Returns the other buffers of the state_dict, such as counters, which are copied from rank 0."""
+    """Returns the integer and boolean buffers in the state_dict, such as counters, which are copied from rank 0."""
     return [buffer for buffer in _saved_buffers(module) if not buffer.is_floating_point()]
 
 
@@ -36,7 +36,7 @@ def _saved_buffers(module: nn.Module) -> list[torch.Tensor]:
 
 
 def flat_buffers(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the values of buffers in one flat CPU tensor, of float32, or of float64 if any buffer is."""
+    """Concatenates buffers into a flat CPU tensor of dtype float32, or float64 if any buffer is float64."""
     widest = torch.float64 if any(buffer.dtype == torch.float64 for buffer in buffers) else torch.float32
     parts = [buffer.detach().to("cpu", widest).reshape(-1) for buffer in buffers]
     return torch.cat(parts) if parts else torch.zeros(0, device="cpu")
@@ -44,7 +44,7 @@ def flat_buffers(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def set_buffer_values(buffers: Sequence[torch.Tensor], values: torch.Tensor) -> None:
-    """Sets buffers to values in the form of `flat_buffers`."""
+    """Copies `values`, a flat tensor from `flat_buffers`, back into the buffers."""
     first = 0
     for buffer in buffers:
         buffer.copy_(values[first : first + buffer.numel()].view(buffer.shape))
@@ -52,7 +52,7 @@ def set_buffer_values(buffers: Sequence[torch.Tensor], values: torch.Tensor) -> 
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[range]:
-    """Cuts indices into fragments: non-empty runs of about the same total size.
+    """Divides indices into fragments: non-empty runs of consecutive indices with about the same total size.
 
     >>> cut([6, 1, 1, 4, 4], 3)
     [range(0, 1), range(1, 4), range(4, 5)]
@@ -67,13 +67,13 @@ def cut(sizes: Sequence[int], fragments: int) -> list[range]:
 
 
 class OuterParameters(nn.Module):
-    """The outer parameters: copies of the parameters from their last exchange, bitwise equal on all ranks.
+    """Holds the outer parameters: copies of the parameters as of their last exchange, bitwise equal on all ranks.
 
-    They are on the CPU, from where they are sent, and at least of single precision.
+    The copies are in CPU memory, from which they are sent, and have at least single precision.
 
     Args:
         params: the parameters that the ranks train.
-        fragments: the number of parts in which they are exchanged.
+        fragments: the number of fragments into which the parameters are divided.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], fragments: int) -> None:
@@ -86,29 +86,29 @@ class OuterParameters(nn.Module):
         self._dtypes = [reduce(torch.promote_types, (copy.dtype for copy in part)) for part in copies]
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Returns the parameters, each with its copy."""
+        """Returns pairs of a parameter and its outer copy."""
         return self._pairs
 
     def is_covered_by(self, optimizer: Optimizer) -> bool:
-        """Returns whether the optimizer contains all copies."""
+        """Returns whether the optimizer contains all outer copies."""
         has = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return all(id(copy) in has for copy in self.copies)
 
     @torch.no_grad()
     def difference(self, fragment: int) -> torch.Tensor:
-        """Returns the outer gradient as a flat tensor: the outer parameters minus the parameters of this rank."""
+        """Computes the outer gradient as a flat tensor: the outer parameters minus this rank's parameters."""
         parts = [(copy - param.to(copy)).reshape(-1) for param, copy in self._pairs_of(fragment)]
         return torch.cat([part.to(self._dtypes[fragment]) for part in parts])
 
     def zeros(self, fragment: int) -> torch.Tensor:
-        """Returns zeros in the form of `difference`."""
+        """Returns zeros with the dtype and length of `difference`."""
         return torch.zeros(self._lengths[fragment], dtype=self._dtypes[fragment], device="cpu")
 
     @torch.no_grad()
     def step(self, fragment: int, gradient: torch.Tensor, optimizer: Optimizer | None) -> None:
-        """Updates the outer parameters of a fragment with a mean of outer gradients; without `optimizer`, subtracts it.
+        """Updates a fragment's outer parameters with the mean outer gradient; without `optimizer`, subtracts the mean.
 
-        The parameters of other fragments have no gradient, so that the optimizer does not change them.
+        The optimizer does not change other fragments, because their parameters have no gradient.
         """
         first = 0
         for _, copy in self._pairs_of(fragment):
@@ -125,22 +125,22 @@ class OuterParameters(nn.Module):
 
     @torch.no_grad()
     def trained(self, fragment: int) -> list[torch.Tensor]:
-        """Returns copies of this rank's parameters of a fragment."""
+        """Copies this rank's parameters in a fragment."""
         return [param.to(copy, copy=True) for param, copy in self._pairs_of(fragment)]
 
     @torch.no_grad()
     def outer(self, fragment: int) -> list[torch.Tensor]:
-        """Returns copies of the outer parameters of a fragment."""
+        """Copies the outer parameters in a fragment."""
         return [copy.detach().clone() for _, copy in self._pairs_of(fragment)]
 
     @torch.no_grad()
     def reset(self, fragment: int, mix: float, before: Sequence[torch.Tensor] | None = None) -> None:
-        """Sets this rank's parameters to the outer ones, plus the progress since `before`.
+        """Sets this rank's parameters to the outer parameters plus the rank's progress since `before`.
 
         Args:
             fragment: the fragment.
             mix: the weight of `before` relative to the outer parameters, from 0 to 1.
-            before: this rank's parameters at the beginning of the exchange; the current ones if None.
+            before: this rank's parameters at the start of the exchange; the current parameters if None.
         """
         for index, (param, copy) in enumerate(self._pairs_of(fragment)):
             now = param.to(copy)
@@ -159,11 +159,11 @@ def _copy_of(param: nn.Parameter) -> nn.Parameter:
 
 
 class ExchangeContent:
-    """Collects the tensors of an exchange from a module, and writes means of buffers back.
+    """Collects the tensors for an exchange from a module, and copies buffer means back into the module.
 
     Args:
         module: the model.
-        outer: the outer parameters of the model.
+        outer: the model's outer parameters.
         fragments: the number of fragments.
     """
 
@@ -173,15 +173,15 @@ class ExchangeContent:
         self._last = fragments - 1
 
     def offer(self, fragment: int) -> Tensors:
-        """Returns this rank's tensors for an exchange."""
+        """Returns the tensors that this rank contributes to a fragment's exchange."""
         return [self._outer.difference(fragment), *self._values_with(fragment)]
 
     def blank(self, fragment: int) -> Tensors:
-        """Returns zeros in the form of `offer`."""
+        """Returns zeros with the dtypes and shapes of `offer`."""
         return [self._outer.zeros(fragment), *(values.zero_() for values in self._values_with(fragment))]
 
     def set_buffers(self, mean: Tensors) -> None:
-        """Sets the buffers to their means, if the result of the exchange includes them."""
+        """Sets the buffers to their means if the result includes them."""
         for values in mean[1:]:
             set_buffer_values(self._buffers, values)
 

@@ -1,11 +1,11 @@
-"""The sum over shards in the order of one binary tree, computed by all ranks together.
+"""Distributed sum over shards, in the order of a fixed binary tree.
 
-The tree is pairwise over the shards' numbers, like the core's over ranks: ((0 1) (2 3)) ((4 5) ...). A node is the run
-of shards below it, and has the same value whichever rank computes it. If each rank has one node, and the tree over
-these nodes is the pairwise tree over ranks, the core adds them in place, provided that it supports that order (see
-`ProcessGroup.sums_as_tree`). Otherwise each rank adds one slice of the values, and all ranks gather the slices. That
-sends as many bytes as an all-reduce, but the order is defined: most engines do not add over ranks in the order of a
-tree, and some round half-precision sums once for all ranks, which a tree over shards could not continue.
+The tree combines neighboring shards pairwise, as the core's tree does with ranks: ((0 1) (2 3)) ((4 5) ...). A node
+covers a run of consecutive shards, and its value does not depend on the rank that computes it. The core adds the values
+in place if each rank has one node, the tree over these nodes is the pairwise tree over ranks, and the engine supports
+that order (see `ProcessGroup.sums_as_tree`). Otherwise each rank adds one slice of the values, and all ranks gather the
+slices. This sends as many bytes as an all-reduce. A plain all-reduce would not do: most engines do not add in tree
+order, and some round half-precision sums only once at the end, which differs from rounding at each node.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Value = TypeVar("Value")
 
 
 class Node(NamedTuple):
-    """A node of the tree: the shards from `first` to before `stop`."""
+    """A node of the tree, which covers the shards `range(first, stop)`."""
 
     first: int
     stop: int
 
     @property
     def halves(self) -> tuple[Node, Node]:
-        """The two children of a node with more than one shard."""
+        """The two children of a node that covers more than one shard."""
         half = 1 << ((self.stop - self.first - 1).bit_length() - 1)
         return Node(self.first, self.first + half), Node(self.first + half, self.stop)
 
 
 def run_of_rank(shards: int, num_ranks: int, rank: int) -> range:
-    """Returns the consecutive shards that a rank computes.
+    """Returns the range of shards that a rank computes.
 
     >>> [list(run_of_rank(8, 3, rank)) for rank in range(3)]
     [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -47,9 +47,10 @@ def run_of_rank(shards: int, num_ranks: int, rank: int) -> range:
 
 
 def nodes_within(run: range, node: Node) -> list[Node]:
-    """Returns the largest nodes at or below `node` within `run`, which a rank can add up on its own.
+    """Returns the largest nodes in the subtree of `node` that cover only shards of `run`.
 
-    There is only one node if the number of ranks is a power of two that divides the number of shards.
+    A rank can add up these nodes on its own. If the number of ranks is a power of two that divides the number of
+    shards, each rank has exactly one.
 
     >>> nodes_within(range(3, 6), Node(0, 8))
     [Node(first=3, stop=4), Node(first=4, stop=6)]
@@ -63,7 +64,7 @@ def nodes_within(run: range, node: Node) -> list[Node]:
 
 
 def is_tree_over_ranks(root: Node, nodes: Sequence[Sequence[Node]]) -> bool:
-    """Returns whether each rank has one node, and the tree over these nodes is the pairwise tree over ranks.
+    """Returns whether each rank has one node and these nodes form the pairwise tree over ranks.
 
     >>> is_tree_over_ranks(Node(0, 8), [[Node(0, 4)], [Node(4, 8)]])
     True
@@ -82,9 +83,9 @@ def is_tree_over_ranks(root: Node, nodes: Sequence[Sequence[Node]]) -> bool:
 def add_up(
     node: Node, add: Callable[[Value, Value], Value], leaf: Callable[[int], Value], known: Mapping[Node, Value]
 ) -> Value:
-    """Returns the value of `node`: a known value, that of a single shard, or the sum of its halves, left one first.
+    """Returns the value of `node`: a known value, the value of a single shard, or the left half plus the right half.
 
-    The sum is computed depth first, so that memory holds at most one value for each level of the tree.
+    The sum is computed depth first, which keeps at most one value per tree level in memory.
     """
     if node in known:
         return known[node]
@@ -94,7 +95,7 @@ def add_up(
     return add(add_up(left, add, leaf, known), add_up(right, add, leaf, known))
 
 
-Values = list[torch.Tensor]  # of the same dtypes and shapes for each shard, and on the same devices of each rank
+Values = list[torch.Tensor]  # a shard's tensors; dtypes, shapes and devices are the same for all shards
 Flat = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
 
@@ -107,7 +108,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> Flat:
 
 
 def lengths_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[torch.dtype, torch.device], int]:
-    """Returns the numbers of elements of the tensors that `pack` would return."""
+    """Returns the lengths of the flat tensors that `pack` would return."""
     lengths: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
         key = tensor.dtype, home_of(tensor)
@@ -116,12 +117,12 @@ def lengths_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[torch.dtype, torch
 
 
 def home_of(tensor: torch.Tensor) -> torch.device:
-    """Returns a tensor's device; a meta tensor describes one on the CPU."""
+    """Returns a tensor's device; for a meta tensor, which is a placeholder for a CPU tensor, returns the CPU."""
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
 def unpack(flat: Flat, like: Sequence[torch.Tensor]) -> Values:
-    """Returns views of `flat` with the shapes, dtypes and devices of the tensors that were packed."""
+    """Splits packed tensors into views with the shapes, dtypes and devices of the tensors in `like`."""
     taken = dict.fromkeys(flat, 0)
     views = []
     for tensor in like:
@@ -133,28 +134,28 @@ def unpack(flat: Flat, like: Sequence[torch.Tensor]) -> Values:
 
 
 def gradient_or_zeros(param: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """Returns a parameter's gradient, a copy of it if it shares its memory, or zeros if it is None."""
+    """Returns a gradient detached, or a copy if its memory is shared with other tensors, or zeros if it is None."""
     if gradient is None:
         return torch.zeros_like(param, requires_grad=False)
     return gradient.detach().clone() if shares_memory(gradient) else gradient.detach()
 
 
 def laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient on the parameter's device, with its strides, for which optimizers are fastest."""
+    """Converts a gradient to its parameter's device and strides, with which optimizers are fastest."""
     if gradient.stride() == param.stride() and gradient.device == param.device:
         return gradient
     return torch.empty_like(param, requires_grad=False).copy_(gradient)
 
 
 def add(left: Values, right: Values) -> Values:
-    """Adds `right` to `left` in place, and returns it."""
+    """Adds `right` to `left` in place and returns `left`."""
     for indices in _indices_by_device(left):
         torch._foreach_add_([left[index] for index in indices], [right[index] for index in indices])
     return left
 
 
 def _indices_by_device(tensors: Values) -> list[list[int]]:
-    """Returns the indices of the tensors on each device, since all tensors of a kernel must be on one device."""
+    """Groups the tensors' indices by device, because a kernel's tensors must all be on one device."""
     found: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         found.setdefault(tensor.device, []).append(index)
@@ -169,15 +170,15 @@ def sum_over_ranks(
     *,
     in_place: bool = False,
 ) -> Values:
-    """Returns the sum over all shards, which is bitwise equal on every rank of any group.
+    """Returns the sum over all shards, bitwise equal on all ranks and for any number of ranks.
 
     Args:
         mine: the sums of this rank's nodes, with the same dtypes and shapes on all ranks. In a group of one rank, the
-            result may be one of them.
-        nodes: the nodes of each rank, which together contain every shard once.
+            result may be one of these objects.
+        nodes: the nodes of each rank, which together cover every shard once.
         shards: the number of shards.
         group: the ranks.
-        in_place: whether the result may use the memory of `mine`; otherwise `mine` does not change.
+        in_place: whether the result may overwrite `mine`; if False, `mine` does not change.
     """
     root = Node(0, shards)
     own = [mine[node] for node in nodes[group.rank()]]
@@ -197,7 +198,7 @@ def _sum_in_core(own: Values, group: ProcessGroup, in_place: bool) -> Values:
 
 
 def _sum_in_slices(own: Sequence[Values], nodes: Sequence[Sequence[Node]], root: Node, group: ProcessGroup) -> Values:
-    # A rank without shards does not have the dtypes and shapes.
+    # A rank without shards cannot derive the dtypes and shapes from its own values.
     like = own[0] if all(nodes) else _announced(own, nodes, group)
     flat = [pack(values) for values in own]
     sums = {
@@ -215,12 +216,15 @@ def _sum_in_slices(own: Sequence[Values], nodes: Sequence[Sequence[Node]], root:
 
 
 def _added(left: Values, right: Values) -> Values:
-    """Returns the sum in new memory, since the given values may be needed again."""
+    """Returns the sum in new memory, because the operands may be needed again."""
     return add([tensor.clone() for tensor in left], right)
 
 
 def _announced(own: Sequence[Values], nodes: Sequence[Sequence[Node]], group: ProcessGroup) -> Values:
-    """Returns meta tensors like the values, even on ranks without a value; such ranks add only values on the CPU."""
+    """Returns meta tensors with the dtypes and shapes of the values, received from a rank that has shards.
+
+    A meta tensor is a placeholder for a CPU tensor, so ranks without shards support only values on the CPU.
+    """
     first = next(rank for rank, theirs in enumerate(nodes) if theirs)
     specs = [[(str(value.dtype).removeprefix("torch."), list(value.shape)) for value in own[0]] if own else []]
     broadcast_object_list(specs, group_src=first, group=group)
