@@ -1,6 +1,6 @@
-"""Settings of the checks: an argument of the wrapper or, in its absence, an environment variable.
+"""Settings for the checks, from the wrapper's `checks` argument or the environment variable PACELINE_CHECKS.
 
-This module does not import torch, since the launcher imports it.
+This module does not import torch, because the launcher imports it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ VARIABLE = "PACELINE_CHECKS"
 
 @dataclass(frozen=True)
 class Checks:
-    """The checks that run.
+    """The checks that are enabled.
 
     Attributes:
         are_on: whether gradients and replicas are checked.
-        every: the number of steps between two comparisons of the replicas; None if their cost determines it.
+        every: the number of steps between comparisons of the replicas; None to choose it from the measured cost.
     """
 
     are_on: bool
@@ -28,7 +28,7 @@ class Checks:
 
 
 def choose_checks(checks: bool | int | None) -> Checks:
-    """Returns the checks that the argument selects or, if it is None, the environment variable PACELINE_CHECKS.
+    """Returns the checks that `checks` selects; if it is None, uses the environment variable PACELINE_CHECKS.
 
     Raises:
         ValueError: the argument is negative, or the variable is malformed.
@@ -44,7 +44,7 @@ def choose_checks(checks: bool | int | None) -> Checks:
 
 
 def parse_checks(text: str) -> Checks:
-    """Returns the checks that a value of PACELINE_CHECKS selects.
+    """Parses a value of PACELINE_CHECKS.
 
     Raises:
         ValueError: the value is malformed.

@@ -1,8 +1,8 @@
-"""Values that checks compute on devices, such as norms and digests, and read when the device has computed them.
+"""Norms and digests that are computed on a device and read by the host in a later step.
 
-Reading a number from a device makes the host wait for all work enqueued before, and then leaves the device idle until
-the host enqueues more. The checks therefore enqueue a copy to pinned host memory behind the computation, and read the
-numbers in a later step.
+Reading a number from a device makes the host wait for all previously enqueued work, and leaves the device idle until
+the host enqueues more. The checks therefore enqueue the computation followed by a copy to pinned host memory, and read
+the numbers in a later step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from paceline.train.module_tensors import digest_of_text
 
 
 class HostCopy:
-    """A copy of a flat tensor in host memory, which is complete some time after its creation.
+    """An asynchronous copy of a flat tensor to host memory.
 
     Args:
-        values: the tensor, on a device; the copy is enqueued on the device's current stream.
+        values: a tensor on a device; the copy is enqueued on the device's current stream.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -45,11 +45,11 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class LabelledNorms:
-    """The largest absolute values of tensors on one device: NaN if there is a NaN, infinite if there is an infinity.
+    """Maximum norms of tensors on one device. A norm is NaN or infinite if its tensor contains NaN or infinity.
 
     Attributes:
         labels: a label for each tensor.
-        norms: the copy of the values.
+        norms: the copy of the norms to the host.
     """
 
     labels: list[tuple[str, int]]
@@ -57,18 +57,18 @@ class LabelledNorms:
 
 
 class DeviceNorms:
-    """Enqueues the computation of the largest absolute value of each tensor, in few kernels, to be read later."""
+    """Computes the maximum norm of each tensor on its device, batched into few kernels."""
 
     def __init__(self) -> None:
         self._labels: dict[torch.device, list[tuple[str, int]]] = {}
         self._norms: dict[torch.device, list[torch.Tensor]] = {}
-        self.nbytes = 0  # the size of the tensors
+        self.nbytes = 0  # the total size of the added tensors
 
     def __bool__(self) -> bool:
         return bool(self._norms)
 
     def add(self, role: str, positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Enqueues the norms of floating-point tensors, which are labelled by `role` and their positions."""
+        """Enqueues the norms of floating-point and complex tensors, labeled with `role` and their positions."""
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
         for position, tensor in zip(positions, tensors, strict=True):
             if tensor.numel() and (tensor.dtype in _FLOATS or tensor.is_complex()):
@@ -82,39 +82,39 @@ class DeviceNorms:
             self._norms.setdefault(device, []).append(norms)
 
     def enqueue_copies(self) -> list[LabelledNorms]:
-        """Enqueues the copies to the host, one for each device, and discards the tensors."""
+        """Enqueues one copy to the host per device, and clears the norms collected so far."""
         copies = [LabelledNorms(self._labels[at], HostCopy(torch.cat(norms))) for at, norms in self._norms.items()]
         self.clear()
         return copies
 
     def clear(self) -> None:
-        """Discards all tensors."""
+        """Discards the norms collected so far."""
         self._labels.clear()
         self._norms.clear()
         self.nbytes = 0
 
 
-_WORDS = 1 << 22  # the number of 8-byte words that are hashed at a time; a digest needs memory for twice that number
+_WORDS = 1 << 22  # 8-byte words hashed at a time; hashing allocates memory for twice as many
 _SMALL_BYTES = 1 << 16  # tensors up to this size are hashed together
 
 
 @dataclass
 class _Digest:
-    """An incomplete digest: its destination, the text that it begins with, and the sums that it consists of."""
+    """A pending digest: the dictionary entry to write, and the text and sums from which it is computed."""
 
     into: dict[str, int]
     name: str
     text: str
-    sums: list[int] = field(default_factory=list)  # indices of the sums among those of the device
+    sums: list[int] = field(default_factory=list)  # indices into the device's list of sums
 
 
 class DeviceDigests:
-    """Digests of tensors, computed on the tensors' devices; only a few bytes for each tensor are copied to the host.
+    """Computes digests of tensors on their devices, and copies only a few bytes per tensor to the host.
 
-    Digests are only comparable between ranks that add tensors of the same sizes in the same order, as replicas do. The
-    memory of a tensor is read as words x of 64 bits. A word at position i becomes (x ^ (x >>> 32)) * w(i), with an odd
-    pseudorandom factor w(i), and the sum of these is a digest modulo 2^64. A change of one word always changes the sum,
-    since each step has an inverse.
+    Digests are comparable only between ranks that add tensors of the same sizes in the same order, as replicas do. A
+    tensor's memory is read as 64-bit words x. The word at position i is mapped to (x ^ (x >>> 32)) * w(i), where w(i)
+    is an odd pseudorandom factor, and the mapped words are summed modulo 2^64. The map is invertible, so a change to a
+    single word always changes the sum.
     """
 
     def __init__(self) -> None:
@@ -126,20 +126,20 @@ class DeviceDigests:
         return bool(self._digests or self._copies)
 
     def add(self, into: dict[str, int], name: str, tensor: torch.Tensor) -> None:
-        """Adds a tensor, whose digest becomes `into[name]` when all are read; until then the entry is 0."""
+        """Adds a tensor; `read` stores its digest in `into[name]`, which is 0 until then."""
         into[name] = 0
         text = f"{tensor.dtype}{list(tensor.shape)}"
         self._digests.setdefault(tensor.device, []).append(_Digest(into, name, text))
         self._tensors.setdefault(tensor.device, []).append(tensor.detach())
 
     def enqueue(self) -> None:
-        """Enqueues the computations, which read the current values, and the copies of their results."""
+        """Enqueues the computation on the tensors' current values, and the copy of the results to the host."""
         for device, digests in self._digests.items():
             self._copies.append((digests, HostCopy(_sums_of(self._tensors[device], digests))))
         self._digests, self._tensors = {}, {}
 
     def read(self) -> None:
-        """Writes all digests to the dictionaries that they were added with."""
+        """Waits for all digests and stores them in the dictionaries passed to `add`."""
         self.enqueue()
         copies, self._copies = self._copies, []
         for digests, copy in copies:
@@ -150,7 +150,7 @@ class DeviceDigests:
 
 
 def _sums_of(tensors: Sequence[torch.Tensor], digests: Sequence[_Digest]) -> torch.Tensor:
-    """Returns the sums of all tensors of one device, and records for each digest which of them it consists of."""
+    """Computes the sums for all tensors on one device, and records in each digest the indices of its sums."""
     largest = max(sum(tensor.nbytes // 8 + 1 for tensor in tensors if tensor.nbytes <= _SMALL_BYTES), _SMALL_BYTES)
     largest = max(largest, *(tensor.nbytes // 8 + 1 for tensor in tensors))
     factors = _factors(tensors[0].device, min(largest, _WORDS))
@@ -176,7 +176,7 @@ def _sums_of(tensors: Sequence[torch.Tensor], digests: Sequence[_Digest]) -> tor
 
 
 def _factors(device: torch.device, count: int) -> torch.Tensor:
-    """Returns an odd pseudorandom factor for each position (Weyl's sequence with the golden ratio)."""
+    """Returns an odd pseudorandom factor for each position (a Weyl sequence based on the golden ratio)."""
     factors = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     return factors.mul_(-7046029254386353131).bitwise_or_(1)
 
@@ -187,7 +187,7 @@ def _mixed(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a tensor, or of a contiguous and aligned copy."""
+    """Returns a tensor's memory as uint8; copies the tensor if it is not contiguous and aligned."""
     flat = tensor.contiguous().resolve_conj().resolve_neg().reshape(-1)
     if flat.numel() and (flat.storage_offset() * flat.element_size()) % 8 and flat.nbytes > _SMALL_BYTES:
         flat = flat.clone()
@@ -208,7 +208,7 @@ def _batches(small: Sequence[tuple[_Digest, torch.Tensor]]) -> list[list[tuple[_
 
 
 def _sums_of_small(memories: Sequence[torch.Tensor], factors: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of each memory, padded with zeros to whole words, as the difference of two cumulative sums."""
+    """Sums the words of each tensor, padded with zeros, as differences between entries of one cumulative sum."""
     device = memories[0].device
     zeros = torch.zeros(8, dtype=torch.uint8, device=device)
     padded = [part for memory in memories for part in (memory, zeros[: -memory.numel() % 8])]

@@ -1,11 +1,11 @@
 """GradientCheck: detects NaN and infinity in a rank's own gradients, before they are averaged over the ranks.
 
-A NaN that arises in a forward or a backward spreads to the gradients of all earlier layers. In most steps it is
-therefore enough to read the first numbers of a few gradients, including the one that is computed last. All gradients
-are read at longer intervals, which depend on the measured costs.
+A NaN in a forward or a backward spreads to the gradients of all earlier layers. A partial check, which most steps can
+use, therefore reads only the first bytes of a few gradients, including the gradient that is computed last. A complete
+check reads all gradients; it runs at longer intervals that depend on its measured cost.
 
-On a device, all gradients are examined at intervals, and the host reads the result in a later step, so it never waits
-for the device (`DeviceOutcome`).
+On a device, every check examines all gradients. The host reads the results in a later step and never waits for the
+device (`DeviceOutcome`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from paceline.train.checks.optimizer_steps import OPTIMIZER_STEPS, CheckInterval
 
 @dataclass(frozen=True)
 class NonFiniteTensor:
-    """A tensor that contains NaN or infinity; `position` is its index in the order of the module.
+    """A tensor that contains NaN or infinity; `position` is its index in the module's order.
 
-    On a device, NaN and infinity are not counted: one of `nans` and `infs` is 1 for what was found, and the other is 0.
+    On a device, NaN and infinity are only detected, not counted (`is_counted` is False). In this case either `nans` or
+    `infs` is 1, and the other is 0.
     """
 
     position: int
@@ -47,14 +48,14 @@ class NonFiniteTensor:
     is_counted: bool = True
 
     def describe(self) -> str:
-        """Returns the name and the counts of NaN and infinity."""
+        """Formats the name and the counts of NaN and infinity as text."""
         if not self.is_counted:
             return f"{self.name!r} (with {'NaN' if self.nans else 'infinity'} among {self.numel} numbers)"
         return f"{self.name!r} ({self.nans} NaN and {self.infs} infinite of {self.numel} numbers)"
 
 
 def find_non_finite(named: Iterable[tuple[int, str, torch.Tensor]]) -> list[NonFiniteTensor]:
-    """Returns the tensors that contain NaN or infinity, given triples of a position, a name and a tensor."""
+    """Returns the tensors that contain NaN or infinity; `named` yields triples of position, name and tensor."""
     found = []
     for position, name, tensor in named:
         values = numbers_of(tensor)
@@ -66,7 +67,7 @@ def find_non_finite(named: Iterable[tuple[int, str, torch.Tensor]]) -> list[NonF
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the values of a tensor, or of the rows of a sparse one; None if it has no values."""
+    """Returns a tensor's values (for a sparse tensor, those of its rows), or None if it has no values."""
     values = tensor.detach()
     if values.layout is torch.sparse_coo:
         values = values._values()
@@ -75,14 +76,14 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class NonFiniteGradients:
-    """The gradients of one backward on one rank that are not finite.
+    """The non-finite gradients from one backward on one rank.
 
     Attributes:
         rank: the rank.
         step: the number of the backward, among those whose gradients were averaged.
         gradients: the gradients that are not finite, in the order of the module; empty if only parameters were found.
         count: the number of parameters that the module trains.
-        parameters: the parameters that were not finite before that backward.
+        parameters: the parameters that were already non-finite before the backward.
     """
 
     rank: int
@@ -125,21 +126,21 @@ class NonFiniteGradients:
 
 
 class NonFiniteHistory:
-    """A state machine that decides which findings cause a warning: the first ones, on the rank where they arose.
+    """A state machine that selects the findings to warn about: the first ones, on the rank where they originate.
 
-    A rank does not warn if its gradients are not finite because it received NaN in an average from another rank, nor
-    while no optimizer applies the gradients, for example while a GradScaler searches for its scale. After a warning
-    there is no other one until a backward is finite.
+    A rank does not warn about non-finite values that it received from another rank in an average. It also does not warn
+    while no optimizer applies the gradients, for example while a GradScaler searches for its scale. After a warning, it
+    does not warn again until a backward has finite gradients.
     """
 
     def __init__(self) -> None:
         self.pending: NonFiniteGradients | None = None  # a finding that no optimizer has applied yet
         self._has_warned = False
-        self._is_received = False  # the averages of the latest backward were not finite, but this rank's gradients were
+        self._is_received = False  # whether the latest averages, but not this rank's gradients, were non-finite
 
     @property
     def has_warned(self) -> bool:
-        """Returns whether no backward has been finite since the last warning."""
+        """Returns whether there was a warning, and no backward with finite gradients since."""
         return self._has_warned
 
     def finite(self, average_is_finite: bool) -> None:
@@ -149,7 +150,7 @@ class NonFiniteHistory:
         self._has_warned = self._has_warned and not average_is_finite
 
     def not_finite(self, finding: NonFiniteGradients) -> NonFiniteGradients | None:
-        """Records a backward in which they were not finite, and returns the finding to warn of immediately, if any."""
+        """Records a backward with non-finite gradients; returns the finding to warn about immediately, or None."""
         if self._has_warned or (self._is_received and finding.parameters):
             return None
         earlier, self.pending = self.pending, None
@@ -157,25 +158,25 @@ class NonFiniteHistory:
             self.pending = finding
             return None
         self._has_warned = True
-        return finding if earlier is None else earlier  # the earlier one was applied, but not by an optimizer
+        return finding if earlier is None else earlier  # user code must have applied `earlier`
 
     def applied(self) -> NonFiniteGradients | None:
-        """Records that an optimizer has applied the latest averages, and returns the finding to warn of, if any."""
+        """Records that an optimizer has applied the latest averages; returns the finding to warn about, or None."""
         finding, self.pending = self.pending, None
         self._has_warned = self._has_warned or finding is not None
         return finding
 
 
-_SOME_TENSORS = 8  # the number of tensors that a partial check reads, of those that are averaged together
-_SOME_BYTES = 4096  # the number of bytes that it reads from each tensor
+_SOME_TENSORS = 8  # the approximate number of tensors that a partial check reads in each bucket
+_SOME_BYTES = 4096  # the number of bytes that a partial check reads from each tensor
 _ALL_BYTES = 1 << 62
-_SOME_SHARE = 0.003  # the share of a step's time that partial checks may take
-_ALL_SHARE = 0.001  # the share that complete checks may take
-_DEVICE_BYTES_PER_S = 1e12  # the estimated speed at which a device reads memory
+_SOME_SHARE = 0.003  # the share of training time that partial checks may take
+_ALL_SHARE = 0.001  # the share of training time that complete checks may take
+_DEVICE_BYTES_PER_S = 1e12  # the assumed memory bandwidth of a device
 
 
 class _Pieces(NamedTuple):
-    """CPU memory of one dtype: the address and the length in bytes of each tensor, alternating, and the tensors."""
+    """CPU tensors of one dtype; `numbers` alternates between each tensor's address and its length in bytes."""
 
     numbers: Sequence[int]
     dtype: int
@@ -187,21 +188,21 @@ class _Pieces(NamedTuple):
 
 
 class DeviceOutcome:
-    """The norms of gradients, their averages and parameters in one step, which the device may still have to compute.
+    """Holds the norms of gradients, averages and parameters from one step until the device has computed them.
 
     Args:
         step: the number of the backward.
-        copies: the norms on each device; the labels are the role of a tensor and its position.
+        copies: the norms on each device, labeled with a tensor's role and position.
     """
 
     def __init__(self, step: int, copies: Sequence[LabelledNorms]) -> None:
         self.step = step
-        self.is_applied = False  # an optimizer has made a step since
+        self.is_applied = False  # whether an optimizer has applied the averages
         self._copies = copies
-        self._found_infs: list[HostCopy] = []  # of steps that an optimizer skips if a number is not zero
+        self._found_infs: list[HostCopy] = []  # nonzero values for optimizer steps that were skipped
 
     def note_step(self, found_inf: torch.Tensor | None) -> None:
-        """Records that an optimizer has made a step, unless `found_inf` shows that it skipped the step."""
+        """Records a step by an optimizer; a nonzero `found_inf` means that the optimizer skipped the step."""
         if found_inf is None:
             self.is_applied = True
         else:
@@ -223,10 +224,10 @@ class DeviceOutcome:
 
 
 class GradientCheck:
-    """Detects the first gradients of this rank that are not finite, and warns once an optimizer has applied them.
+    """Detects the first non-finite gradients on this rank, and warns when an optimizer has applied them.
 
     Args:
-        named: the trained parameters by name, in the order of the module.
+        named: the trained parameters by name, in the module's order.
         group: the ranks over which gradients are averaged.
     """
 
@@ -241,11 +242,11 @@ class GradientCheck:
         self._clock = StepClock()
         self._some = CheckInterval(_SOME_SHARE)
         self._all = CheckInterval(_ALL_SHARE)
-        self._bytes = _ALL_BYTES  # the bytes of each gradient that are read in this backward; 0 for no check
+        self._bytes = _ALL_BYTES  # the bytes to read from each gradient in this backward; 0 for no check
         # - The findings of this backward
         self._cost_s = 0.0
         self._has_found = False
-        self._found: list[NonFiniteTensor] = []  # those to be named in a warning
+        self._found: list[NonFiniteTensor] = []  # non-finite gradients to list in a warning
         self._seen: list[_Pieces] = []
         # - Findings on devices
         self._norms = DeviceNorms()
@@ -256,20 +257,20 @@ class GradientCheck:
 
     @property
     def is_looking(self) -> bool:
-        """Whether the gradients of this backward, and then their averages, are checked."""
+        """Whether the gradients of the current backward and their averages are checked."""
         return bool(self._bytes)
 
     @property
     def has_found(self) -> bool:
-        """Whether a gradient of this backward was not finite; then averages are not needed."""
+        """Whether a non-finite gradient was found in the current backward; if so, averages need not be checked."""
         return self._has_found
 
     def look(self, names: Sequence[str], tensors: Sequence[torch.Tensor], pieces: Sequence[int], dtype: int) -> None:
-        """Checks gradients of this rank that are about to be averaged in place.
+        """Checks this rank's gradients before they are averaged in place.
 
         Args:
             names: the names of their parameters, roughly in the order in which the gradients were computed.
-            tensors: the gradients, on one device; tensors that belong to no parameter may follow.
+            tensors: the gradients, all on one device, possibly followed by tensors that belong to no parameter.
             pieces: the address and the length in bytes of each tensor, alternating.
             dtype: the code of the tensors' dtype.
         """
@@ -290,7 +291,7 @@ class GradientCheck:
         self._cost_s += time.perf_counter() - started
 
     def look_at(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Checks gradients of any dtypes and layouts, including sparse ones, given in the order of the module."""
+        """Checks gradients with any dtypes and layouts, including sparse ones, in the module's order."""
         if self._bytes:
             started = time.perf_counter()
             on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
@@ -302,13 +303,13 @@ class GradientCheck:
             self._cost_s += time.perf_counter() - started
 
     def averaged(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Receives averages that are not in the gradients' memory, to be checked when the backward ends."""
+        """Stores averages that are not in the gradients' memory; they are checked when the backward ends."""
         if self._bytes:
             self._seen += self._chosen([tensor for tensor in tensors if tensor.is_cpu])
             self._seen_on_device += [tensor for tensor in tensors if not tensor.is_cpu]
 
     def _look_on_device(self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, keep: bool = True) -> None:
-        """Enqueues the norms of gradients; with `keep`, their memory is examined again when it holds averages."""
+        """Enqueues the norms of gradients; with `keep`, the same memory is checked again for averages."""
         if is_capturing(tensors[0].device):
             return
         values = [
@@ -319,7 +320,7 @@ class GradientCheck:
             self._seen_on_device += tensors
 
     def _chosen(self, tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
-        """Returns the memory of the tensors that are checked in this backward."""
+        """Selects the tensors that the current backward's check reads."""
         if self._bytes == _SOME_BYTES:
             tensors = [tensors[-1 - index] for index in spread_out(len(tensors))]
         return _pieces(tensors)
@@ -328,7 +329,7 @@ class GradientCheck:
         return any(piece.has_non_finite(self._bytes) for piece in pieces)
 
     def _note(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Records which of these gradients are not finite; all further gradients of this backward are checked."""
+        """Records the non-finite gradients, and enables the complete check for the rest of this backward."""
         self._has_found = True
         self._bytes = _ALL_BYTES
         if not self.history.has_warned:
@@ -337,7 +338,7 @@ class GradientCheck:
             )
 
     def forget(self) -> None:
-        """Discards the findings of this backward, whose gradients are not averaged."""
+        """Discards the findings of the current backward."""
         self._cost_s = 0.0
         self._has_found = False
         self._found.clear()
@@ -350,7 +351,7 @@ class GradientCheck:
 
         Args:
             step: the number of the backward.
-            averages: the averages; None if they are in the memory of the gradients that were checked.
+            averages: the averages; None if they are in the memory of the checked gradients.
         """
         now = time.perf_counter()
         self._clock.tick(now)
@@ -383,7 +384,7 @@ class GradientCheck:
         self._warn(self.history.not_finite(finding), applied=True)
 
     def _end_on_device(self, step: int, averages: Sequence[torch.Tensor] | None) -> None:
-        """Enqueues the norms of averages and parameters, and the copies of all norms of this step to the host."""
+        """Enqueues the norms of averages and parameters, then the copies of all of this step's norms to the host."""
         if not self._norms:
             return
         seen = self._seen_on_device if averages is None else [average for average in averages if not average.is_cpu]
@@ -395,7 +396,7 @@ class GradientCheck:
         self._outcomes.append(DeviceOutcome(step, self._norms.enqueue_copies()))
 
     def _judge_outcomes(self) -> None:
-        """Evaluates, in order, the steps whose norms the device has computed."""
+        """Evaluates, in order, the steps whose norms are complete."""
         if self._outcomes and any(is_capturing(param.device) for param in self._params[:1]):
             return
         while self._outcomes and self._outcomes[0].is_complete():
@@ -425,11 +426,11 @@ class GradientCheck:
             OPTIMIZER_STEPS.ignore(self)
 
     def after_step(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None) -> None:
-        """Warns of the gradients that this optimizer has applied.
+        """Warns about non-finite gradients that this optimizer has applied.
 
         Args:
             optimizer: the optimizer.
-            found_inf: a number on a device that is not zero if the optimizer skipped the step.
+            found_inf: a number on a device, nonzero if the optimizer skipped the step; None if it did not skip.
         """
         if any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"]):
             for outcome in self._outcomes:
@@ -439,8 +440,8 @@ class GradientCheck:
             self._follow_steps()
 
     def warn_pending(self) -> None:
-        """Warns of gradients that no optimizer has applied; called at exit, which they may have caused."""
-        with contextlib.suppress(RuntimeError):  # a device that has failed
+        """Warns about non-finite gradients that were not applied; called at exit, which they may have caused."""
+        with contextlib.suppress(RuntimeError):  # a device may have failed
             self._judge_outcomes()
         self._warn(self.history.applied(), applied=False)
 
@@ -450,7 +451,7 @@ class GradientCheck:
 
 
 def spread_out(count: int) -> range:
-    """Returns every n-th number below `count`, from the last one down; n is odd, since weights and biases alternate.
+    """Returns every n-th number below `count` in descending order; n is odd, because weights and biases alternate.
 
     >>> list(spread_out(3)), list(spread_out(40))
     ([2, 1, 0], [39, 34, 29, 24, 19, 14, 9, 4])
@@ -459,7 +460,7 @@ def spread_out(count: int) -> range:
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
-    """Returns the memory of CPU tensors, or of contiguous copies of strided ones, by dtype."""
+    """Groups the memory of CPU tensors by dtype; tensors that are not contiguous are copied."""
     found: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         values = numbers_of(tensor)

@@ -1,4 +1,4 @@
-"""ModuleChecks: the checks of one wrapped module, called around each average of its gradients."""
+"""ModuleChecks: the checks of one wrapped module, called before and after each average of its gradients."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from paceline.train.module_tensors import TrackedTensors
 
 
 class ModuleChecks:
-    """Checks the gradients of each backward and, at intervals, the replicas.
+    """Checks the gradients and, at intervals, the replicas of a wrapped module.
 
     Args:
         module: the wrapped module.
         tracked: the module's tensors.
         group: the ranks.
         checks: the user's settings.
-        with_buffers: whether buffers are equal on all ranks at the end of a backward, and are therefore compared too.
+        with_buffers: whether buffers are compared too; they must then be equal on all ranks when a backward ends.
     """
 
     def __init__(
         self, module: nn.Module, tracked: TrackedTensors, group: ProcessGroup, checks: Checks, *, with_buffers: bool
     ) -> None:
-        self.is_uneven = False  # within `Join`, where ranks without inputs keep their parameters until its end
+        self.is_uneven = False  # True within `Join`, where replicas may differ until it ends
         self._step = 0
         self._gradients = GradientCheck(tracked.trained, group) if checks.are_on else None
         self._replicas: ReplicaCheck | None = None
@@ -36,18 +36,18 @@ class ModuleChecks:
             self._replicas = ReplicaCheck(module, tracked.ignored, group, checks.every, with_buffers=with_buffers)
 
     def look(self, names: Sequence[str], tensors: Sequence[torch.Tensor], pieces: Sequence[int], dtype: int) -> None:
-        """Examines gradients of this rank before they are averaged in place; see `GradientCheck.look`."""
+        """Checks this rank's gradients before they are averaged in place; see `GradientCheck.look`."""
         if self._gradients is not None:
             self._gradients.look(names, tensors, pieces, dtype)
 
     def look_at(self, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Examines the gradients of this rank that are not None, in any layout."""
+        """Checks this rank's gradients, which may have any layout; None entries are skipped."""
         if self._gradients is not None:
             found = {name: gradient for name, gradient in zip(names, gradients, strict=False) if gradient is not None}
             self._gradients.look_at(list(found), list(found.values()))
 
     def averaged(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Receives averages that are not in the gradients' memory; see `GradientCheck.averaged`."""
+        """Stores averages that are not in the gradients' memory; see `GradientCheck.averaged`."""
         if self._gradients is not None:
             self._gradients.averaged([gradient for gradient in gradients if gradient is not None])
 
@@ -57,7 +57,7 @@ class ModuleChecks:
             self._gradients.forget()
 
     def end(self, averages: Sequence[torch.Tensor] | None = None) -> None:
-        """Completes a backward whose gradients were averaged; all ranks call it equally often.
+        """Completes a backward whose gradients were averaged; all ranks must call this equally often.
 
         Args:
             averages: the averages, or None if they are in the gradients' memory.
@@ -72,11 +72,11 @@ class ModuleChecks:
             self._replicas.end(self._step)
 
     def make_fewer_steps(self) -> None:
-        """Excludes optimizers from comparisons, since this rank's optimizers make fewer steps than other ranks'."""
+        """Excludes optimizers from comparisons, because this rank's optimizers step less often than other ranks'."""
         self.is_uneven = True
         if self._replicas is not None:
             self._replicas.compares_optimizers = False
 
     def allow_differences(self) -> None:
-        """Stops comparing the replicas, since the user's code may average gradients over a subset of the ranks."""
+        """Stops comparing the replicas, which may legitimately differ."""
         self._replicas = None

@@ -1,4 +1,4 @@
-"""Steps of all optimizers of this process (from a global hook of torch), and the interval between two checks."""
+"""OptimizerSteps: reports the steps of all optimizers in this process; CheckInterval: schedules checks."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_GROWTH = 1.01  # the growth of the shortest duration in each step, which adapts it to steps that become longer
+_GROWTH = 1.01  # the shortest duration grows by this factor per step, to follow steps that become longer
 
 
 class StepClock:
-    """Measures the duration of a step as the shortest of the latest ones, since others may include an evaluation."""
+    """Measures the step duration as the shortest recent one, because longer steps may include an evaluation."""
 
     def __init__(self) -> None:
         self.shortest_s = math.inf
         self._ended_s: float | None = None
 
     def tick(self, now_s: float) -> None:
-        """Records that a step ends now."""
+        """Records the end of a step."""
         if self._ended_s is not None:
             self.shortest_s = min(self.shortest_s * _GROWTH, now_s - self._ended_s)
         self._ended_s = now_s
 
 
 class CheckInterval:
-    """Chooses the steps in which a check runs, so that it takes a limited share of the time.
+    """Chooses the steps in which a check runs, and thereby limits its share of the training time.
 
     Args:
-        share: the largest share of the time that the check may take.
+        share: the maximum share of the training time that the check may take, from 0 to 1.
         first: the first step in which the check runs.
         least: the smallest number of steps between two runs.
-        fixed: the number of steps between two runs, regardless of their cost; None if the cost determines it.
+        fixed: a fixed number of steps between two runs; None to choose the number from the measured cost.
     """
 
     def __init__(self, share: float, *, first: int = 1, least: int = 1, fixed: int | None = None) -> None:
@@ -53,28 +53,28 @@ class CheckInterval:
         Args:
             step: the step of the latest run.
             cost_s: the duration of that run.
-            step_s: the duration of a step; infinite if it was not measured yet.
+            step_s: the duration of a training step in seconds; infinite if not measured yet.
         """
-        self._cost_s = min(cost_s, 2 * self._cost_s)  # in this run, the process may have waited for a core
+        self._cost_s = min(cost_s, 2 * self._cost_s)  # limits the effect of a run that waited for a core
         interval = math.ceil(self._cost_s / (self._share * step_s)) if step_s > 0 else self._least
         self.next = step + (self._fixed or max(self._least, interval))
 
 
 class StepListener(Protocol):
-    """An object that `OptimizerSteps` calls after a step of an optimizer."""
+    """Interface of objects that `OptimizerSteps` calls after an optimizer step."""
 
     def after_step(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None) -> None:
-        """Handles a step that has changed the parameters of `optimizer`, unless `found_inf` is nonzero.
+        """Handles a step of `optimizer`.
 
         Args:
             optimizer: the optimizer.
-            found_inf: a number on a device; the optimizer skips the step if it is not zero. None if the step was made.
+            found_inf: a number on a device, nonzero if the optimizer skipped the step; None if it did not skip.
         """
         ...
 
 
 class OptimizerSteps:
-    """The optimizers that have made steps, and the listeners for the next one; both are weak references."""
+    """Records the optimizers that have stepped and calls listeners after each step; references to both are weak."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -82,13 +82,13 @@ class OptimizerSteps:
         self._is_following = False
 
     def follow(self) -> None:
-        """Starts recording which optimizers make steps; idempotent."""
+        """Starts recording optimizer steps; idempotent."""
         if not self._is_following:
             self._is_following = True
             register_optimizer_step_post_hook(self._after_step)
 
     def seen(self) -> list[torch.optim.Optimizer]:
-        """Returns the optimizers that have made a step and still exist, in any order."""
+        """Returns the optimizers that have stepped and still exist, in arbitrary order."""
         return list(self._seen)
 
     def listen(self, listener: StepListener) -> None:
@@ -105,9 +105,9 @@ class OptimizerSteps:
         self._seen.add(optimizer)
         if not self._listeners:
             return
-        # With a GradScaler, a fused optimizer checks this itself, and then leaves the parameters unchanged.
+        # With a GradScaler, a fused optimizer reads `found_inf` and leaves the parameters unchanged if it is nonzero.
         found_inf = getattr(optimizer, "found_inf", None)
-        if not isinstance(found_inf, torch.Tensor) or found_inf.is_cpu:  # reading a device's number would wait for it
+        if not isinstance(found_inf, torch.Tensor) or found_inf.is_cpu:  # reading a CPU number needs no wait
             if found_inf is not None and float(found_inf) > 0:
                 return
             found_inf = None

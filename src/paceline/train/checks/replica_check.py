@@ -1,6 +1,6 @@
-"""ReplicaCheck: compares digests of the ranks' replicas, and reports the differing ranks, their values and the step.
+"""ReplicaCheck: compares digests of the ranks' replicas, and reports which ranks and values differ, and since when.
 
-A replica consists of parameters, buffers, the state of optimizers, and random states.
+A replica consists of parameters, buffers, optimizer states, and the states of random number generators.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.train.checks.device_values import DeviceDigests
 from paceline.train.checks.optimizer_steps import OPTIMIZER_STEPS, CheckInterval, StepClock
 from paceline.train.module_tensors import TrackedTensors, collect_tracked, digest_of, digest_of_text
 
-_MOST_NAMED = 8  # ranks
+_MOST_NAMED = 8  # the maximum number of ranks that a message lists
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RankDigests:
     """The digests of one part of the state on one rank.
 
     Attributes:
-        shape: a digest of the names, 0 if there are none; only ranks whose digests of names are equal are compared.
+        shape: a digest of the value names, or 0 if there are none. Ranks are compared only if their names are equal.
         total: a digest of the values.
     """
 
@@ -42,13 +42,13 @@ class RankDigests:
 
 @dataclass(frozen=True)
 class DisagreeingRanks:
-    """Ranks whose values differ, grouped into sides with equal values, the largest side first."""
+    """Ranks with different values, grouped into sides that have equal values; the largest side is first."""
 
     sides: tuple[tuple[int, ...], ...]
 
     @property
     def has_majority(self) -> bool:
-        """Returns whether one side is larger than every other."""
+        """Returns whether one side is larger than all others."""
         return len(self.sides[0]) > len(self.sides[1])
 
     @property
@@ -58,7 +58,7 @@ class DisagreeingRanks:
         return tuple(sorted(rank for side in sides for rank in side))
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Returns a text with the ranks that differ; `ranks` are the global numbers of the group's ranks."""
+        """Formats the differing ranks as text; `ranks` are the global ranks of the group's members."""
         if self.has_majority:
             odd, majority = self.odd, self.sides[0]
             return f"{_named(odd, ranks)} {'differs' if len(odd) == 1 else 'differ'} from {_named(majority, ranks)}"
@@ -69,7 +69,7 @@ class DisagreeingRanks:
 
 
 def compare_digests(everyones: Sequence[RankDigests]) -> DisagreeingRanks | None:
-    """Returns the ranks that differ in one part of the state; None if all comparable ones are equal.
+    """Returns the ranks that differ in one part of the state; None if all comparable ranks are equal.
 
     >>> compare_digests([RankDigests(1, 7), RankDigests(1, 7), RankDigests(1, 8)]).describe([0, 1, 2])
     'rank 2 differs from ranks 0 and 1'
@@ -97,13 +97,13 @@ def differing_names(sides: DisagreeingRanks, everyones: Sequence[Mapping[str, in
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """A part of the state that is not the same on all ranks.
+    """A part of the state that differs between ranks.
 
     Attributes:
         part: the name of the part, such as "parameters".
         sides: the ranks that differ, by their numbers in the group.
         names: the names of the values that differ, in the order of the module.
-        count: the number of all values of the part.
+        count: the total number of values in the part.
     """
 
     part: str
@@ -112,7 +112,7 @@ class ReplicaDifference:
     count: int
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Returns a text with the ranks and values that differ; `ranks` are the global numbers of the group's ranks."""
+        """Formats the differing ranks and values as text; `ranks` are the global ranks of the group's members."""
         return (
             f"{self.sides.describe(ranks)} in {len(self.names)} of {self.count} {self.part}, first in {self.names[0]}"
         )
@@ -132,16 +132,16 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 @dataclass(frozen=True)
 class StateDigests:
-    """A part of the state: the digest of each of its values by name, in the same order on every rank.
+    """The digests of the values in one part of the state, by name and in the same order on every rank.
 
-    The functions that return these compute digests of CPU tensors immediately. They add tensors on other devices to
-    `DeviceDigests`, whose `read` completes `values`.
+    Digests of CPU tensors are computed immediately. Digests of tensors on other devices are 0 until
+    `DeviceDigests.read` has been called.
     """
 
     values: Mapping[str, int]
 
     def digests(self) -> RankDigests:
-        """Returns digests of all names, and of all values."""
+        """Returns one digest over all names and one over all values."""
         if not self.values:
             return RankDigests(0, 0)
         return RankDigests(
@@ -150,7 +150,7 @@ class StateDigests:
 
 
 def tensors_part(named: Mapping[str, torch.Tensor], on_devices: DeviceDigests) -> StateDigests:
-    """Returns the digests of the tensors that have their own memory; sparse tensors, for example, do not."""
+    """Computes the digests of tensors; skips tensors without memory of their own, such as sparse tensors."""
     values: dict[str, int] = {}
     for name, tensor in named.items():
         _add_tensor(values, repr(name), tensor, on_devices)
@@ -160,10 +160,10 @@ def tensors_part(named: Mapping[str, torch.Tensor], on_devices: DeviceDigests) -
 def optimizers_part(
     optimizers: Iterable[torch.optim.Optimizer], params: Mapping[str, nn.Parameter], on_devices: DeviceDigests
 ) -> StateDigests:
-    """Returns the digests of the settings and states of the optimizers that have some of these parameters.
+    """Computes the digests of the settings and states of all optimizers for `params`.
 
-    With ZeRO, each rank has an optimizer or states for only some of the parameters, and therefore different names.
-    Ranks with different names are not compared.
+    With ZeRO, each rank has optimizer state for only some of the parameters, so the names differ between ranks. Ranks
+    with different names are not compared.
     """
     names = {id(param): name for name, param in params.items()}
     positions = {key: position for position, key in enumerate(names)}
@@ -179,7 +179,7 @@ def optimizers_part(
 
 
 def random_part() -> StateDigests:
-    """Returns the digests of the states of torch's and Python's random number generators on the CPU."""
+    """Computes the digests of the states of torch's and Python's random number generators on the CPU."""
     return StateDigests(
         {
             "torch's random state": digest_of([torch.get_rng_state()]),
@@ -206,7 +206,7 @@ def _add_optimizer(
 
 
 def _add(values: dict[str, int], name: str, value: object, on_devices: DeviceDigests) -> None:
-    """Adds the digest of a tensor or a plain value, but of no other: its `repr` may not depend on its contents."""
+    """Adds the digest of a tensor or a plain value; skips other objects, whose `repr` may not reflect their content."""
     if isinstance(value, torch.Tensor):
         _add_tensor(values, name, value, on_devices)
     elif isinstance(value, _PLAIN) or (isinstance(value, Sequence) and all(isinstance(item, _PLAIN) for item in value)):
@@ -223,18 +223,18 @@ def _add_tensor(values: dict[str, int], name: str, tensor: torch.Tensor, on_devi
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor has values in its own memory, rather than in the memory of tensors that it wraps."""
+    """Returns whether a tensor stores values in memory of its own, rather than wrapping other tensors."""
     return tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
 
 
 FIRST_STEP = 10
 LEAST_STEPS = 100  # the smallest number of steps between two checks, unless the user has chosen a number
-_SHARE = 0.001  # the share of a step's time that checks may take
+_SHARE = 0.001  # the maximum share of the training time that checks may take
 
 
 @dataclass(frozen=True)
 class _Gathered:
-    """The reports of all ranks in one check: their digests of each part, the largest cost, and the shortest step."""
+    """The results of one check on all ranks: the digests of each part, the maximum cost, and the shortest step."""
 
     parts: dict[str, list[RankDigests]]
     cost_s: float
@@ -243,7 +243,7 @@ class _Gathered:
 
 @dataclass(frozen=True)
 class _EnqueuedCheck:
-    """A comparison whose digests a device computes: its step, the parts of the state, and the cost so far."""
+    """A check whose digests a device is still computing: its step, the parts of the state, and its cost so far."""
 
     step: int
     parts: Mapping[str, StateDigests]
@@ -252,20 +252,19 @@ class _EnqueuedCheck:
 
 
 class ReplicaCheck:
-    """Compares the replicas of a module at the ends of some backwards, and warns on rank 0.
+    """Compares the replicas of a module when some backwards end, and warns on rank 0 about differences.
 
-    At that time every rank has applied the same steps and makes the same call, even if some ranks have made additional
-    forwards. Digests of tensors on devices are computed there, and compared at the end of the next backward, so that
-    the host does not wait for the device. Parameters and the optimizers that have made steps are compared. Random
-    states are not, since ranks may have different seeds and may run evaluations on their own.
+    At the end of a backward, every rank has applied the same steps, even if some ranks have run additional forwards.
+    Digests of tensors on devices are compared at the end of the next backward, which avoids waiting for the device. The
+    check compares parameters and the optimizers that have stepped. It does not compare random states, because ranks may
+    use different seeds and may run evaluations independently.
 
     Args:
         module: the module.
         ignored: the names of tensors that may differ.
         group: the ranks.
-        every: the number of steps between two checks; None if their cost determines it.
-        with_buffers: whether buffers are compared too, which requires that all ranks' are equal at the end of a
-            backward.
+        every: the number of steps between two checks; None to choose it from the measured cost.
+        with_buffers: whether buffers are compared too; they must then be equal on all ranks when a backward ends.
     """
 
     def __init__(
@@ -277,20 +276,20 @@ class ReplicaCheck:
         *,
         with_buffers: bool = False,
     ) -> None:
-        self.compares_optimizers = True  # False if ranks have made different numbers of steps
+        self.compares_optimizers = True  # False if the optimizers of the ranks step a different number of times
         self._module = module
         self._ignored = list(ignored)
         self._with_buffers = with_buffers
         self._group = group
         self._clock = StepClock()
         self._pace = CheckInterval(_SHARE, first=FIRST_STEP, least=LEAST_STEPS, fixed=every)
-        self._equal_step = 0  # the latest step in which all ranks were equal
+        self._equal_step = 0  # the latest step at which all replicas were equal
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
         self._enqueued: _EnqueuedCheck | None = None
         OPTIMIZER_STEPS.follow()
 
     def end(self, step: int) -> None:
-        """Completes the `step`-th backward whose gradients were averaged over all ranks.
+        """Completes a backward whose gradients were averaged over all ranks; `step` is its number.
 
         Raises:
             CollectiveError: the replicas could not be compared.
@@ -362,20 +361,20 @@ def check_replicas(
     random_state: bool = False,
     raises: bool = True,
 ) -> list[ReplicaDifference]:
-    """Compares the parameters and buffers of `module`, and the state of its optimizer, across all ranks.
+    """Compares the parameters and buffers of `module` and the state of its optimizer across all ranks.
 
-    Every rank must call it at the same point. Buffers are equal only right after they were copied, unless the forwards
-    of all ranks change them in the same way: running statistics differ after a forward in training mode.
+    Every rank must call this function at the same point. Running statistics differ after a forward in training mode, so
+    compare a module with such buffers right after its buffers have been copied.
 
     Args:
         module: the module, wrapped or not.
-        optimizer: the optimizer or optimizers of the module, whose settings and states are compared too.
+        optimizer: the module's optimizer or optimizers, whose settings and states are compared too.
         group: the ranks; the default group if None.
         random_state: whether the states of torch's and Python's random number generators on the CPU are compared.
         raises: whether a difference raises an error.
 
     Returns:
-        The parts of the state that differ, the same list on every rank.
+        The parts of the state that differ; the list is the same on every rank.
 
     Raises:
         ReplicasDifferError: replicas differ; raised on every rank, with the ranks and the first values that differ.
@@ -415,7 +414,7 @@ def check_replicas(
 def gather_digests(
     parts: Mapping[str, StateDigests], group: ProcessGroup, cost_s: float = 0.0, step_s: float = 0.0
 ) -> _Gathered:
-    """Gathers the digests of all parts from all ranks, and the cost of a check and the duration of a step."""
+    """Gathers the digests of all parts, the cost of the check and the step duration from all ranks."""
     digests = [part.digests() for part in parts.values()]
     times = torch.tensor([cost_s, step_s], dtype=torch.float64, device="cpu").view(torch.int64)
     numbers = [number for part in digests for number in (part.shape, part.total)]
@@ -434,7 +433,7 @@ def gather_digests(
 def find_differences(
     gathered: _Gathered, parts: Mapping[str, StateDigests], group: ProcessGroup
 ) -> list[ReplicaDifference]:
-    """Returns the parts that differ; all ranks call this after `gather_digests`, and exchange names of values."""
+    """Returns the parts that differ; a collective, called on all ranks after `gather_digests`."""
     differences = []
     for part, digests in gathered.parts.items():
         sides = compare_digests(digests)
@@ -447,6 +446,6 @@ def find_differences(
 
 
 def _parameters(module: nn.Module, tracked: TrackedTensors) -> dict[str, nn.Parameter]:
-    """Returns the tracked parameters in the order of the module."""
+    """Returns the tracked parameters in the module's order."""
     names = tracked.trained.keys() | tracked.frozen.keys()
     return {name: param for name, param in module.named_parameters() if name in names}

@@ -1,4 +1,4 @@
-"""Arguments of DistributedDataParallel: their defaults, their translation from torch's, and invalid combinations."""
+"""Arguments of DistributedDataParallel: defaults, conversion of torch's arguments, and checks for conflicts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DEFAULT_BUCKET_CAP_MB = 25
 
 
 def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | None) -> ProcessGroup:
-    """Returns the group that these arguments select, or the default group if both are None.
+    """Returns the group selected by `process_group` or `device_mesh`, or the default group if both are None.
 
     Raises:
-        RuntimeError: both are given, or the mesh has several dimensions.
+        RuntimeError: both arguments are given, or the mesh has several dimensions.
         ValueError: the mesh does not contain all ranks of the default group in order.
         TypeError: `process_group` is not a Paceline group.
     """
@@ -47,7 +47,7 @@ def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | N
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Returns whether buffers are copied at wrapping, and whether they are copied before each forward."""
+    """Returns two flags: whether buffers are copied when the module is wrapped, and before each forward."""
     if forward_sync_buffers is None:
         both = broadcast_buffers is None or broadcast_buffers
         return both, both
@@ -62,10 +62,10 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
 
 
 def choose_bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
-    """Returns the caps of a module's buckets in bytes, for `make_buckets`.
+    """Returns the maximum bucket sizes in bytes, for `make_buckets`.
 
     Raises:
-        ValueError: a cap is not positive.
+        ValueError: a size is not positive.
     """
     for name, caps in (("bucket_cap_mb", [bucket_cap_mb]), ("bucket_cap_mb_list", bucket_cap_mb_list or [])):
         for cap in caps:
@@ -77,7 +77,7 @@ def choose_bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence
 
 
 def choose_reduce_dtype(mixed_precision: _MixedPrecision | None) -> torch.dtype | None:
-    """Returns the dtype in which gradients are averaged; None for their own.
+    """Returns the dtype in which gradients are averaged; None to average each gradient in its own dtype.
 
     Raises:
         ValueError: the argument requests a cast of parameters or buffers.
@@ -102,10 +102,10 @@ def require_whole_pairs(
     delay_all_reduce_named_params: object,
     param_to_hook_all_reduce: object,
 ) -> None:
-    """Requires that arguments which depend on each other are given together.
+    """Checks combinations of arguments that depend on or exclude each other.
 
     Raises:
-        ValueError: one is given without the other, or with one that excludes it.
+        ValueError: an argument lacks the argument that it depends on, or is combined with one that excludes it.
     """
     if deterministic != (logical_shards is not None) or (deterministic and device_ids):
         raise ValueError(

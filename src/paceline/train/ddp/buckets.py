@@ -1,6 +1,6 @@
-"""Buckets: the division of a model's parameters into groups whose gradients are reduced together.
+"""Buckets: groups of parameters whose gradients are reduced together.
 
-This module does not import torch, because `paceline plan` uses it too.
+This module does not import torch, because `paceline plan` runs without it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FIRST_BUCKET_BYTES = 1 * MIB
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one dtype, by index, whose gradients are reduced in one call."""
+    """The indices of parameters with one dtype whose gradients are reduced in one call, and their size in bytes."""
 
     params: tuple[int, ...]
     nbytes: int
 
 
 def caps_of(cap_bytes: int) -> tuple[int, int]:
-    """Returns the caps of the first bucket, which is small so that reduction starts early, and of all others."""
+    """Returns the maximum sizes of the first bucket and of all others; a small first bucket starts reduction early."""
     return min(FIRST_BUCKET_BYTES, cap_bytes), cap_bytes
 
 
@@ -38,20 +38,21 @@ def make_buckets(
     order: Sequence[int] | None = None,
     may_exceed: bool = False,
 ) -> list[Bucket]:
-    """Divides the parameters, by default beginning with the last one, into buckets of limited size.
+    """Divides the parameters into buckets of limited size.
 
-    This is roughly the order in which backward computes their gradients. A parameter larger than the cap has a bucket
-    of its own. A bucket has one dtype, but a model that alternates between two dtypes still gets full buckets of each.
-    The buckets are in the order in which their last gradient is computed.
+    By default, buckets are filled in reverse order of registration, which is roughly the order in which backward
+    computes the gradients. A parameter larger than the maximum size gets its own bucket. Each bucket has one dtype; a
+    model that alternates between two dtypes still gets full buckets for each. The buckets are returned in the order in
+    which backward completes them.
 
     Args:
         sizes: the size of each parameter in bytes, in the order of registration.
         dtypes: the parameters' dtypes, or other values that must be equal in a bucket.
-        caps_bytes: the largest size in bytes of each dtype's first bucket, second bucket and so on; the last one
+        caps_bytes: the maximum sizes in bytes of each dtype's first bucket, second bucket and so on; the last entry
             applies to all further buckets.
-        order: all indices, in the order in which a backward computed the gradients.
-        may_exceed: whether the parameter that makes a bucket reach its cap still belongs to it, as in torch, even if
-            the bucket then exceeds the cap.
+        order: all parameter indices, in the order in which a backward computed the gradients.
+        may_exceed: whether a bucket may exceed its maximum size by the last parameter added, as in torch. If False, the
+            parameter starts a new bucket.
 
     >>> make_buckets([4, 4, 4], ["float32"] * 3, caps_bytes=[4, 8])
     [Bucket(params=(2,), nbytes=4), Bucket(params=(1, 0), nbytes=8)]
@@ -90,9 +91,9 @@ def bucket_params(
     order: Sequence[int] | None = None,
     may_exceed: bool = False,
 ) -> list[Bucket]:
-    """Returns the buckets of `params`, except for the indices in `left_out`; a bucket has one dtype and one device.
+    """Divides `params`, except the indices in `left_out`, into buckets with one dtype and one device each.
 
-    The arguments `order` and `may_exceed` are those of `make_buckets`.
+    See `make_buckets` for `caps_bytes`, `order` and `may_exceed`.
     """
     kept = [index for index in range(len(params)) if index not in left_out]
     position = {index: at for at, index in enumerate(kept)}

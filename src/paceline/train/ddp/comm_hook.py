@@ -1,4 +1,4 @@
-"""CommHook: a user's function that averages a bucket of gradients, and the future that it returns."""
+"""CommHook: wraps a user-defined function that averages a bucket of gradients and returns a future."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ S = TypeVar("S")
 class DeferredFuture(Generic[T]):
     """A future that computes its value when a thread waits for it.
 
-    Callbacks may call collectives, which must have the same order on every rank. The callbacks of this future run in
-    the order in which the reducer waits, which is the same on every rank. Those of `Work.get_future` run in the order
-    in which calls complete, which may differ between ranks.
+    Callbacks may call collectives, and collectives must run in the same order on every rank. Callbacks of a
+    `DeferredFuture` run in the order in which the reducer waits, which is the same on every rank. Callbacks of
+    `Work.get_future` run in the order in which calls complete, which may differ between ranks.
 
-    It is not a `torch.futures.Future`, because `torch.futures.collect_all` waits in C++, where nothing would compute
-    the value. That function therefore rejects it; use `collect_all` of this module.
+    This class does not derive from `torch.futures.Future`, because `torch.futures.collect_all` waits in C++, where it
+    could not compute the value. Use this module's `collect_all` instead; torch's function rejects a `DeferredFuture`.
     """
 
     def __init__(self, compute: Callable[[], T]) -> None:
@@ -39,7 +39,7 @@ class DeferredFuture(Generic[T]):
         return self._compute is None
 
     def wait(self) -> T:
-        """Returns the value, which the first call computes. If that fails, every call raises the error."""
+        """Returns the value, which the first call computes. If the computation fails, every call raises its error."""
         compute, self._compute = self._compute, None
         if compute is not None:
             try:
@@ -51,11 +51,11 @@ class DeferredFuture(Generic[T]):
         return self._value
 
     def value(self) -> T:
-        """Returns the value, as `wait` does. Callbacks call it on the future that they were added to."""
+        """Returns the same value as `wait`. A callback receives its future and calls this method on it."""
         return self.wait()
 
     def then(self, callback: Callable[[DeferredFuture[T]], S]) -> DeferredFuture[S]:
-        """Returns a future of `callback(self)`."""
+        """Returns a future for the result of `callback(self)`."""
         return DeferredFuture(lambda: callback(self))
 
 
@@ -63,7 +63,7 @@ AnyFuture: TypeAlias = "torch.futures.Future[T] | DeferredFuture[T]"
 
 
 def future_of(work: Work | None) -> DeferredFuture[list[torch.Tensor]]:
-    """Returns a future of the tensors of an asynchronous collective.
+    """Returns a future for the result tensors of an asynchronous collective.
 
     Raises:
         TypeError: `work` is None.
@@ -74,7 +74,7 @@ def future_of(work: Work | None) -> DeferredFuture[list[torch.Tensor]]:
 
 
 def collect_all(futures: Sequence[AnyFuture[T]]) -> DeferredFuture[list[T]]:
-    """Returns a future of the values of `futures`, which waits for them in order and raises their first error."""
+    """Returns a future for the list of all values. It waits for `futures` in order and raises the first error."""
     return DeferredFuture(lambda: [future.wait() for future in futures])
 
 
@@ -82,9 +82,9 @@ Reduced = torch.Tensor | Sequence[torch.Tensor]
 
 
 class GradBucket:
-    """The gradients of a bucket, concatenated in a flat tensor: the argument of a communication hook.
+    """The argument of a communication hook: the gradients of a bucket, concatenated into a flat tensor.
 
-    It has the methods of `torch.distributed.GradBucket`.
+    The class provides the methods of `torch.distributed.GradBucket`.
     """
 
     def __init__(self, index: int, is_last: bool, buffer: torch.Tensor, params: Sequence[torch.Tensor]) -> None:
@@ -94,7 +94,7 @@ class GradBucket:
         self._params = list(params)
 
     def index(self) -> int:
-        """Returns the bucket's number; backward passes buckets to the hook in this order on every rank."""
+        """Returns the bucket's index. On every rank, buckets are passed to the hook in ascending order of index."""
         return self._index
 
     def is_last(self) -> bool:
@@ -106,14 +106,14 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the buffer with another tensor, for example of another dtype."""
+        """Replaces the buffer with another tensor, which may have a different dtype."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the parameters' gradients as views of the buffer.
 
         Raises:
-            ValueError: the buffer was replaced with one of another size.
+            ValueError: the buffer was replaced with a tensor of a different size.
         """
         total = sum(param.numel() for param in self._params)
         if self._buffer.numel() != total:
@@ -128,7 +128,7 @@ class GradBucket:
         ]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Returns the parameters, in the order of their gradients."""
+        """Returns the bucket's parameters, in the order of their gradients in the buffer."""
         return list(self._params)
 
 
@@ -136,7 +136,7 @@ Hook = Callable[[object, GradBucket], "AnyFuture[Reduced] | Work"]
 
 
 class HookedWork:
-    """A bucket that the hook is averaging; `wait` copies the result into the gradients."""
+    """Handle to a bucket that a hook is averaging; `wait` copies the result into the gradients."""
 
     def __init__(self, future: AnyFuture[Reduced] | Work, bucket: GradBucket, memory: GradientMemory) -> None:
         self._future = future
@@ -144,10 +144,10 @@ class HookedWork:
         self._memory = memory
 
     def wait(self) -> None:
-        """Waits for the hook's future, and copies its value.
+        """Waits for the hook's future and copies its value into the gradients.
 
         Raises:
-            ValueError: the value does not have the gradients' number of elements.
+            ValueError: the value and the gradients have different numbers of elements.
         """
         reduced = self._future.result() if isinstance(self._future, Work) else self._future.wait()
         if not isinstance(reduced, torch.Tensor):
@@ -164,14 +164,14 @@ class HookedWork:
             and reduced.data_ptr() == gradients[0].data_ptr()
             and reduced.dtype == gradients[0].dtype
         ):
-            return  # the hook has averaged the memory in place
+            return  # the hook has averaged the gradients in place
         parts = reduced.reshape(-1).split([gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part)
 
 
 class CommHook:
-    """A communication hook with its state."""
+    """A communication hook together with its state."""
 
     def __init__(self, state: object, hook: Hook) -> None:
         self.name = str(getattr(hook, "__qualname__", repr(hook)))
@@ -179,7 +179,7 @@ class CommHook:
         self._hook = hook
 
     def start(self, index: int, is_last: bool, gradients: BucketGradients, memory: GradientMemory) -> HookedWork:
-        """Passes a bucket to the hook.
+        """Calls the hook with a bucket and returns a handle to the pending result.
 
         Raises:
             TypeError: the hook did not return a future.
@@ -187,7 +187,7 @@ class CommHook:
         flat = memory.tensors[0] if memory.views is not None else torch.cat(_flat_views(memory.tensors))
         bucket = GradBucket(index, is_last, flat, gradients.params)
         future = self._hook(self._state, bucket)
-        # torch's own `then` returns an object of the base class of torch.futures.Future.
+        # `torch.futures.Future.then` returns an instance of torch._C.Future, its base class.
         if not isinstance(future, (torch._C.Future, DeferredFuture, Work)):
             raise TypeError(
                 f"the communication hook {self.name} returned {type(future).__name__}; it must return a "
@@ -197,5 +197,5 @@ class CommHook:
 
 
 def _flat_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns flat views of the tensors, with elements in memory order, which is the same on every rank."""
+    """Returns flat views with the elements in memory order, which is the same on every rank."""
     return [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors]

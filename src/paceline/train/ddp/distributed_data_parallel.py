@@ -1,8 +1,8 @@
-"""DistributedDataParallel: each rank has the whole model and a part of the batch, and backward averages the gradients.
+"""DistributedDataParallel: each rank holds the whole model and a part of the batch, and backward averages gradients.
 
-The class also has undocumented attributes of torch's DistributedDataParallel that programs use, the calls for elastic
-jobs (`average_by`, `weight`, `skip_batch`), and the hook with which a rank without inputs makes the others' collectives
-within `Join`.
+The class provides undocumented attributes of torch's DistributedDataParallel that programs rely on, and methods for
+elastic jobs (`average_by`, `weight`, `skip_batch`). `DdpJoinHook` runs the module's collectives on a rank that has run
+out of inputs within `Join`.
 """
 
 from __future__ import annotations
@@ -88,61 +88,64 @@ class DistributedDataParallel(nn.Module, Joinable):
     """Wraps `module` so that its backward averages the gradients over the ranks.
 
     Args:
-        module: the model, the same on every rank, on the CPU or on GPUs for which the group has a backend. The
-            parameters and buffers of rank 0 are copied to all ranks.
-        device_ids: the device of the module, to which forward moves its inputs; an integer is the index of a GPU. With
-            several devices, each gets a replica and a part of the batch; the CPU may be named several times. If None,
-            inputs are passed to the module as they are, whichever devices its layers are on.
+        module: the model, the same on every rank, on the CPU or on GPUs for which the group has a backend. Rank 0's
+            parameters and buffers are copied to all ranks.
+        device_ids: the module's device, to which forward moves its inputs; an integer is a GPU index. With several
+            devices, each processes a part of the batch with its own replica; the CPU may be listed several times. If
+            None, inputs are passed to the module unchanged, and its layers may be on any devices.
         output_device: the device on which the outputs of several devices are concatenated; the first one if None.
         dim: the dimension along which the batch is split between the devices.
-        broadcast_buffers: the older name of `forward_sync_buffers`. False also disables the copy of buffers when the
-            module is wrapped.
-        init_sync: whether the ranks' models are compared, and rank 0's is copied, when the module is wrapped; if False,
-            they must already be equal.
+        broadcast_buffers: the older name of `forward_sync_buffers`. False additionally disables the copy of buffers
+            when the module is wrapped.
+        init_sync: whether wrapping compares the models across ranks and copies rank 0's model to all ranks. If False,
+            the models must already be equal.
         process_group: the ranks; the default group if None.
-        bucket_cap_mb: the size of a bucket of gradients in MiB; 25 if None.
-        find_unused_parameters: whether parameters may get no gradient. A gradient that no rank has stays None; one that
-            only other ranks have counts as zero on this rank. Nothing is reduced before backward ends.
+        bucket_cap_mb: the maximum size of a gradient bucket in MiB; 25 if None.
+        find_unused_parameters: whether parameters may receive no gradient. A gradient that no rank has computed stays
+            None. If only other ranks have computed it, this rank contributes zeros. Reduction starts when backward
+            ends.
         check_reduction: has no effect, as in torch.
-        gradient_as_bucket_view: has no effect. On the CPU gradients are reduced in place, without copies for buckets.
-            On other devices they are views of the buckets after each backward.
+        gradient_as_bucket_view: has no effect. On the CPU, gradients are reduced in place, without copies into buckets.
+            On other devices, gradients are views of the buckets after each backward.
         static_graph: whether the autograd graph is the same in every step. The first backward determines which
-            parameters get no gradient, and which get several.
-        delay_all_reduce_named_params: pairs of a name and a parameter whose gradients are averaged separately from all
-            others, even within `no_sync`, at the end of each backward that reaches `param_to_hook_all_reduce`.
-        param_to_hook_all_reduce: a parameter that requires a gradient.
+            parameters receive no gradient, and which receive several.
+        delay_all_reduce_named_params: pairs of a name and a parameter whose gradient is averaged separately, even
+            within `no_sync`, at the end of each backward that reaches `param_to_hook_all_reduce`.
+        param_to_hook_all_reduce: the parameter that triggers the average of `delay_all_reduce_named_params`; it must
+            require a gradient.
         mixed_precision: torch's `_MixedPrecision`. Gradients are averaged in its `reduce_dtype`; it must not cast
             parameters or buffers (use `torch.autocast`).
-        device_mesh: a mesh of one dimension with all ranks; it selects the default group.
-        skip_all_reduce_unused_params: has no effect: a gradient that no rank has is never reduced.
-        bucket_cap_mb_list: the sizes of the buckets in MiB, in order; the last one applies to all further buckets.
-        batched_grad_copy: has no effect: on devices, the gradients of a bucket are always copied together.
-        forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward in training mode, and
+        device_mesh: a one-dimensional mesh of all ranks, which selects the default group.
+        skip_all_reduce_unused_params: has no effect. A gradient that no rank has computed is never reduced.
+        bucket_cap_mb_list: the maximum sizes of the buckets in MiB, in order; the last entry applies to all further
+            buckets.
+        batched_grad_copy: has no effect. On accelerators, the gradients of a bucket are always copied together.
+        forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward in training mode and
             at the end of `join`; True if None.
-        lazy_bucket_allocation: has no effect: on the CPU buckets have no memory of their own, and on other devices it
-            is allocated in the first backward.
-        deterministic: whether training gives bitwise equal results on any number of ranks that is a power of two (see
+        lazy_bucket_allocation: has no effect. On the CPU, buckets use no extra memory; on other devices, the first
+            backward allocates it.
+        deterministic: whether training results are bitwise equal on any number of ranks that is a power of two (see
             docs/reproducible.md).
-        logical_shards: with `deterministic`, the number of shards that each step's samples are divided into; a power of
-            two, at least the number of ranks. Each shard is computed separately, and runs with the same number of
-            shards give bitwise equal results.
+        logical_shards: with `deterministic`, the number of shards into which each step's samples are divided; a power
+            of two, at least the number of ranks. Each shard is computed separately. Runs with the same number of shards
+            produce bitwise equal results.
         seed: with `deterministic`, the seed of the shards' random numbers.
-        overlap: whether gradients are reduced while backward computes others. If None, they are if every rank has a
-            core to spare (see docs/data-parallel.md), and always on GPUs.
-        checks: whether to warn when gradients are not finite or replicas differ (see docs/data-parallel.md); a number
-            is the number of steps between comparisons of the replicas. If None, PACELINE_CHECKS decides.
-        wire: the format that gradients are rounded to between hosts, with error feedback: "bf16", "int8" or "int4" (see
-            docs/slow-networks.md); the group's if None.
+        overlap: whether gradients are reduced while backward computes others. If None, reduction overlaps on GPUs, and
+            on the CPU if every rank has a spare core (see docs/data-parallel.md).
+        checks: whether to warn about non-finite gradients and differing replicas (see docs/data-parallel.md). A number
+            sets the number of steps between comparisons of the replicas. If None, PACELINE_CHECKS applies.
+        wire: the format to which gradients are rounded between hosts, with error feedback: "bf16", "int8" or "int4"
+            (see docs/slow-networks.md); the group's wire if None.
 
     Raises:
         CollectiveMismatchError: the models, or these arguments, differ between ranks; raised on every rank.
         ValueError: a parameter is on a device for which the group has no engine, or not on the first of `device_ids`;
-            `device_ids` or `output_device` names a GPU that does not exist; or arguments contradict each other.
+            a GPU in `device_ids` or `output_device` does not exist; or arguments contradict each other.
         RuntimeError: no parameter requires a gradient.
         TypeError: the module has parameters of a dtype that cannot be averaged, or `process_group` is not a Paceline
             group.
 
-    The attribute `module` is the wrapped model. `state_dict` has the model's keys with the prefix "module.".
+    The attribute `module` is the wrapped model. The keys of `state_dict` are the model's, with the prefix "module.".
 
     Example::
 
@@ -204,13 +207,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.bucket_cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         self._bucket_caps = choose_bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._delayed_pairs = require_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
-        self._delay_trigger = (param_to_hook_all_reduce,)  # a tuple keeps it from becoming a parameter of the wrapper
+        self._delay_trigger = (param_to_hook_all_reduce,)  # in a tuple, torch does not register the parameter
         self.require_backward_grad_sync = True
         self.overlap = self.asks_for_overlap = bool(overlap)
         self.checks = choose_checks(checks)
         tracked = collect_tracked(module, [name for name, _ in self._delayed_pairs])
         if not (init_sync_buffers or self.forward_sync_buffers):
-            tracked = replace(tracked, buffers={})  # each rank has buffers of its own, of any dtype and shape
+            tracked = replace(tracked, buffers={})  # buffers may differ between ranks, even in dtype and shape
         has_delayed = bool(self._delayed_pairs)
         problem = unsupported_reason(tracked, self.process_group, self.device_ids, self.output_device, has_delayed)
         excluded = {"deterministic=True": deterministic, "mixed_precision": self._reduce_dtype is not None}
@@ -242,7 +245,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._delayed.broadcast()
 
     def _start(self) -> None:
-        """Creates everything that belongs to this process, in `__init__` and in a copy; `__getstate__` omits it."""
+        """Creates the per-process objects that `__getstate__` omits; called for new, copied and unpickled modules."""
         self._averages: ExternalAverager | None = None
         self._call_module = own_code(_call_module)
         self._watched = ModuleMonitor(
@@ -275,28 +278,28 @@ class DistributedDataParallel(nn.Module, Joinable):
             weakref.finalize(self, self._delayed.close).atexit = False
         self._replica = None
         if self.logical_shards is not None:
-            torch.set_num_threads(1)  # kernels split sums by the number of threads
+            torch.set_num_threads(1)  # the rounding of sums depends on the number of threads
             self._replica = ShardedReplica(
                 self.module, tracked, self.logical_shards, self.seed, self.dim, self.process_group, self._checks
             )
 
     def _reduce_with(self, averager: GradientAverager) -> None:
         self._averager, self._reducer = averager, Reducer(averager, type(self.module).__name__)
-        # The hooks must not outlive the wrapper: the module may be wrapped again.
+        # The reducer's hooks must not outlive the wrapper, because the module may be wrapped again.
         weakref.finalize(self, self._reducer.close).atexit = False
 
     @eager_around
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Calls the module. The backward of its outputs averages the gradients, except within `no_sync`.
+        """Calls the module. Except within `no_sync`, a backward through its outputs averages the gradients.
 
-        If `torch.utils.checkpoint` calls the module again inside a backward, no buffers are copied, and that backward
-        averages the gradients.
+        If `torch.utils.checkpoint` calls the module again inside a backward, no buffers are copied, and the running
+        backward averages the gradients.
 
         Raises:
-            RuntimeError: the last backward left gradients that were not averaged, or a module with `deterministic` is
-                called inside a backward.
+            RuntimeError: the last backward left gradients that were not averaged, or a deterministic module was called
+                inside a backward.
         """
-        # torch.compile must compile the module only, and not the code around it.
+        # torch.compile must compile the wrapped module, but not the wrapper's code.
         compiler = set_eval_frame(None)
         try:
             return self._forward(args, kwargs, compiler)
@@ -331,7 +334,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     def _prepare(self, args: Sequence[object], kwargs: Mapping[str, object], root: int) -> None:
-        """Prepares a forward whose backward averages: checks the module, and copies buffers."""
+        """Prepares a forward whose backward will average gradients: checks the module and copies buffers."""
         self._reducer.before_forward((args, kwargs))
         self._watched.check_unchanged()
         if self.forward_sync_buffers and self.training and self._averages is None:
@@ -358,9 +361,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context that disables averaging: backwards of its forwards only accumulate gradients.
+        """Returns a context that disables averaging: backwards through its forwards only accumulate gradients.
 
-        The backward of the first forward after the context averages the accumulated gradients.
+        The backward through the first forward after the context averages the accumulated gradients.
         """
         self._require_not_elastic("no_sync", "without it, gradients accumulate too, and are averaged in each backward")
         before = self.require_backward_grad_sync
@@ -371,17 +374,17 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Registers a hook that averages the gradients of each bucket instead of the engine.
+        """Registers a hook that averages each bucket of gradients in place of the engine.
 
-        The hook is called as `hook(state, bucket)` with a `GradBucket`. It returns a `torch.futures.Future` of the
-        averaged flat buffer, or the `Work` of a collective on it that was called with `async_op=True`. Every rank must
-        register the same hook. `paceline.parallel.hooks` has hooks that compress gradients. A second backward of one
-        forward passes averaged gradients to the hook again.
+        The hook is called as `hook(state, bucket)` with a `GradBucket`. It returns a `torch.futures.Future` for the
+        averaged flat buffer, or the `Work` from a collective that was called on this buffer with `async_op=True`. Every
+        rank must register the same hook. `paceline.parallel.hooks` provides hooks that compress gradients. A second
+        backward through the same forward passes gradients to the hook that include already averaged ones.
 
         Raises:
             TypeError: `hook` is not callable.
-            RuntimeError: the module has a hook already, or an ElasticState holds it.
-            ValueError: the module is `deterministic`, or has a `wire`.
+            RuntimeError: the module already has a hook, or belongs to an ElasticState.
+            ValueError: the module was wrapped with `deterministic` or with a `wire`.
         """
         self._require_not_deterministic("register_comm_hook")
         self._require_not_elastic("register_comm_hook", "gradients are averaged as they are")
@@ -400,21 +403,21 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._checks.allow_differences()  # the hook may average over a subset of the ranks
 
     def communication_wait_s(self) -> float:
-        """Returns the total time in seconds that backwards have spent at their ends on reducing and waiting."""
+        """Returns the total time in seconds that backwards have spent on reducing and waiting when they ended."""
         return self._reducer.wait_s
 
     def weight(self, weight: float) -> None:
         """Sets the weight of this rank's next backward in the mean over the ranks; the default is 1.
 
-        A `paceline.ElasticState` must hold this module. If each rank's loss is the mean over its tokens, and the weight
-        is their number, the gradients are the mean over the tokens of all ranks. If all ranks have weight zero, the
-        gradients stay as they were before the forward.
+        This module must belong to a `paceline.ElasticState`. For example, if each rank's loss is the mean over its
+        tokens, and its weight is the number of these tokens, the averaged gradients are the mean over the tokens of all
+        ranks. If all weights are zero, the gradients keep their values from before the forward.
 
         Args:
             weight: the weight, which must not be negative.
 
         Raises:
-            RuntimeError: no ElasticState holds this module.
+            RuntimeError: this module belongs to no ElasticState.
             ValueError: the weight is negative, infinite or NaN.
         """
         if self._averages is None:
@@ -426,7 +429,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._averages.set_weight(weight)
 
     def average_by(self, averages: ExternalAverager) -> tuple[list[nn.Parameter], Callable[[], list[torch.Tensor]]]:
-        """Lets an elastic job average the gradients from now on, and copy the buffers.
+        """Delegates averaging gradients and copying buffers to an elastic job.
 
         Returns:
             The parameters whose gradients are averaged, and a function that returns the buffers to be copied.
@@ -449,15 +452,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         return averager.gradients.params, self._watched.current_buffers if self.forward_sync_buffers else list
 
     def skip_batch(self) -> None:
-        """Participates in the other ranks' average without a backward; see `ElasticState.skip_batch`."""
+        """Takes part in the other ranks' average without running a backward; see `ElasticState.skip_batch`."""
         assert self._averages is not None
         self._reducer.skip(self._averages.skip)
 
     def require_averaged(self) -> None:
-        """Requires that the gradients of the latest backward were averaged.
+        """Checks that the gradients from the latest backward were averaged.
 
         Raises:
-            RuntimeError: they were not averaged, because some parameters have no gradient.
+            RuntimeError: the gradients were not averaged, because some parameters have no gradient.
         """
         self._reducer.require_averaged()
 
@@ -497,12 +500,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> Join:
         """Returns a context in which ranks may run out of inputs at different times.
 
-        A rank that has run out contributes zeros to the others' steps. At the end all ranks receive the parameters and
-        buffers of a rank that trained longest. Every step must consist of one forward and one backward.
+        A rank that has run out contributes zeros to the steps of the other ranks. At the end, all ranks receive the
+        parameters and buffers of a rank that trained longest. Every step must consist of one forward and one backward.
 
         Args:
-            divide_by_initial_world_size: whether gradients are divided by the number of all ranks, which gives every
-                input the same weight; otherwise by the number of ranks that still have inputs.
+            divide_by_initial_world_size: whether gradients are divided by the total number of ranks, which weights all
+                inputs equally. If False, they are divided by the number of ranks that still have inputs.
             enable: whether the context has any effect.
             throw_on_early_termination: whether all ranks raise an error as soon as one has run out.
 
@@ -520,9 +523,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Returns the module's hook for `Join`; accepts the keyword argument `divide_by_initial_world_size`.
 
         Raises:
-            ValueError: the module is `deterministic`, which divides every step evenly among all ranks; or it has
-                `delay_all_reduce_named_params`, which a rank without inputs cannot average.
-            RuntimeError: an ElasticState holds the module.
+            ValueError: the module was wrapped with `deterministic`, which divides every step evenly among all ranks, or
+                with `delay_all_reduce_named_params`, which a rank without inputs cannot average.
+            RuntimeError: the module belongs to an ElasticState.
         """
         self._require_not_elastic("Join", "its StatefulLoader gives every rank a batch in every step")
         self._require_not_deterministic("Join")
@@ -572,7 +575,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Returns whether the next forward may copy buffers, as it does outside `no_sync`."""
+        """Returns whether the next forward may copy buffers; False within `no_sync`."""
         return self.require_backward_grad_sync
 
     @property
@@ -597,7 +600,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the module's buffers by name, without those that are ignored."""
+        """Returns the module's buffers by name, without ignored buffers."""
         ignored = self._watched.tracked.ignored
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
 
@@ -607,12 +610,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
-        """Returns whether a forward would copy buffers now, as it does in training mode outside `no_sync`."""
+        """Returns whether a forward would copy buffers now; False in evaluation mode and within `no_sync`."""
         syncs = self.require_backward_grad_sync and self.forward_sync_buffers and self.training
         return syncs and bool(self._watched.current_buffers())
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """Returns the entries of torch's logging data that apply to this class."""
+        """Returns the fields of torch's DDP logging data that apply to this class."""
         params = self._watched.tracked.trained.values()
         hook = self._averager.comm_hook
         return {
@@ -633,10 +636,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         }
 
     def _set_static_graph(self) -> None:
-        """Applies `static_graph=True` between wrapping and the first forward.
+        """Enables `static_graph` after wrapping, before the first forward.
 
         Raises:
-            RuntimeError: forward has been called.
+            RuntimeError: forward has already been called.
         """
         if self.static_graph:
             return
@@ -652,10 +655,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Excludes the named tensors from those that later wrappers of `module` copy and average."""
+        """Excludes the named tensors from the average and the copies of future wrappers around `module`."""
         ignore_tensors(module, params_and_buffers_to_ignore)
 
-    # - Copies: a deep copy keeps the process group; an unpickled module gets the default group of its process
+    # - Copies: a deep copy keeps the process group; an unpickled module uses the default group of its new process
 
     def __getstate__(self) -> dict[str, object]:
         state: Callable[[], dict[str, object]] = super().__getstate__  # omits the result of `compile()`
@@ -680,7 +683,7 @@ DistributedDataParallelCPU = DistributedDataParallel
 
 @dataclass(frozen=True)
 class _Step:
-    """For each rank, whether it has inputs in this step, averages gradients, and sends its buffers beforehand."""
+    """Per-rank flags for a step: whether the rank has inputs, averages gradients, and sends its buffers beforehand."""
 
     is_active: list[bool]
     averages: list[bool]
@@ -688,9 +691,10 @@ class _Step:
 
 
 class UnevenSteps:
-    """Determines which ranks make the next step within `Join`, and sets the divisor of gradients.
+    """Determines which ranks have inputs for the next step within `Join`, and sets the divisor for the gradients.
 
-    Every step begins with one exchange over all ranks: those with inputs call it in forward, the others in their hook.
+    Every step starts with an all-gather over all ranks. Ranks with inputs call it in forward, and ranks without inputs
+    call it in `DdpJoinHook.main_hook`.
     """
 
     def __init__(self, averager: GradientAverager) -> None:
@@ -699,7 +703,7 @@ class UnevenSteps:
         self._group = averager.group
 
     def announce(self, averages: bool, sends_buffers: bool) -> int:
-        """Announces a step of this rank, and returns the rank whose buffers are copied."""
+        """Announces a step of this rank to all ranks, and returns the rank whose buffers are copied."""
         step = self._exchange(True, averages, sends_buffers)
         return step.sends_buffers.index(True) if any(step.sends_buffers) else 0
 
@@ -726,7 +730,7 @@ class UnevenSteps:
 
 
 class DdpJoinHook(JoinHook):
-    """Makes the collectives of a module's forward and backward on a rank that has run out of inputs."""
+    """Runs the collectives of a module's forward and backward on a rank that has run out of inputs."""
 
     def __init__(
         self,
@@ -744,7 +748,7 @@ class DdpJoinHook(JoinHook):
         self._own_gradients: list[torch.Tensor | None] | None = None
 
     def main_hook(self) -> None:
-        """Contributes zeros to a step; this rank's optimizer steps with the average over the other ranks."""
+        """Contributes zeros to a step and receives the average, with which this rank's optimizer can step."""
         step = self._steps.follow()
         if not any(step.averages):
             return
@@ -755,7 +759,7 @@ class DdpJoinHook(JoinHook):
             self._own_gradients = before
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies the model from a rank that trained longest, and restores this rank's own gradients."""
+        """Copies the model from a rank that trained longest; restores the gradients from before this rank ran out."""
         root = self._steps.last_rank(is_last_joiner)
         tensors = self._watched.current_tensors(with_buffers=self._syncs_buffers)
         broadcast_tensors(tensors, self._averager.group, root)
@@ -772,7 +776,7 @@ def synchronize_replicas(
     group: ProcessGroup,
     with_buffers: bool,
 ) -> bool:
-    """Compares the ranks' modules and arguments, and copies rank 0's parameters to all ranks.
+    """Compares modules and arguments across ranks, and copies rank 0's parameters to all ranks.
 
     Args:
         tracked: the module's tensors.
@@ -783,7 +787,7 @@ def synchronize_replicas(
         with_buffers: whether buffers are copied too.
 
     Returns:
-        Whether gradients are reduced during backward; the same on every rank.
+        True if gradients are reduced during backward; the same on every rank.
 
     Raises:
         CollectiveMismatchError: modules or arguments differ; raised on every rank.
@@ -791,12 +795,12 @@ def synchronize_replicas(
     facts = rank_facts(group, overlap, on_cpu=any(tensor.is_cpu for tensor in tracked.trained.values()))
     everyones = require_same_module(tracked, compared, facts, problem, group)
     warn_of_too_many_threads(everyones, group)
-    # `data` does not increment the version counter: no backward needs that yet, and SharedModelOptimizer, which shares
-    # parameters between the ranks of a host, would mistake the write for one by a single rank.
+    # Writes through `data` do not increment the version counter. No backward needs the increment yet, and
+    # SharedModelOptimizer would mistake it for a write by a single rank to parameters that the host's ranks share.
     broadcast_tensors([tensor.data for tensor in tracked.tensors(with_buffers)], group)
     return reduces_during_backward(everyones)
 
 
 def _call_module(module: nn.Module, *args: object, **kwargs: object) -> object:
-    """Calls the module from a separate frame, since torch.compile skips frames of PyTorch's layers."""
+    """Calls the module from a separate frame, because torch.compile skips frames inside PyTorch's layers."""
     return module(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Texts of errors about gradients that could not be averaged, with the fix."""
+"""Error messages about gradients that could not be averaged, including suggested fixes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ AFTER_AN_ERROR = (
     "theirs. End the program, or wrap the module again on every rank"
 )
 
-_MOST_NAMED = 10  # parameters in an error
+_MOST_NAMED = 10  # the maximum number of parameters that a message lists
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
 def missing_gradient_text(
     which: str, missing: Sequence[str], frozen: Collection[str], total: int, static_graph: bool
 ) -> str:
-    """Returns the text of the error about parameters without a gradient.
+    """Returns the error message about parameters without a gradient.
 
     Args:
-        which: the name of the backward, such as "the last backward".
+        which: the description of the backward, such as "the last backward".
         missing: the names of the parameters without a gradient.
         frozen: the names of all parameters that no longer require a gradient.
         total: the number of parameters.
@@ -47,7 +47,7 @@ def missing_gradient_text(
 
 
 def late_gradient_text(name: str, static_graph: bool) -> str:
-    """Returns the text of the error about a parameter that got a gradient after its bucket was started."""
+    """Returns the error message about a parameter that received a gradient after reduction of its bucket started."""
     if static_graph:
         return (
             f"parameter {name!r} got more gradients than in the first backward; "
@@ -61,7 +61,7 @@ def late_gradient_text(name: str, static_graph: bool) -> str:
 
 
 def averaging_context(module: str, reduction: int, forwards: int) -> str:
-    """Returns a text to add to the error of a call that averages gradients."""
+    """Returns a text to append to the error message from a call that averages gradients."""
     return (
         f"This was where the gradients of {module} are averaged for the {ordinal(reduction)} time, after "
         f"{forwards} forwards of this rank. Every rank must make the same forwards and backwards: a backward that one "
@@ -71,7 +71,7 @@ def averaging_context(module: str, reduction: int, forwards: int) -> str:
 
 
 def sending_buffers_context(module: str, forward: int, awaits_backward: bool) -> str:
-    """Returns a text to add to the error of a call that copies buffers before a forward."""
+    """Returns a text to append to the error message from a call that copies buffers before a forward."""
     skipped = (
         " The forward before it has had no backward on this rank: call backward() on what it returned, or make it "
         "under torch.no_grad() or model.no_sync() on every rank."
@@ -82,7 +82,7 @@ def sending_buffers_context(module: str, forward: int, awaits_backward: bool) ->
 
 
 def add_context(error: Exception, context: str) -> None:
-    """Appends `context`, which describes the interrupted step of the training loop, to an error's message."""
+    """Appends `context`, a description of the interrupted step in the training loop, to an error's message."""
     message = str(error.args[0]) if error.args else ""
     error.args = (f"{message.rstrip('.')}. {context}", *error.args[1:])
 

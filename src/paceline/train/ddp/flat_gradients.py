@@ -1,11 +1,11 @@
-"""FlatGradients: the gradients of a bucket on a device, as parts of one flat tensor, which one call reduces.
+"""FlatGradients: the gradients of a bucket on an accelerator, as parts of one flat tensor that one call reduces.
 
-Autograd computes each gradient in separate memory. When the last one of a bucket has been computed, all are copied
+Autograd computes each gradient in separate memory. When all gradients of a bucket have been computed, they are copied
 into the flat tensor, whose parts replace them. If the program keeps the gradients (`zero_grad(set_to_none=False)`, or
-an accumulation within `no_sync`), autograd adds the next ones to these parts, and nothing is copied. If it discards
-them, the flat tensor is kept for the next backward, since creating its parts again would cost the host more than the
-rest of the work. A gradient that the program has saved keeps its memory and its values: the next backward then uses
-another flat tensor.
+accumulation within `no_sync`), autograd accumulates into these parts, and no further copies are needed. If the program
+discards the gradients, the flat tensor is kept for the next backward, because creating its parts again would cost the
+host more than all other work. If the program still references a gradient, the next backward allocates a new flat
+tensor, and the saved gradient keeps its values.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _stride = torch.Tensor.stride
 
 
 class FlatGradients:
-    """The flat tensor of some parameters' gradients, for as long as a gradient uses it.
+    """Manages the flat tensor for the gradients of a bucket, and reallocates it if other objects reference it.
 
     Args:
-        params: the parameters, of one dtype and on one device.
+        params: the parameters, all with one dtype and on one device.
         layouts: the strides of each parameter's gradient.
     """
 
@@ -42,7 +42,7 @@ class FlatGradients:
         self._references: list[int] = []
 
     def has(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Returns whether these gradients are all parts of the flat tensor."""
+        """Returns whether `gradients` are exactly the parts of the flat tensor, in order."""
         return (
             list(map(_data_ptr, gradients)) == self._addresses
             and self._whole is not None
@@ -51,7 +51,7 @@ class FlatGradients:
         )
 
     def whole(self) -> torch.Tensor:
-        """Returns the flat tensor, which exists if `has` returned True."""
+        """Returns the flat tensor; it must exist, as it does after `has` returned True."""
         assert self._whole is not None
         return self._whole
 
@@ -67,7 +67,7 @@ class FlatGradients:
     def _allocate(self) -> None:
         self._whole = torch.empty(sum(self._numels), dtype=self._dtype, device=self._device)
         known = zip(self._whole.split(self._numels), self._shapes, self._layouts, self._are_plain, strict=True)
-        # `data` returns tensors that are not marked as views: programs call `detach_`, which views do not allow.
+        # Tensors from `data` are not marked as views; views would reject `detach_`, which programs call on gradients.
         self._parts = [
             (part.view(shape) if is_plain else part.as_strided(shape, layout)).data
             for part, shape, layout, is_plain in known
@@ -76,7 +76,7 @@ class FlatGradients:
         self._strides = list(map(_stride, self._parts))
 
     def _count_references(self) -> list[int]:
-        """Returns the reference counts of the memory and of the parts, which reveal references by other objects."""
+        """Returns the reference counts of the storage and of the parts; changes reveal references by other objects."""
         assert self._whole is not None
         if _storage_use_count is None:
             return [*self._references, 0]  # never equal to the last result, so the memory is not reused

@@ -1,4 +1,4 @@
-"""GradientAverager: averages the gradients of a module over the ranks, a bucket at a time.
+"""GradientAverager: averages the gradients of a module over the ranks, one bucket at a time.
 
 The file also has the collaborators of the averager: the wire formats that buckets are rounded to between hosts
 (`BucketWires`), the comparison of the ranks' batches (`SameBatches`), and the parameters that are averaged separately
@@ -40,34 +40,34 @@ from paceline.train.ddp.optimizer_in_backward import step_params, take_over_step
 from paceline.train.module_tensors import TrackedTensors, broadcast_tensors, collect_tracked
 from paceline.train.training_events import RecordedBuckets
 
-_COMPARED_STEPS = 3  # the number of steps whose digests must agree for a warning
+_COMPARED_STEPS = 3  # the number of steps in which batch digests are compared; a warning requires equality in all
 _DIGEST_BITS = 20  # exact in float32, even when divided by the number of ranks
-_MOST_NAMED = 8  # ranks in the warning
-_MOST_BYTES = 1 << 16  # the part of each tensor that is hashed
+_MOST_NAMED = 8  # the maximum number of ranks that the warning lists
+_MOST_BYTES = 1 << 16  # only this many leading bytes of each tensor are hashed
 
 
 class GradientAverager:
-    """Averages the gradients of a module over the ranks of `group`, in place.
+    """Averages the gradients of a module over the ranks in `group`, in place.
 
-    Buckets start strictly in order, regardless of the order in which they become full: every rank must make the same
-    calls in the same order, and autograd's order may differ between ranks. Autograd has a thread for each device, so
-    the caller must serialize calls of the methods that run during a backward.
+    Reductions start strictly in bucket order, regardless of the order in which buckets become full: collectives must
+    run in the same order on every rank, and autograd's order may differ between ranks. Autograd uses one thread per
+    device, so the caller must serialize calls to the methods that run during a backward.
 
-    On a device, the buckets of the first backward are in the order of registration, as on the CPU, and those of all
-    later ones are in the order in which rank 0's first backward computed the gradients.
+    Initially, buckets are filled in reverse order of registration. On an accelerator, they are rebuilt after the first
+    backward, in the order in which rank 0 computed its gradients.
 
     Args:
         tracked: the module's tensors.
-        bucket_caps_bytes: the sizes of the buckets, as for `make_buckets`.
+        bucket_caps_bytes: the maximum bucket sizes in bytes; see `make_buckets`.
         group: the ranks.
         checks: the checks of gradients and replicas.
         overlap: whether full buckets are reduced while backward continues; the same on every rank.
         find_unused: whether parameters may have no gradient after a backward.
-        static_graph: whether the autograd graph is the same in every step, so that the first backward shows how many
-            gradients each parameter gets, and which parameters get none. Overrides `find_unused`.
-        compares_batches: whether digests of the ranks' batches are sent along with the first gradients.
-        wire: the format that gradients are rounded to between hosts, with error feedback; None for no rounding. Digests
-            of batches are not sent with rounded gradients.
+        static_graph: whether the autograd graph is the same in every step. The first backward then determines how many
+            gradients each parameter receives. Overrides `find_unused`.
+        compares_batches: whether the first gradients carry digests of the ranks' batches.
+        wire: the format to which gradients are rounded between hosts, with error feedback; None for no rounding.
+            Rounded gradients carry no batch digests.
     """
 
     def __init__(
@@ -83,66 +83,66 @@ class GradientAverager:
         compares_batches: bool = True,
         wire: WireKind | None = None,
     ) -> None:
-        # - How gradients are averaged
+        # - Averaging of gradients
         self.gradients = GradientBuckets(tracked, bucket_caps_bytes)
         self.group = group
         self._checks = checks
-        self.comm_hook: CommHook | None = None  # the hook that averages in place of the engine
-        self.scale = 1.0  # a factor of the averages: within `join`, only some of the ranks may count
+        self.comm_hook: CommHook | None = None  # if set, averages buckets instead of the engine
+        self.scale = 1.0  # factor that is applied to averages; differs from 1 if `join` excludes ranks from the divisor
         on_cpu = all(param.is_cpu for param in self.gradients.params)
         self._same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu and wire is None)
         self._wires = BucketWires(wire)
 
-        # - The options of the wrapper
+        # - Options of the wrapper
         self._overlap = overlap
         self._static_graph = static_graph
         self._find_unused = find_unused and not static_graph
-        self._is_recording = static_graph  # the first backward of a static graph has not ended yet
+        self._is_recording = static_graph  # whether a static graph's first backward has yet to end
 
-        # - The counts of gradients, by parameter and by bucket
-        self._expected_counts = [1] * len(self.gradients.params)  # the number of gradients that each parameter gets
-        self._arrives = [True] * len(self.gradients.params)  # whether each parameter gets any, on this rank
+        # - Gradient counts per parameter and per bucket
+        self._expected_counts = [1] * len(self.gradients.params)  # the number of gradients that each parameter receives
+        self._arrives = [True] * len(self.gradients.params)  # whether each parameter receives a gradient on this rank
         self._arrivals: dict[int, None] | None = {}  # parameters in the order of their last gradients; None after use
         self._count_buckets()
 
-        # - The calls of this backward
+        # - Collectives started by the current backward
         self._recorded = RecordedBuckets("ddp")
         self._in_flight: list[tuple[int, Work | HookedWork, GradientMemory]] = []
-        self._averaged: list[GradientMemory] = []  # not written back yet
+        self._averaged: list[GradientMemory] = []  # averaged memory that is still to be written back
         self._ahead: dict[int, tuple[GradientMemory, AcceleratorEvent]] = {}  # full buckets that wait for earlier ones
 
     @property
     def allows_unused(self) -> bool:
-        """Returns whether parameters may get no gradient."""
+        """Returns whether parameters may receive no gradient."""
         return self._find_unused or self._static_graph
 
     def make_static(self) -> None:
-        """Applies `static_graph=True` before the first forward."""
+        """Enables `static_graph` before the first forward."""
         self._static_graph = self._is_recording = True
         self._find_unused = False
         self._count_buckets()
 
     def before_forward(self, inputs: object) -> None:
-        """Receives the inputs of a forward whose backward averages."""
+        """Processes the inputs of a forward whose backward will average gradients."""
         if not self._same_batches.is_over:
             self._same_batches.look(inputs)
 
-    # - While backward runs
+    # - Methods that run during a backward
 
     def counted_params(self) -> Iterator[int]:
-        """Yields the index of each parameter whose gradients are counted with `count_and_start`.
+        """Yields the index of each parameter for which `count_and_start` must be called.
 
-        These are the parameters of the buckets that may start before backward ends. On an accelerator all others are
-        counted too, since the first backward shows the order in which gradients are computed.
+        On the CPU, these are the parameters in buckets that may start before backward ends. On an accelerator with
+        overlap, all parameters are counted, because the first backward also records the order of gradients.
         """
         counted = len(self.gradients.buckets) if self._early and self.gradients.are_on_device else self._early
         for bucket in self.gradients.buckets[:counted]:
             yield from bucket.params
 
     def _count_buckets(self) -> None:
-        """Computes how many of the buckets may start early, and how many parameters each bucket waits for.
+        """Computes the number of buckets that may start early and the number of parameters that each bucket waits for.
 
-        With `find_unused` any parameter may be left out, so no bucket starts early.
+        With `find_unused`, any parameter may receive no gradient, so no bucket may start early.
         """
         buckets = self.gradients.buckets
         self._early = max(0, len(buckets) - 1) if self._overlap and not self._find_unused else 0
@@ -152,15 +152,15 @@ class GradientAverager:
 
     def reset_counts(self) -> None:
         """Resets the counts before a backward."""
-        self._next = 0  # the first bucket that has not been started
+        self._next = 0  # the first bucket whose reduction has not started
         self._counts = [0] * len(self._expected_counts)
-        self._left = list(self._full_counts)  # the number of parameters that each bucket waits for
+        self._left = list(self._full_counts)  # the number of parameters that each bucket still waits for
 
     def count_and_start(self, index: int) -> bool:
-        """Counts a gradient of the parameter `index`, and starts the buckets that are full now.
+        """Counts a gradient for the parameter `index`, and starts reductions of buckets that are now full.
 
         Returns:
-            False if the bucket was started without this gradient.
+            False if the bucket's reduction had already started without this gradient.
         """
         bucket = self._bucket_of[index]
         if self._arrivals is not None:
@@ -182,16 +182,16 @@ class GradientAverager:
         return True
 
     def _collect_ahead(self, bucket: int) -> None:
-        """Collects a full bucket on the streams of the thread that computed it, since another thread will start it."""
+        """Collects a full bucket on the current thread's streams, because another thread will start its reduction."""
         gradients = self.gradients.active[bucket]
         memory = None if gradients is None else gradients.collect(copy_shared=True)
         if memory is not None:
             self._ahead[bucket] = memory, record_current(memory.tensors[0].device)
 
     def _start_full(self) -> None:
-        """Starts full buckets, strictly in order, on the group's progress thread.
+        """Starts reducing full buckets on the group's progress thread, strictly in order.
 
-        A gradient that shares its memory is averaged in a copy, since the backward continues and may still read it.
+        A gradient that shares its memory is averaged in a copy, because the running backward may still read it.
         """
         while self._next < self._early and self._left[self._next] == 0:
             gradients = self.gradients.active[self._next]
@@ -203,17 +203,17 @@ class GradientAverager:
                 else:
                     memory = gradients.collect(copy_shared=True)
                 if memory is None:
-                    return  # a user's hook has removed a gradient; the end of backward raises the error
+                    return  # a user's hook has removed a gradient; an error is raised when backward ends
                 self._start(self._next, gradients, memory, async_op=True)
             self._next += 1
 
-    # - When backward ends
+    # - Methods that run when backward ends
 
     def record_static(self) -> bool:
-        """Records the first backward of a static graph: how many gradients each parameter gets, and on which ranks.
+        """Records, in a static graph's first backward, how many gradients each parameter gets and on which ranks.
 
         Returns:
-            False if this was not the first backward, because no rank has a gradient of the module's parameters.
+            False if the first backward is still to come, because no rank has a gradient for the module's parameters.
         """
         if not self._is_recording:
             return True
@@ -227,11 +227,11 @@ class GradientAverager:
         return True
 
     def average_rest(self, copy_shared: bool, *, after_started: bool = False) -> bool:
-        """Averages the gradients unless some are missing, and waits for all calls.
+        """Averages the gradients unless some are missing, and waits for all collectives.
 
         Args:
             copy_shared: whether gradients that share memory with other tensors are averaged in copies.
-            after_started: whether buckets that were started early are left out, rather than averaged again.
+            after_started: whether buckets whose reduction started early are skipped. If False, they are averaged again.
 
         Returns:
             False if gradients are missing.
@@ -245,9 +245,9 @@ class GradientAverager:
         return is_averaged
 
     def _settle_order(self) -> None:
-        """Reorders the buckets on an accelerator after the first averages; all ranks call this.
+        """Rebuilds the buckets on an accelerator after the first average; all ranks must call this.
 
-        With a communication hook the buckets stay unchanged, since the hook may keep state for each bucket index.
+        With a communication hook, the buckets do not change, because the hook may keep state per bucket index.
         """
         arrivals, self._arrivals = list(self._arrivals or ()), None
         if not (self._early and self.gradients.are_on_device) or self.comm_hook is not None:
@@ -258,10 +258,10 @@ class GradientAverager:
         self._count_buckets()
 
     def average_again(self, copy_shared: bool) -> None:
-        """Averages the gradients of a backward that follows one whose gradients were averaged.
+        """Averages the gradients after a further backward through a forward whose gradients were already averaged.
 
-        If gradients are missing, only those that at least one rank has are averaged. A rank without any gradient makes
-        no call, since a single rank may compute the gradients of other tensors with `torch.autograd.grad`.
+        If gradients are missing, only those that at least one rank has are averaged. A rank without any gradient calls
+        no collective, because the backward may be a `torch.autograd.grad` for other tensors on this rank only.
         """
         if self._find_unused or not self.gradients.are_incomplete():
             self.average_rest(copy_shared)
@@ -279,8 +279,8 @@ class GradientAverager:
             self._checks.forget()
             return False
         if have_aliases(memories):
-            # On another rank, with a batch of another size, they may not overlap, and all ranks must reduce the same
-            # memory.
+            # With a different batch size on another rank, these gradients may not overlap there. Copies give all ranks
+            # the same memory layout.
             memories = _collect(rest, copy_shared=True)
         if self.comm_hook is None and memories and not self._same_batches.is_over:
             self._same_batches.add_to(memories[-1], rest[-1][1].dtype)
@@ -333,7 +333,7 @@ class GradientAverager:
             memory.write_back()
 
     def abandon(self) -> None:
-        """Discards the calls in flight after an error, without waiting for them."""
+        """Discards the collectives in flight after an error, without waiting for them."""
         self._in_flight.clear()
         self._averaged.clear()
         self._ahead.clear()
@@ -341,13 +341,13 @@ class GradientAverager:
         self._recorded.forget()
         self._same_batches.is_over = True
 
-    # - Without a backward, and for messages
+    # - Steps without a backward, and error messages
 
     def replace_by_zeros(self) -> list[torch.Tensor | None]:
         """Replaces the gradients with zeros on a rank that has no inputs in this step.
 
         Returns:
-            The gradients that this rank had before.
+            The previous gradients.
         """
         own = self.gradients.values()
         self._checks.make_fewer_steps()
@@ -357,48 +357,48 @@ class GradientAverager:
         return own
 
     def missing_text(self, which: str) -> str:
-        """Returns the text of an error about the parameters without a gradient; `which` names the backward."""
+        """Returns the error message about parameters without a gradient; `which` describes the backward."""
         missing, frozen = self.gradients.missing(), self.gradients.frozen()
         return missing_gradient_text(which, missing, frozen, len(self.gradients.names), self._static_graph)
 
     def late_text(self, index: int) -> str:
-        """Returns the text of an error about a parameter that got a gradient after its bucket was started."""
+        """Returns the error message about a parameter that received a gradient after its bucket's reduction started."""
         return late_gradient_text(self.gradients.names[index], self._static_graph)
 
 
 def _collect(buckets: Sequence[tuple[int, BucketGradients]], copy_shared: bool) -> list[GradientMemory]:
-    """Returns the memory of the buckets in which no gradient is missing."""
+    """Returns the memory of all buckets, except those with missing gradients."""
     return [memory for _, gradients in buckets if (memory := gradients.collect(copy_shared)) is not None]
 
 
 class ExternalAverager(Protocol):
-    """An object outside of this package that averages a module's gradients, such as an elastic job's."""
+    """Interface of objects outside this package that average a module's gradients, for example in an elastic job."""
 
     def before_forward(self) -> None:
-        """Prepares a forward whose backward averages."""
+        """Prepares a forward whose backward will average gradients."""
         ...
 
     def average(self) -> None:
-        """Replaces the gradients by their mean over the ranks."""
+        """Replaces the gradients with their mean over the ranks."""
         ...
 
     def skip(self) -> None:
-        """Participates in the mean on a rank whose own gradients do not count."""
+        """Takes part in the mean without contributing gradients."""
         ...
 
     def set_weight(self, weight: float) -> None:
-        """Sets the weight of this rank in the next mean."""
+        """Sets this rank's weight in the next mean."""
         ...
 
 
 class DelegatingAverager(GradientAverager):
-    """Lets an `ExternalAverager` average the gradients when backward ends; nothing is reduced before that.
+    """Delegates to an `ExternalAverager`, which averages the gradients when backward ends.
 
     Args:
         tracked: the module's tensors.
-        bucket_caps_bytes: the sizes of the buckets.
-        group: a group of this rank only.
-        averages: the object that averages.
+        bucket_caps_bytes: the maximum bucket sizes in bytes.
+        group: a group that contains only this rank.
+        averages: the object that averages the gradients.
         checks: the checks of this rank's gradients.
         find_unused: whether parameters may have no gradient after a backward.
     """
@@ -417,11 +417,11 @@ class DelegatingAverager(GradientAverager):
         self._averages = averages
 
     def make_static(self) -> None:
-        """Allows backwards to leave out parameters; a static graph has no other effect here."""
+        """Allows backwards without gradients for some parameters, the only effect of a static graph here."""
         self._find_unused = True
 
     def before_forward(self, inputs: object) -> None:
-        """Prepares a forward whose backward averages."""
+        """Prepares a forward whose backward will average gradients."""
         super().before_forward(inputs)
         self._averages.before_forward()
 
@@ -433,9 +433,9 @@ class DelegatingAverager(GradientAverager):
         return True
 
     def average_again(self, copy_shared: bool) -> None:
-        """Averages the gradients of a backward that follows one whose gradients were averaged.
+        """Averages the gradients after a further backward through a forward whose gradients were already averaged.
 
-        A backward that left no gradient computed those of other tensors, and is not averaged.
+        Does nothing if no parameter has a gradient: such a backward computed gradients of other tensors.
         """
         if self.gradients.any_present():
             self._average()
@@ -447,10 +447,10 @@ class DelegatingAverager(GradientAverager):
 
 
 class BucketWires:
-    """The `Wire` of each bucket, which keeps the rounding errors of its gradients.
+    """Stores a `Wire` for each bucket; a wire keeps the rounding errors of the bucket's gradients.
 
     Args:
-        kind: the format of all wires; None if gradients are not rounded.
+        kind: the format to which gradients are rounded; None if they are not rounded.
     """
 
     def __init__(self, kind: WireKind | None) -> None:
@@ -458,9 +458,9 @@ class BucketWires:
         self._wires: dict[int, tuple[Sequence[str], Wire]] = {}
 
     def of(self, bucket: int, names: Sequence[str]) -> Wire | None:
-        """Returns the wire of a bucket, whose gradients are those of `names`.
+        """Returns the wire for a bucket that contains the gradients of the parameters `names`.
 
-        A bucket gets a new wire when its gradients change, for example when ranks leave some out.
+        A new wire replaces the old one when the bucket's set of gradients changes, for example when some are unused.
         """
         if self.kind is None:
             return None
@@ -473,17 +473,17 @@ class BucketWires:
 def choose_wire(
     wire: WireKind | None, group: ProcessGroup, excluded: Mapping[str, bool], params: Mapping[str, nn.Parameter]
 ) -> tuple[WireKind | None, Exception | None]:
-    """Returns the format that gradients are rounded to between hosts, and an error if this module's cannot be rounded.
+    """Returns the format to which gradients are rounded between hosts, and an error if they cannot be rounded, or None.
 
     Args:
-        wire: the argument of the wrapper. If it is None, the group's wire is used if the other arguments and the
+        wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the
             parameters allow it.
         group: the ranks.
-        excluded: the arguments that exclude `wire`, and whether each of them was given.
+        excluded: arguments that exclude `wire`, each with a flag for whether it was given.
         params: the trained parameters by name.
 
     Raises:
-        ValueError: there is no such wire, or another argument excludes it.
+        ValueError: `wire` is not a known format, or another argument excludes it.
     """
     given = [name for name, is_given in excluded.items() if is_given]
     if wire is not None and given:
@@ -504,15 +504,16 @@ def choose_wire(
 
 
 class SameBatches:
-    """Detects that ranks read the same batches, without an additional collective.
+    """Detects ranks that read the same batches, without an additional collective.
 
-    In the first steps, a vector with an element for each rank is sent along with the gradients. Each rank writes a
-    digest of its inputs to its own element and zeros to the others, so the average contains the digests of all ranks.
-    After these steps `is_over` is true.
+    In the first steps, the gradients carry a vector with one element per rank. Each rank writes a digest of its inputs
+    to its own element and zeros to all others, so the average contains the digests of all ranks. After these steps
+    `is_over` is True.
 
     Args:
         group: the ranks.
-        on_cpu: whether the gradients are on the CPU. Batches are not compared on a GPU, where the digest would block.
+        on_cpu: whether the gradients are on the CPU. Batches on a GPU are not compared, because hashing would
+            synchronize with the device.
     """
 
     def __init__(self, group: ProcessGroup, on_cpu: bool) -> None:
@@ -527,7 +528,7 @@ class SameBatches:
         self._mine = digest(inputs)
 
     def drop_digest(self) -> None:
-        """Discards the digest, on a rank that has no inputs in this step."""
+        """Discards the digest on a rank that has no inputs in this step."""
         self._mine = None
 
     def add_to(self, memory: GradientMemory, dtype: torch.dtype) -> None:
@@ -535,14 +536,14 @@ class SameBatches:
         if self.is_over or dtype not in (torch.float32, torch.float64):
             return
         self._sent = torch.zeros(self._group.size(), dtype=dtype, device="cpu")
-        # Without a digest, the rank sends a number that no other rank sends.
+        # A rank without a digest sends a negative number that no other rank sends.
         self._sent[self._group.rank()] = -1 - self._group.rank() if self._mine is None else self._mine
         memory.pieces += (self._sent.data_ptr(), self._sent.nbytes)
         memory.tensors = [*memory.tensors, self._sent]
         memory.count += len(self._sent)
 
     def arrive(self) -> None:
-        """Reads the digests from the averaged memory that they were appended to."""
+        """Reads the digests of all ranks from the averaged vector."""
         if self._sent is None:
             return
         self._seen.append(self._sent.tolist())
@@ -571,7 +572,7 @@ class SameBatches:
 
 
 def digest(inputs: object) -> int | None:
-    """Returns a digest of the tensors in `inputs`; None if each of them is constant, or one is not on the CPU."""
+    """Computes a digest of the tensors in `inputs`; None if all of them are constant or one is not on the CPU."""
     hashed = hashlib.blake2b(digest_size=8)
     varies = False
     for tensor in find_first_tensors(inputs):
@@ -591,11 +592,11 @@ def digest(inputs: object) -> int | None:
 class DelayedParameters:
     """Averages the gradients of some parameters at the end of each backward that reaches `trigger`.
 
-    They are averaged in one call for each dtype, separately from the buckets of other parameters, even within
-    `no_sync`. A parameter without a gradient contributes zeros, as in torch (`delay_all_reduce_named_params`).
+    The average takes one call per dtype, separate from the buckets of other parameters, and runs even within `no_sync`.
+    A parameter without a gradient contributes zeros, as in torch (`delay_all_reduce_named_params`).
 
     Args:
-        module: the module that has the parameters.
+        module: the module that contains the parameters.
         named: pairs of a name and a parameter.
         trigger: a parameter that requires a gradient.
         group: the ranks.
@@ -612,7 +613,7 @@ class DelayedParameters:
         self._averager = GradientAverager(tracked, [sys.maxsize], group, checks=checks, compares_batches=False)
         self._stepped = take_over_steps(trained)
         self._group = group
-        self._task = NO_BACKWARD  # the autograd engine's number of the backward that reached the trigger
+        self._task = NO_BACKWARD  # autograd's task id of the backward that reached the trigger
         self._hook = trigger.register_hook(self._begin)
 
     def broadcast(self) -> None:
@@ -641,10 +642,10 @@ class DelayedParameters:
 def require_delayed(
     module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None, trigger: nn.Parameter | None
 ) -> list[tuple[str, nn.Parameter]]:
-    """Returns the pairs of `named`, and requires that they belong to the module.
+    """Returns the pairs in `named` after checking that they belong to the module.
 
     Raises:
-        ValueError: a parameter does not have the name that it is paired with, or the trigger requires no gradient.
+        ValueError: the module's parameter of a given name is a different object, or the trigger requires no gradient.
     """
     if named is None or trigger is None:
         return []

@@ -1,12 +1,13 @@
-"""GradientBuckets: the gradients of a module in buckets, as memory that is reduced.
+"""GradientBuckets: collects the gradients of a module in buckets for reduction.
 
 On the CPU, a gradient is reduced in place if it has its parameter's dtype and layout, as gradients from autograd do.
-All others are reduced in copies, which are written back when all reductions have completed. A gradient that shares its
-memory with other tensors may also be reduced in a copy; the copy then replaces it, and the other tensors keep their
-values. On other devices, where a call for each gradient costs more than a copy, the gradients of a bucket become views
-of one flat tensor (`FlatGradients`).
+Other gradients are reduced in copies, which are written back when all reductions have completed. A gradient that shares
+its memory with other tensors may be reduced in a copy that replaces it, which preserves the values of those tensors. On
+other devices, where a call for each gradient would cost more than a copy, the gradients of a bucket become views of one
+flat tensor (`FlatGradients`).
 
-Sparse gradients hold some rows of a parameter, which differ between ranks, and are averaged one by one.
+Sparse gradients contain only some rows of a parameter. The rows differ between ranks, and each sparse gradient is
+averaged separately.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ _kind = attrgetter("dtype", "device", "layout")
 
 
 class GradientBuckets:
-    """The gradients of the parameters that a module trains, and which of them are averaged.
+    """Tracks the gradients of a module's trained parameters, and selects the gradients to average.
 
-    Dense gradients are in buckets; sparse ones are averaged one by one after them. The index of a parameter is its
+    Dense gradients are averaged in buckets, and sparse gradients separately after them. The index of a parameter is its
     position in `params`.
 
     Args:
         tracked: the module's tensors.
-        bucket_caps_bytes: the sizes of the buckets, as for `make_buckets`.
+        bucket_caps_bytes: the maximum bucket sizes in bytes; see `make_buckets`.
     """
 
     def __init__(self, tracked: TrackedTensors, bucket_caps_bytes: Sequence[int]) -> None:
-        # - The parameters that the module trains, which never change
+        # - The trained parameters, which never change
         self.names = list(tracked.trained)
         self.params = list(tracked.trained.values())
         self.are_on_device = any(not param.is_cpu for param in self.params)
@@ -55,11 +56,11 @@ class GradientBuckets:
         sparse = [index for index, name in enumerate(self.names) if name in tracked.sparse]
         self.buckets = bucket_params(self.params, bucket_caps_bytes, left_out=sparse, may_exceed=self.are_on_device)
 
-        # - The gradients that every backward should compute, except those that `settle_present` has excluded
-        #   permanently
+        # - The gradients that every backward should compute, without those that `settle_present` has permanently
+        #   excluded
         self._expected: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
         self._expected_sparse = sparse
-        self._settled: list[bool] | None = None  # for each parameter, whether `settle_present` has kept it
+        self._settled: list[bool] | None = None  # one flag per parameter: whether `settle_present` kept it
         # In a static graph, the parameters for which only other ranks have a gradient; this rank contributes zeros.
         self._absent: list[int] = []
 
@@ -76,27 +77,27 @@ class GradientBuckets:
         return dict(zip(self.names, self.params, strict=True))
 
     def active_sparse(self) -> list[nn.Parameter]:
-        """Returns the parameters whose sparse gradients are averaged now."""
+        """Returns the parameters whose sparse gradients the current backward averages."""
         return [self.params[index] for index in self._active_sparse]
 
     def active_sparse_names(self) -> list[str]:
-        """Returns the names of the parameters whose sparse gradients are averaged now."""
+        """Returns the names of the parameters whose sparse gradients the current backward averages."""
         return [self.names[index] for index in self._active_sparse]
 
     def is_last(self, bucket: int) -> bool:
-        """Returns whether no bucket after this one is averaged."""
+        """Returns whether this is the last bucket that the current backward averages."""
         return all(later is None for later in self.active[bucket + 1 :])
 
-    # - Which gradients there are
+    # - Presence of gradients
 
     def missing(self) -> list[str]:
-        """Returns the names of the parameters that should have a gradient and have none."""
+        """Returns the names of the parameters that should have a gradient but do not."""
         missing = {name for gradients in self._expected if gradients is not None for name in gradients.missing()}
         missing.update(self.names[index] for index in self._expected_sparse if self.params[index].grad is None)
         return [name for name in self.names if name in missing]
 
     def are_incomplete(self) -> bool:
-        """Returns whether a gradient is missing that `fill_absent` would not set."""
+        """Returns whether a gradient is missing that `fill_absent` does not set."""
         absent = {self.names[index] for index in self._absent}
         return not absent.issuperset(self.missing())
 
@@ -112,17 +113,17 @@ class GradientBuckets:
         """Returns the names of the parameters that no longer require a gradient."""
         return {name for name, param in self.named().items() if not param.requires_grad}
 
-    # - Which of them are averaged
+    # - Selection of the gradients to average
 
     def take_present(self, group: ProcessGroup) -> None:
-        """Excludes gradients that no rank has from this backward, and sets those that only other ranks have to zero."""
+        """Excludes gradients that no rank has from this average; sets gradients that only other ranks have to zero."""
         anywhere = self._present_anywhere(group)
         self.active, self._active_sparse = self._restricted(anywhere)
         self._fill([index for index, is_present in enumerate(anywhere) if is_present])
 
     @contextmanager
     def only_present(self, group: ProcessGroup) -> Iterator[None]:
-        """Returns a context with the effect of `take_present`; after it, all gradients are averaged again."""
+        """Returns a context that applies `take_present`; on exit, all gradients are selected again."""
         self.take_present(group)
         try:
             yield
@@ -130,12 +131,12 @@ class GradientBuckets:
             self.active, self._active_sparse = self._expected, self._expected_sparse
 
     def settle_present(self, group: ProcessGroup) -> list[bool]:
-        """Excludes gradients that no rank has now from all backwards, and records those that only other ranks have.
+        """Permanently excludes gradients that no rank has, and records gradients that only other ranks have.
 
-        Does neither if no rank has any gradient: the backward did not reach the module's parameters.
+        Does nothing if no rank has any gradient, because the backward did not reach the module's parameters.
 
         Returns:
-            For each parameter, whether any rank has a gradient for it.
+            One flag per parameter: whether any rank has a gradient for it.
         """
         mine = [param.grad is not None for param in self.params]
         anywhere = self._present_anywhere(group)
@@ -145,10 +146,10 @@ class GradientBuckets:
             self._expected, self._expected_sparse = self.active, self._active_sparse = self._restricted(anywhere)
         return anywhere
 
-    # - Their order
+    # - Order of the buckets
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Divides the parameters into buckets in the order in which a backward computed their gradients."""
+        """Rebuilds the buckets in `order`, the order in which a backward computed the gradients."""
         sparse = [index for index in range(len(self.params)) if index not in order]
         self.buckets = bucket_params(self.params, self._caps_bytes, sparse, order=order, may_exceed=self.are_on_device)
         self._expected = [self._gradients_of(bucket.params) for bucket in self.buckets]
@@ -156,14 +157,14 @@ class GradientBuckets:
             self._expected, _ = self._restricted(self._settled)
         self.active = self._expected
 
-    # - Their values
+    # - Gradient values
 
     def fill_absent(self) -> None:
-        """Sets to zero the gradients that only other ranks have in a static graph."""
+        """Sets gradients to zero that only other ranks compute in a static graph."""
         self._fill(self._absent)
 
     def fill_missing(self) -> None:
-        """Sets all gradients that are None to zeros."""
+        """Replaces all gradients that are None with zeros."""
         self._fill(range(len(self.params)))
 
     def zeros(self) -> list[torch.Tensor]:
@@ -207,15 +208,15 @@ class GradientBuckets:
 
 @dataclass
 class GradientMemory:
-    """The memory that one call reduces.
+    """The memory that one collective reduces.
 
     Attributes:
         pieces: the address and the length in bytes of each tensor, alternating.
         tensors: the tensors that own the memory.
-        count: the number of elements.
-        copies: the tensors that are written back to the gradients of their parameters.
-        successors: the tensors that replace the gradients of their parameters.
-        views: the parts of the memory that belong to each parameter, if the memory is one flat tensor.
+        count: the total number of elements.
+        copies: pairs of a parameter and a tensor whose values are copied back to the parameter's gradient.
+        successors: pairs of a parameter and a tensor that replaces the parameter's gradient.
+        views: one view per parameter if the memory is a single flat tensor, otherwise None.
     """
 
     pieces: list[int]
@@ -226,11 +227,11 @@ class GradientMemory:
     views: list[torch.Tensor] | None = None
 
     def by_parameter(self) -> list[torch.Tensor]:
-        """Returns the values of each parameter's gradient; tensors that belong to no parameter may follow."""
+        """Returns a tensor for each parameter's gradient, possibly followed by tensors of no parameter."""
         return self.tensors if self.views is None else self.views
 
     def write_back(self) -> None:
-        """Writes results in copies to the parameters' gradients."""
+        """Transfers results from copies to the parameters' gradients."""
         for param, reduced in self.copies:
             assert param.grad is not None
             param.grad.detach().copy_(reduced)
@@ -258,7 +259,7 @@ class BucketGradients:
         self._count = sum(self._numels)
         self._pieces = [0] * (2 * len(self.params))
         self._pieces[1::2] = [param.nbytes for param in self.params]
-        # A complex gradient may be a conjugate view, which only a flag of the gradient shows.
+        # A complex gradient may be a conjugate view, which the fast path does not detect.
         self._plain = all(param.is_contiguous() for param in self.params) and not self.dtype.is_complex
         self._flat = None if self._device.type == "cpu" else FlatGradients(self.params, self._layouts)
 
@@ -267,14 +268,14 @@ class BucketGradients:
         return [name for name, param in zip(self.names, self.params, strict=True) if param.grad is None]
 
     def collect(self, copy_shared: bool) -> GradientMemory | None:
-        """Returns the memory of the present gradients; None if a parameter has no gradient.
+        """Returns the memory of the current gradients, or None if a parameter has no gradient.
 
         Args:
             copy_shared: whether gradients that share memory with other tensors are copied.
 
         Raises:
-            TypeError: a gradient is sparse, or its dtype is not that of the parameter at wrapping.
-            ValueError: a gradient's device or shape is not that of the parameter at wrapping.
+            TypeError: a gradient is sparse, or its dtype differs from the parameter's dtype at wrapping.
+            ValueError: a gradient's device or shape differs from the parameter's at wrapping.
         """
         gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
         if len(gradients) != len(self.params):
@@ -286,7 +287,7 @@ class BucketGradients:
             and all(map(_is_contiguous, gradients))
             and set(map(_dtype, gradients)) <= {self.dtype}
             and list(map(_numel, gradients)) == self._numels
-            and gradients[0].device == self._device  # a module moves as a whole
+            and gradients[0].device == self._device  # one gradient suffices: modules move as a whole
             and not (copy_shared and any(map(shares_memory, gradients)))
         ):
             pieces = self._pieces.copy()
@@ -305,7 +306,7 @@ class BucketGradients:
                 dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype, device=gradient.device).copy_(
                     dense
                 )
-                # Autograd makes no views: the user made this one and may read its base, so the base is written to.
+                # Autograd creates no views. The user created this one and may read its base, so copy into the base.
                 (memory.successors if shared and not gradient._is_view() else memory.copies).append((param, dense))
             memory.pieces += (dense.data_ptr(), dense.nbytes)
             memory.tensors.append(dense)
@@ -322,8 +323,8 @@ class BucketGradients:
         whole, views = flat.copy_of(gradients)
         memory = GradientMemory([whole.data_ptr(), whole.nbytes], [whole], self._count, views=views)
         for param, gradient, view in zip(self.params, gradients, views, strict=True):
-            # Autograd makes no views: the user made this one and may read its base. A gradient with a graph keeps its
-            # graph.
+            # Autograd creates no views, so a view was created by the user, who may read its base. A gradient with a
+            # graph must keep the graph. Both receive the values in place.
             if gradient._is_view() or gradient.requires_grad:
                 memory.copies.append((param, view))
             else:
@@ -358,8 +359,8 @@ class BucketGradients:
 def have_aliases(memories: Sequence[GradientMemory]) -> bool:
     """Returns whether the memory of any two gradients overlaps.
 
-    A gradient may be a part of another one: in `torch.cat([fixed, p]) + q`, the gradient of `p` is a view of that of
-    `q`. Without an overlap, each piece ends before the next one starts.
+    A gradient may be part of another gradient: in `torch.cat([fixed, p]) + q`, the gradient of `p` is a view of the
+    gradient of `q`. Without an overlap, each piece ends before the next one starts.
     """
     starts = sorted(address for memory in memories for address in memory.pieces[0::2])
     ends = sorted(end for memory in memories for end in map(add, memory.pieces[0::2], memory.pieces[1::2]))
@@ -367,7 +368,7 @@ def have_aliases(memories: Sequence[GradientMemory]) -> bool:
 
 
 def _layout_of(param: nn.Parameter) -> tuple[int, ...]:
-    """Returns the strides of the gradient that autograd computes for the parameter."""
+    """Returns the strides of the gradients that autograd computes for a parameter."""
     return torch.empty_like(param, device="meta").stride()
 
 
@@ -388,9 +389,9 @@ def empty_gradient(param: nn.Parameter) -> torch.Tensor:
 
 
 def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float) -> None:
-    """Averages sparse gradients over the ranks, and multiplies them by `scale`.
+    """Averages sparse gradients over the ranks and multiplies them by `scale`.
 
-    One call exchanges the numbers of rows, and another call for each parameter exchanges the rows.
+    One collective exchanges the numbers of rows; one further collective per parameter exchanges the rows.
     """
     gradients = [_coalesced(param) for param in params]
     counts = torch.tensor([gradient._nnz() for gradient in gradients], device="cpu")
@@ -418,10 +419,10 @@ _ALONE = _references(torch.empty(1, device="cpu")) if _storage_use_count is not 
 
 
 def shares_memory(gradient: torch.Tensor) -> bool:
-    """Returns whether another tensor has the same storage; True if torch does not provide the reference count.
+    """Returns whether other tensors use the same storage; True if torch does not provide the reference count.
 
-    A parameter's gradient may be a tensor that autograd still passes to other layers: in `x + p.unsqueeze(0)`, with one
-    sample, the gradients of `x` and `p` are views of one tensor. If it were reduced in place, those layers would
-    receive the average.
+    Autograd may still pass the storage of a parameter's gradient to other layers: in `x + p.unsqueeze(0)`, with one
+    sample, the gradients of `x` and `p` are views of one tensor. If the storage were reduced in place, those layers
+    would receive the average.
     """
     return _storage_use_count is None or _references(gradient) > _ALONE

@@ -1,7 +1,7 @@
 """Communication hooks for `DistributedDataParallel.register_comm_hook`.
 
-They send gradients uncompressed, in half precision, as 8-bit integers, or as low-rank factors (PowerSGD, Vogels et al.
-2019). All divide by the number of ranks, and their results are bitwise equal on all ranks.
+The hooks send gradients uncompressed, in half precision, as 8-bit integers, or as low-rank factors (PowerSGD, Vogels et
+al. 2019). All hooks divide by the number of ranks, and their results are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ FutureHook = Callable[[object, GradBucket], "AnyFuture[Reduced]"]
 
 
 def average(tensors: torch.Tensor | list[torch.Tensor], group: ProcessGroup) -> DeferredFuture[list[torch.Tensor]]:
-    """Averages the tensors over the ranks in place, and returns a future of them."""
+    """Starts averaging the tensors in place over the ranks, and returns a future for them."""
     return future_of(group.all_reduce(tensors, ReduceOp.AVG, async_op=True))
 
 
 def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket as the wrapper does without a hook, but in a flat copy.
+    """Averages the bucket with an all-reduce of the flat buffer, without compression.
 
     Args:
-        process_group: the hook's state: the ranks, or None for the default group.
+        process_group: the ranks, which are the hook's state; None for the default group.
         bucket: the gradients.
     """
     return average(bucket.buffer(), group_of(process_group)).then(lambda done: done.value()[0])
 
 
 def fp16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket in float16, which halves the bytes of float32; the engine adds in float32."""
+    """Averages the bucket in float16, which halves the traffic of float32. The engine adds in float32."""
     return fp16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
@@ -56,7 +56,7 @@ def bf16_compress_wrapper(hook: Hook) -> FutureHook:
 
 
 def compress_wrapper(dtype: torch.dtype, hook: Hook) -> FutureHook:
-    """Returns a hook that converts each bucket to `dtype` for `hook`, and its result back."""
+    """Returns a hook that converts each bucket to `dtype`, calls `hook`, and converts the result back."""
 
     def compressed(state: object, bucket: GradBucket) -> AnyFuture[Reduced]:
         original = bucket.buffer()
@@ -74,10 +74,10 @@ def compress_wrapper(dtype: torch.dtype, hook: Hook) -> FutureHook:
 
 
 def group_of(process_group: object) -> ProcessGroup:
-    """Returns the group of a hook's state.
+    """Returns the process group that is a hook's state, or the default group if the state is None.
 
     Raises:
-        TypeError: the state is not a group.
+        TypeError: the state is neither a process group nor None.
     """
     if process_group is None:
         return default_group()
@@ -105,8 +105,8 @@ class Int8State:
     process_group: ProcessGroup | None = None
     block_size: int = 256
     use_error_feedback: bool = True
-    lost: dict[int, torch.Tensor] = field(default_factory=dict)  # the errors of this rank's gradients, by bucket
-    lost_of_average: dict[int, torch.Tensor] = field(default_factory=dict)  # those of this rank's part of the average
+    lost: dict[int, torch.Tensor] = field(default_factory=dict)  # rounding errors of this rank's gradients, by bucket
+    lost_of_average: dict[int, torch.Tensor] = field(default_factory=dict)  # rounding errors of averages, by bucket
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -114,12 +114,12 @@ class Int8State:
 
 
 def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket with about a quarter of the bytes of float32.
+    """Averages the bucket as 8-bit integers, with about a quarter of float32's traffic.
 
     Each rank sends part r of its gradients to rank r, rounded to 8 bits block by block. Rank r averages the parts that
-    it has received, rounds the average, and sends it to all ranks. The next step compensates for both roundings (error
-    feedback; Seide et al. 2014, on both sides as in Tang et al. 2021, 1-bit Adam). A block that contains infinity or
-    NaN becomes NaN.
+    it receives, rounds the average, and sends it to all ranks. The next step compensates for both rounding errors
+    (error feedback; Seide et al. 2014; for both directions, as in 1-bit Adam, Tang et al. 2021). A block that contains
+    infinity or NaN becomes NaN.
     """
     group = group_of(state.process_group)
     size, index = group.size(), bucket.index()
@@ -155,7 +155,7 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
 def _quantise(
     values: torch.Tensor, lost: dict[int, torch.Tensor], state: Int8State, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns 8-bit integers and a scale for each block; stores the rounding errors in `lost`."""
+    """Rounds values to 8-bit integers with one scale per block; stores the rounding errors in `lost`."""
     if state.use_error_feedback and index in lost and lost[index].shape == values.shape:
         values = values + lost[index]
     blocks = values.view(-1, state.block_size)
@@ -174,23 +174,23 @@ def _restore(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(quantised: torch.Tensor, scales: torch.Tensor) -> list[torch.Tensor]:
-    """Returns integers and scales as tensors of one dtype, so that one call can send them."""
+    """Returns integers and scales as uint8 views, which one call can send together."""
     return [quantised.view(torch.uint8), scales.view(torch.uint8)]
 
 
 @dataclass
 class PowerSGDState:
-    """The state of `power_sgd_hook`; the arguments are torch's.
+    """The state of `power_sgd_hook`, with the same arguments as torch's class.
 
     Args:
         process_group: the ranks; None for the default group.
         matrix_approximation_rank: the rank r of the factors; a higher rank is more accurate and more expensive.
-        start_powerSGD_iter: the number of initial steps, in which gradients change fast, that are averaged
-            uncompressed.
-        min_compression_rate: the smallest ratio of n m to (n + m) r for which an n x m matrix is compressed.
+        start_powerSGD_iter: the number of initial steps that average gradients uncompressed, because gradients change
+            quickly at the start of training.
+        min_compression_rate: the rate n m / ((n + m) r) that an n x m matrix must exceed to be compressed.
         use_error_feedback: whether the approximation error of a step is added to the next gradient.
         warm_start: whether the power iteration starts from the result of the previous step.
-        orthogonalization_epsilon: the number added to the norms that columns are divided by.
+        orthogonalization_epsilon: the number that is added to a column's norm before dividing by it.
         random_seed: the seed of the first iteration; the same on every rank.
     """
 
@@ -203,8 +203,8 @@ class PowerSGDState:
     orthogonalization_epsilon: float = 0
     random_seed: int = 0
     iter: int = 0
-    errors: dict[int, torch.Tensor] = field(default_factory=dict)  # by bucket
-    rights: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # Q of each matrix of a bucket
+    errors: dict[int, torch.Tensor] = field(default_factory=dict)  # approximation errors, by bucket
+    rights: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # the factor Q of each matrix, by bucket
     _drawn: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False, repr=False)  # initial `rights`
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ class PowerSGDState:
             )
 
     def is_worth_it(self, gradient: torch.Tensor) -> bool:
-        """Returns whether a gradient is sent as factors; the rows of its matrix are the first dimension."""
+        """Returns whether a gradient, viewed as a matrix with its first dimension as rows, is sent as factors."""
         if gradient.dim() < 2 or gradient.numel() == 0:
             return False
         rows, columns = len(gradient), gradient.numel() // len(gradient)
@@ -224,26 +224,26 @@ class PowerSGDState:
         return factors * self.min_compression_rate < rows * columns
 
     def first_right(self, index: int, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the initial Q of the iteration for each matrix."""
+        """Returns the initial factor Q of the power iteration for each matrix."""
         shapes = [(matrix.shape[1], min(self.matrix_approximation_rank, *matrix.shape)) for matrix in matrices]
         known, drawn = self.rights.get(index), self._drawn.get(index)
         if not self.warm_start or drawn is None or [q.shape for q in drawn] != shapes:
             generator = torch.Generator("cpu").manual_seed(self.random_seed + self.iter * 1009 + index)
-            # The CPU's generator draws the same numbers for all devices.
+            # The CPU generator draws the same numbers whatever device the matrices are on.
             drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
             drawn = [q.to(matrix.device) for q, matrix in zip(drawn, matrices, strict=True)]
             self._drawn[index] = drawn
         if not self.warm_start or known is None or [q.shape for q in known] != shapes:
             return drawn
-        # Non-finite gradients leave non-finite factors. A branch on them would wait for the device.
+        # Factors from non-finite gradients are non-finite. `where` avoids a branch, which would wait for the device.
         return [torch.where(q.isfinite().all(), q, first.to(q)) for q, first in zip(known, drawn, strict=True)]
 
 
 def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages matrices M as P Qᵀ, with P and Q of r columns, and vectors uncompressed.
+    """Averages matrices as products P Qᵀ, where P and Q have r columns, and averages vectors uncompressed.
 
-    Each step performs one power iteration: P = M Q, averaged and orthonormalized; then Q = Mᵀ P, averaged. The
-    difference between this rank's gradient and P Qᵀ is added to its next gradient.
+    Each step performs one power iteration on a gradient matrix M: P = M Q is averaged and orthonormalized; then
+    Q = Mᵀ P is averaged. The difference between this rank's gradient and P Qᵀ is added to its next gradient.
     """
     group = group_of(state.process_group)
     index = bucket.index()
@@ -292,7 +292,7 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduce
 
 
 def _orthonormal(columns: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Orthonormalizes the columns: by Gram-Schmidt if there is an epsilon, as in torch's hook, and otherwise by QR."""
+    """Orthonormalizes the columns by QR if `epsilon` is 0, otherwise by Gram-Schmidt, as in torch's hook."""
     if epsilon == 0:
         basis: torch.Tensor = torch.linalg.qr(columns)[0]
         return basis

@@ -1,4 +1,4 @@
-"""Optimizers that step inside backward, so that no gradient outlives it."""
+"""Optimizers that step inside backward and free each gradient immediately."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def apply_optimizer_in_backward(
     averaged gradients; backwards within `no_sync` only accumulate. Do not call `step` or `zero_grad`.
 
     Args:
-        optimizer_class: the class of the optimizers, called with a list of one parameter and `optimizer_kwargs`.
-        params: the parameters, which require gradients and belong to a module that is not wrapped yet.
-        optimizer_kwargs: the options of the optimizers, such as `{"lr": 0.1}`.
+        optimizer_class: the class of the optimizers; it is called with a list of one parameter and `optimizer_kwargs`.
+        params: parameters that require gradients, from a module that is not wrapped yet.
+        optimizer_kwargs: the keyword arguments of the optimizers, such as `{"lr": 0.1}`.
 
     Raises:
-        ValueError: a parameter has an optimizer in backward already.
+        ValueError: a parameter already has an optimizer in backward.
     """
     for param in params:
         if hasattr(param, _OPTIMIZERS):
@@ -42,13 +42,13 @@ def apply_optimizer_in_backward(
 
 
 def take_over_steps(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    """Stops the optimizers from stepping inside backward; the caller steps them with `step_params`.
+    """Disables stepping inside backward; the caller must step the optimizers with `step_params` instead.
 
     Returns:
         The parameters that have optimizers.
 
     Raises:
-        TypeError: a function other than Paceline's has put optimizers into backward; they would step too early.
+        TypeError: optimizers were put into backward by another library, and would step too early.
     """
     stepped = []
     for name, param in params.items():
@@ -65,7 +65,7 @@ def take_over_steps(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
 
 
 def step_params(params: Iterable[nn.Parameter]) -> None:
-    """Steps the optimizers of these parameters and frees their gradients."""
+    """Steps the in-backward optimizers of these parameters and frees the gradients."""
     for param in params:
         _step(param)
 

@@ -1,30 +1,29 @@
-"""Reducer: the state machine that decides when the gradients of a module are averaged.
+"""Reducer: a state machine that determines when the gradients of a module are averaged.
 
-Note: the life of a backward
-    1. `Reducer.before_forward` requires that the gradients of the previous backward were averaged.
-    2. `Reducer.expect` receives the output of forward. Autograd does not announce a backward, so every output tensor
-       gets a hook (`OutputHooks`), and the first hook that runs shows that a backward has begun. Until then the state
-       is EXPECTING.
-    3. `Reducer._begin` asks the autograd engine to call `Reducer._end` after this backward. The state is BACKWARD.
-    4. Each parameter in a bucket that may be reduced early has a hook, which counts down its bucket
-       (`GradientAverager.count`). Full buckets are passed to the group's progress thread, strictly in order, since
-       every rank must make the same calls in the same order. The hooks hold a lock: autograd has a thread for each
-       device, and two of them could otherwise start the same bucket.
-    5. `Reducer._end` reduces everything else on this thread, waits for the calls in flight, and writes averages that
-       were computed in copies back to the gradients (`GradientAverager.average_rest`). The last bucket can only become
-       full when backward is about to end, so it always waits for the end, and its parameters need no hooks. The state
-       is IDLE again.
+Note: the lifecycle of a backward
+    1. `Reducer.before_forward` checks that the gradients of the previous backward were averaged.
+    2. `Reducer.expect` receives the output of forward. Autograd has no callback for the start of a backward, so every
+       output tensor gets a hook (`OutputHooks`), and the first hook that runs marks the start. Until then the state is
+       EXPECTING.
+    3. `Reducer._begin` queues `Reducer._end` as the autograd engine's final callback. The state is BACKWARD.
+    4. Each parameter in a bucket that may be reduced early has a hook that decrements the bucket's counter
+       (`GradientAverager.count_and_start`). Full buckets are passed to the group's progress thread, strictly in order,
+       because all ranks must call collectives in the same order. The hooks hold a lock: autograd uses one thread per
+       device, and without the lock two threads could start the same bucket.
+    5. `Reducer._end` reduces all other buckets on this thread, waits for the calls in flight, and copies averages back
+       to gradients that were not reduced in place (`GradientAverager.average_rest`). The last bucket becomes full only
+       when backward is about to end. It therefore always waits for the end, and its parameters need no hooks. The state
+       returns to IDLE.
 
-    If a gradient is missing when the backward ends, the others cannot be averaged, and the state is INCOMPLETE. Another
-    backward may compute the missing gradient (COMPLETING), for example if two losses of one forward have a backward
-    each; otherwise the next `Reducer.before_forward` raises an error.
+    If a gradient is missing when the backward ends, no gradients are averaged, and the state is INCOMPLETE. Another
+    backward may compute the missing gradient (COMPLETING), for example if `backward` is called separately on two losses
+    from one forward. If none does, the next `Reducer.before_forward` raises an error.
 
-    Averaging gradients that were averaged already does not change them. A backward that follows one whose gradients
-    were averaged (of a retained graph, or of the other of two forwards) therefore averages all gradients again, and all
-    are correct afterwards (REPEATING). For the same reason no bucket starts early in a backward that is not the first
-    one: some buckets were averaged before. If the program has cleared the gradients in between, such a backward may
-    reach only some parameters; then the ranks first compare which gradients they have, as they do with
-    `find_unused_parameters` (`GradientAverager.average_again`).
+    Averaging is idempotent: gradients that are already averaged do not change. After gradients have been averaged, a
+    further backward (through a retained graph, or through the second of two forwards) can therefore average all
+    gradients again with correct results (REPEATING). In such a backward no bucket starts early. If the program has
+    cleared the gradients in between, the backward may reach only some parameters. The ranks then first compare which
+    gradients they have, as with `find_unused_parameters` (`GradientAverager.average_again`).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from paceline.train.training_events import RecordedSteps
 
 
 class BackwardState(Enum):
-    """The state of the gradients that a forward requires to be averaged; see the Note above."""
+    """The progress of a forward's gradients toward their average; see the Note above."""
 
     IDLE = "no forward awaits averages, or its gradients were averaged"
     EXPECTING = "forward was called, and no backward of it has begun"
@@ -62,7 +61,7 @@ class BackwardState(Enum):
 AFTER_BEGIN = {
     BackwardState.IDLE: BackwardState.REPEATING,
     BackwardState.EXPECTING: BackwardState.BACKWARD,
-    BackwardState.BACKWARD: BackwardState.COMPLETING,  # a backward within a backward, or after one that failed
+    BackwardState.BACKWARD: BackwardState.COMPLETING,  # backward was nested, or follows a failed one
     BackwardState.INCOMPLETE: BackwardState.COMPLETING,
     BackwardState.COMPLETING: BackwardState.COMPLETING,
     BackwardState.REPEATING: BackwardState.REPEATING,
@@ -70,32 +69,32 @@ AFTER_BEGIN = {
 
 
 class Reducer:
-    """Averages the gradients of a module during and after each backward.
+    """Averages the gradients of a module during and at the end of each backward.
 
     Args:
         averager: the object that makes the calls.
-        name: the name of the module's class, for messages.
+        name: the name of the module's class, for error messages.
     """
 
     def __init__(self, averager: GradientAverager, name: str) -> None:
         self._averager = averager
         self._gradients = averager.gradients
-        self._stepped = take_over_steps(self._gradients.named())  # parameters whose optimizers step at backward's end
+        self._stepped = take_over_steps(self._gradients.named())  # parameters to step when backward ends
 
-        # - The state of the latest backward. Hooks hold the lock, since autograd has a thread for each device. It is
-        #   reentrant since a user's hook, called for a bucket, may run another backward.
+        # - The state of the latest backward. Hooks hold the lock because autograd uses one thread per device. The lock
+        #   is reentrant because a user's communication hook may run another backward.
         self._lock = threading.RLock()
         self._state = BackwardState.IDLE
         self._outputs = OutputHooks(self._lock)
-        self._copy_shared = False  # forward's inputs require gradients, which may share memory with the parameters'
-        self._unused_at_first: set[str] | None = None  # parameters that the first forward did not use; None before it
+        self._copy_shared = False  # whether parameter gradients may share memory with those of forward's inputs
+        self._unused_at_first: set[str] | None = None  # parameters unused by the first forward; None before it
         self._install_hooks()
 
-        # - For messages and statistics
+        # - Error messages and statistics
         first = next(iter(self._gradients.params), None)  # None if all parameters are delayed
         self.recorded = RecordedSteps("ddp", torch.device("cpu") if first is None else first.device)
-        self.wait_s = 0.0  # the time spent at the ends of backwards
-        self.forwards = 0  # the number of forwards whose backward averages
+        self.wait_s = 0.0  # the total time spent in `_end`
+        self.forwards = 0  # the number of forwards passed to `expect`
         self._reductions = 0
         self._module_name = name
 
@@ -104,10 +103,10 @@ class Reducer:
         params = self._gradients.params
         for index in self._averager.counted_params():
             self._add_hook(params[index], self._count_hook(index))
-        # This is for a backward that does not reach forward's outputs: it most likely ends with the first parameter.
+        # A backward that does not pass through forward's outputs most likely ends with the first parameter.
         for param in params[:1]:
             self._add_hook(param, self._begin_without_outputs)
-        self._sees_outputs = True  # False once a forward has returned no tensors that a hook could be put on
+        self._sees_outputs = True  # False once a forward has returned no differentiable tensors
 
     def _add_hook(self, param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
         self._hooks.append(param.register_post_accumulate_grad_hook(hook))
@@ -120,15 +119,15 @@ class Reducer:
         self._hooks.clear()
 
     def make_static(self) -> None:
-        """Applies `static_graph=True` before the first forward."""
+        """Enables `static_graph` before the first forward."""
         self.close()
         self._averager.make_static()
         self._install_hooks()
 
-    # - Around forward
+    # - Calls before and after forward
 
     def before_forward(self, inputs: object) -> None:
-        """Requires that the latest backward averaged all gradients, and passes the inputs to the averager.
+        """Checks that the latest backward averaged all gradients, and passes the inputs to the averager.
 
         Raises:
             RuntimeError: parameters have no gradient; the message contains their names and the fix.
@@ -139,7 +138,7 @@ class Reducer:
         self._averager.before_forward(inputs)
 
     def require_averaged(self) -> None:
-        """Requires that the latest backward left no parameter without a gradient.
+        """Checks that the latest backward left no parameter without a gradient.
 
         Raises:
             RuntimeError: some parameters have no gradient; the message contains their names and the fix.
@@ -148,11 +147,11 @@ class Reducer:
             self._raise_missing("the last backward")
 
     def expect(self, output: object, copy_shared: bool) -> None:
-        """Makes the backward of `output` average the gradients.
+        """Registers `output` so that a backward through it averages the gradients.
 
         Args:
-            output: the output of forward: tensors, nested in any way.
-            copy_shared: whether forward's inputs require gradients, which may share memory with those of parameters.
+            output: the output of forward, which may be an arbitrarily nested structure of tensors.
+            copy_shared: whether an input of forward requires a gradient, which may share memory with a parameter's.
         """
         self.forwards += 1
         if self._state in (BackwardState.IDLE, BackwardState.REPEATING):
@@ -176,40 +175,41 @@ class Reducer:
         return self._gradients.names_without(used_parameters(outputs))
 
     def leave_out(self, output: object) -> None:
-        """Prevents a backward of `output` from averaging, even if another forward awaits its backward.
+        """Excludes `output` from averaging, even while another forward awaits its backward.
 
-        Such a backward reaches the parameters too, and would otherwise be mistaken for the awaited one.
+        A backward through `output` also reaches the parameters. Unless excluded, it would be mistaken for the awaited
+        backward.
         """
         self._outputs.mark_unwatched(_differentiable(output))
 
     def is_recomputing(self) -> bool:
-        """Returns whether a backward calls forward again, to recompute outputs that `expect` has received.
+        """Returns whether a backward is calling forward again to recompute outputs that `expect` has received.
 
-        With `use_reentrant=True`, `expect` has not received them, since the first forward computes no gradients.
+        With `use_reentrant=True`, `expect` has not received the outputs, because the first forward records no graph.
         """
         if not in_backward() or self._state is BackwardState.IDLE:
             return False
         return self._state is not BackwardState.REPEATING or running_backward() == self._outputs.task
 
     def follow(self, output: object) -> None:
-        """Makes a backward of the recomputed `output` average as well.
+        """Registers a recomputed `output` so that a backward through it also averages the gradients.
 
-        Only a reentrant checkpoint runs such a backward. Otherwise the running backward uses the recomputed tensors and
-        averages as usual.
+        Only reentrant checkpointing runs a separate backward through recomputed outputs. With non-reentrant
+        checkpointing, the running backward uses them and averages as usual.
         """
         self._outputs.watch_recomputed(_differentiable(output), self._begin)
 
     def awaits_backward(self) -> bool:
-        """Returns whether no backward has begun since the latest forward."""
+        """Returns whether no backward has started since the latest forward."""
         return self._state is BackwardState.EXPECTING
 
     # - Averages without a backward
 
     def contribute_zeros(self) -> list[torch.Tensor | None]:
-        """Contributes zeros when other ranks average a backward's gradients, and keeps the averages.
+        """Contributes zeros to the other ranks' average, and sets this rank's gradients to the result.
 
         Returns:
-            The gradients that this rank had before.
+            The previous gradients of this rank.
         """
         self._state = BackwardState.IDLE
         own = self._averager.replace_by_zeros()
@@ -217,14 +217,14 @@ class Reducer:
         return own
 
     def skip(self, take_part: Callable[[], None]) -> None:
-        """Sets the gradients to the other ranks' average by calling `take_part`, instead of running a backward."""
+        """Calls `take_part`, which sets the gradients to the other ranks' average, instead of running a backward."""
         started = time.perf_counter()
         self._state = BackwardState.IDLE
         take_part()
         step_params(self._stepped)
         self.wait_s += time.perf_counter() - started
 
-    # - How a backward begins
+    # - Start of a backward
 
     @eager
     def _begin_without_outputs(self, _: torch.Tensor) -> None:
@@ -239,10 +239,10 @@ class Reducer:
         self._state = AFTER_BEGIN[self._state]
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    # - While it runs
+    # - Gradient hooks during a backward
 
     def _count_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # The hook runs once for each parameter.
+        # Local variables keep the hook cheap: it runs for each parameter in each backward.
         count, backward, lock = self._averager.count_and_start, BackwardState.BACKWARD, self._lock
 
         @eager
@@ -251,13 +251,13 @@ class Reducer:
                 if self._state is not backward:
                     self._begin_without_outputs(param)
                     if self._state is not backward:
-                        return  # reduced with all others when backward ends, if at all
+                        return  # this gradient is reduced when backward ends, or not at all
                 if not count(index):
                     raise RuntimeError(f"{self._me()}: {self._averager.late_text(index)}")
 
         return hook
 
-    # - How it ends
+    # - End of a backward
 
     @eager
     def _end(self) -> None:
@@ -269,7 +269,7 @@ class Reducer:
                 self._reductions += 1
                 step_params(self._stepped)
         except BaseException as error:
-            self._state = BackwardState.IDLE  # the error is raised once, here, and not again by the next forward
+            self._state = BackwardState.IDLE  # the next forward must not raise the error again
             self._averager.abandon()
             if isinstance(error, CollectiveError):
                 add_context(error, averaging_context(self._module_name, self._reductions + 1, self.forwards))
@@ -279,10 +279,10 @@ class Reducer:
             self.wait_s += time.perf_counter() - started
 
     def _average(self) -> None:
-        """Averages all gradients that were not averaged yet; the new state depends on whether gradients are missing."""
+        """Averages all gradients that are not averaged yet, and sets the state according to missing gradients."""
         is_awaited = self._state not in (BackwardState.IDLE, BackwardState.REPEATING)
         if not self._averager.record_static():
-            # This was torch.autograd.grad of tensors other than parameters; the parameters' backward may follow.
+            # The backward was a torch.autograd.grad for other tensors; one for the parameters may follow.
             self._state = BackwardState.EXPECTING if is_awaited else BackwardState.IDLE
             return
         if self._state is BackwardState.REPEATING:
@@ -297,7 +297,7 @@ class Reducer:
         self._state = BackwardState.INCOMPLETE if is_awaited else BackwardState.IDLE
 
     def _require_used(self) -> None:
-        """Raises if forward used none of the parameters without a gradient: no other backward can compute these."""
+        """Raises if forward used none of the parameters without a gradient, which no backward can then compute."""
         unused = self._unused_at_first
         if unused and self._outputs.unreached == 0:
             missing = self._gradients.missing()
@@ -312,14 +312,14 @@ class Reducer:
 
 
 class OutputHooks:
-    """Hooks on the outputs of forwards, which run when a backward reaches the outputs.
+    """Installs hooks on the outputs of forwards; the hooks run when a backward reaches the outputs.
 
     Args:
-        lock: the lock that is held while a hook runs, for outputs on several devices.
+        lock: the lock that is held while a hook runs, because autograd uses one thread per device.
 
     Attributes:
         task: the autograd engine's number of the running backward; `on_begin` sets it.
-        unreached: the number of outputs that no backward has reached yet, whose gradients may still be computed.
+        unreached: the number of outputs that no backward has reached yet.
         in_other: whether the running backward has reached an output passed to `mark_unwatched`.
     """
 
@@ -339,7 +339,7 @@ class OutputHooks:
 
         Args:
             outputs: the tensors of a forward that require gradients.
-            on_begin: the function to call with the autograd engine's number of the backward.
+            on_begin: the function to call with autograd's task id of the backward.
         """
         self.in_other = False
         for tensor in outputs:
@@ -384,5 +384,5 @@ class OutputHooks:
 
 
 def _differentiable(output: object) -> list[torch.Tensor]:
-    """Returns the tensors of an output that a backward can start from."""
+    """Returns the tensors in an output from which a backward can start."""
     return [tensor for tensor in find_tensors(output) if tensor.grad_fn is not None]

@@ -43,49 +43,48 @@ Measure = Callable[[Any], torch.Tensor]
 
 
 class EvaluationLoader(Protocol):
-    """A loader that an evaluation can read, such as `ShardLoader`."""
+    """Interface of loaders for evaluation, such as `ShardLoader`."""
 
     def whole_epoch(self) -> Iterator[StepBatches]:
-        """Yields all steps of an epoch, the same one in each call."""
+        """Yields all steps of one epoch; every call yields the same epoch."""
         ...
 
 
 class Sums(Protocol):
-    """An object that adds up the values of all shards."""
+    """Interface of objects that add up the values of all shards."""
 
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
-        """Returns the sum over all shards in the tree's order.
+        """Returns the sum over all shards, added in tree order.
 
         Args:
-            value_of: a function that computes the value of a shard.
-            is_step: whether the sum is the gradient of a training step.
+            value_of: a function that computes a shard's value from its number.
+            is_step: whether the sum contains the gradients for a training step.
         """
         ...
 
 
 class LogicalShards:
-    """Divides every step into `count` shards, and adds their gradients in an order that is independent of the ranks.
+    """Divides every step into `count` shards and adds their gradients in an order that does not depend on the ranks.
 
-    Each shard has its own forward and backward, with its own random numbers (for example for dropout) and with
-    normalization over its own samples. Losses, gradients and changes of buffers (running statistics) are added in a
-    pairwise tree over the shards. Training on 1, 2 or 4 ranks, or any other number up to `count`, therefore gives
-    bitwise equal parameters. If the number of ranks is a power of two that divides `count`, no more bytes are sent than
-    by an all-reduce. Otherwise more bytes are sent, and the work is divided unevenly if the number does not divide
-    `count`.
+    Each shard runs its own forward and backward, with its own random numbers (for example for dropout) and with
+    normalization over its own samples. Losses, gradients and buffer updates (running statistics) are added in a
+    pairwise tree over the shards. Training therefore produces bitwise equal parameters on any number of ranks up to
+    `count`. If the number of ranks is a power of two that divides `count`, training sends no more bytes than with an
+    all-reduce. Other numbers of ranks send more bytes, and those that do not divide `count` divide the work unevenly.
 
-    The model of the CPU or GPU, the version of torch and its number of threads must be the same too; the constructor
-    sets the number of threads for this process. On a GPU, `torch.use_deterministic_algorithms(True)` is needed as well,
-    since the order of additions varies in some of its kernels. Every shard also has its own random stream on a GPU, so
-    dropout does not depend on the number of ranks there either.
+    For bitwise equal results, runs must also use the same CPU or GPU model, the same version of torch and the same
+    number of threads, which the constructor sets for this process. GPU training additionally requires
+    `torch.use_deterministic_algorithms(True)`, because the order of additions varies in some GPU kernels. Each shard
+    has a random stream on the GPU too, which makes dropout independent of the number of ranks.
 
     Args:
-        module: the unwrapped model, the same on every rank; rank 0's parameters and buffers are copied to all.
+        module: the unwrapped model, the same on every rank. Rank 0's parameters and buffers are copied to all ranks.
         count: the number of shards, at least the number of ranks.
         seed: the seed of all random streams; the same on every rank.
         process_group: the ranks; None for the default group.
-        threads: the number of threads that torch uses, the same in all runs; more than 1 suits few ranks with many
-            cores.
-        checks: whether gradients and replicas are checked, as for `DistributedDataParallel`.
+        threads: the number of threads that torch uses, the same in all runs. Values above 1 pay off if there are few
+            ranks and many cores.
+        checks: whether gradients and replicas are checked; see `DistributedDataParallel`.
 
     Raises:
         CollectiveMismatchError: the model or these arguments differ between ranks; raised on every rank.
@@ -138,29 +137,29 @@ class LogicalShards:
         record_optimizers()
 
     def sum_by(self, sums: Sums, on_batch: Callable[[], None]) -> None:
-        """Delegates the sum over shards to `sums`; a loader then calls `on_batch` before each batch."""
+        """Delegates the sum over shards to `sums`, and makes loaders call `on_batch` before each batch."""
         self._sums, self._on_batch = sums, on_batch
         self._checks.allow_differences()  # the members of an elastic job vote on their state
 
     @property
     def _device(self) -> torch.device:
-        """The device of the first parameter, on which losses are added."""
+        """The device of the first parameter; losses are added on this device."""
         first = next(self.module.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
     def begin_batch(self) -> None:
-        """Prepares the next batch or the end of an epoch; loaders call it."""
+        """Prepares the next batch or the end of an epoch; called by loaders."""
         self._on_batch()
 
     def backward(self, loss_of: Callable[[Any], torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
-        """Computes the gradient of the mean loss over the step's samples, and adds it to the parameters' gradients.
+        """Computes the gradient of the mean loss over the step's samples and accumulates it into the parameters.
 
         Args:
-            loss_of: a function from a batch's data to the mean loss over its samples, a scalar.
-            batches: the batch of each of this rank's shards that has samples.
+            loss_of: a function from a batch's data to the scalar mean loss over its samples.
+            batches: the batches of this rank's shards; shards without samples are omitted.
 
         Returns:
-            The mean loss. It is the same on every rank, as are the gradients.
+            The mean loss. The loss and the gradients are the same on every rank.
         """
         STEPS.begin(self, "shards")
         named = {name: param for name, param in self.module.named_parameters() if param.requires_grad}
@@ -185,17 +184,17 @@ class LogicalShards:
         return loss.to(self._device, copy=True)
 
     def evaluate(self, measure: Measure, loader: EvaluationLoader) -> torch.Tensor:
-        """Returns the sum of `measure` over all batches of `loader`, in evaluation mode and without gradients.
+        """Sums `measure` over all batches of `loader`, in evaluation mode and without gradients.
 
-        Each sample counts once, and the result is bitwise equal on all ranks and for every number of ranks.
+        Each sample is counted once. The result is bitwise equal on all ranks and for any number of ranks.
 
         Args:
-            measure: a function from a batch's data to a sum over its samples, such as the number of correct answers: a
-                tensor, whose shape, dtype and device are the same for each batch.
-            loader: a separate `ShardLoader` of these shards, with shuffle=False.
+            measure: a function from a batch's data to a sum over its samples, such as the number of correct answers.
+                The sum is a tensor with the same shape, dtype and device for each batch.
+            loader: a separate `ShardLoader` for these shards, with shuffle=False.
 
         Raises:
-            ValueError: the loader is in the middle of an epoch, or has fewer samples than there are shards.
+            ValueError: the loader is in the middle of an epoch, or there are fewer samples than shards.
 
         Example::
 
@@ -217,7 +216,7 @@ class LogicalShards:
         buffers: Sequence[torch.Tensor],
         before: Sequence[torch.Tensor],
     ) -> Values:
-        """Returns a shard's loss, a flag for each gradient that exists, the gradients, and the changes of buffers."""
+        """Returns a shard's loss, a flag per parameter (1.0 if it has a gradient), gradients, and buffer updates."""
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
         for param in params:
@@ -242,13 +241,13 @@ class LogicalShards:
     def _update(
         buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor], changes: Sequence[torch.Tensor]
     ) -> None:
-        """Adds the shards' mean change to floating-point buffers, and copies other buffers from shard 0."""
+        """Adds the mean update over the shards to floating-point buffers, and sets other buffers to shard 0's."""
         for buffer, old, change in zip(buffers, before, changes, strict=True):
             buffer.copy_(old + change.to(buffer.device) if buffer.is_floating_point() else change)
 
 
 class GroupSums:
-    """The sum over `count` shards, of which each rank of `group` computes a consecutive run."""
+    """Adds up `count` shards, of which each rank in `group` computes a consecutive range."""
 
     def __init__(self, count: int, group: ProcessGroup) -> None:
         self._count, self._group = count, group
@@ -263,12 +262,12 @@ class GroupSums:
 
 
 class ShardSums:
-    """The sum of `measure` over the batches of each shard, for an evaluation.
+    """Sums `measure` over the batches of each shard, for an evaluation.
 
     Args:
-        measure: a function from a batch's data to a tensor, whose shape, dtype and device are the same for each batch.
+        measure: a function from a batch's data to a tensor with the same shape, dtype and device for each batch.
         seed: the seed of the random streams.
-        devices: the devices whose generators draw from these streams, besides the CPU's.
+        devices: the devices, besides the CPU, whose generators draw from these streams.
     """
 
     def __init__(self, measure: Measure, seed: int, devices: Sequence[torch.device] = ()) -> None:
@@ -284,7 +283,7 @@ class ShardSums:
             self._steps.append(batches.without_data())
 
     def value_of(self, shard: int) -> Values:
-        """Returns the sum of a shard, reading its batches if they belong to another rank."""
+        """Returns the sum for a shard; if the shard belongs to another rank, reads its batches first."""
         if shard not in self._sums:
             for batches in self._steps:
                 if (batch := batches.of(shard)) is not None:
@@ -312,21 +311,21 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Does nothing; the default callback."""
+    """Does nothing; serves as the default callback."""
 
 
 def _change(after: torch.Tensor, before: torch.Tensor, weight: float) -> torch.Tensor:
-    """Returns a shard's share of the mean change of a buffer, which is zero for entries that stay infinite."""
+    """Returns a shard's weighted update of a buffer; zero for unchanged entries, even infinite ones."""
     return torch.where(after == before, 0, after - before).mul_(weight)
 
 
 def _of_first_shard(buffer: torch.Tensor, shard: int) -> torch.Tensor:
-    """Returns the buffer on shard 0 and zeros on the others, so that the sum over all shards is that of shard 0."""
+    """Returns the buffer for shard 0 and zeros for other shards, which makes the sum equal to shard 0's buffer."""
     summable = buffer.to(torch.uint8) if buffer.dtype is torch.bool else buffer
     return summable.clone() if shard == 0 else torch.zeros_like(summable)
 
 
 def _reader(batches: Sequence[Batch]) -> Callable[[int], Batch | None]:
-    """Returns a function from a shard to its batch, or to None if the shard has no samples in this step."""
+    """Returns a function from a shard number to the shard's batch, or to None if the shard has no samples."""
     by_shard = {batch.key[2]: batch for batch in batches}
     return batches.of if isinstance(batches, StepBatches) else by_shard.get

@@ -1,4 +1,4 @@
-"""The samples, the batches and the random numbers of each shard, which do not depend on the rank that computes it."""
+"""Samples, batches and random streams of logical shards; all are independent of the rank that computes a shard."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import torch
 
 from paceline.train.logical_shards.tree_sum import run_of_rank
 
-# The purposes of random streams, the second number of a stream's key after the seed. Results depend on these values.
+# A random stream's key starts with the seed and one of these purposes. Changing a value changes training results.
 ORDER, READING, TRAINING, FORWARD, EVALUATION = range(5)
 
 
 class Batch(Protocol):
-    """A shard's batch, such as those that `ShardLoader` yields."""
+    """Interface of a shard's batch, such as the `ShardBatch` objects from a `ShardLoader`."""
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """The epoch, the step and the shard."""
+        """The numbers of the epoch, the step and the shard."""
 
     @property
     def weight(self) -> float:
-        """This batch's fraction of the step's samples."""
+        """The batch's share of the step's samples, from 0 to 1."""
 
     @property
     def data(self) -> Any:
-        """The data that the loss is computed from."""
+        """The data from which the loss is computed."""
 
 
 @dataclass(frozen=True)
 class ShardBatch:
-    """The part of a step that belongs to a shard.
+    """A shard's batch in one step.
 
     Attributes:
-        key: the epoch, the step and the shard.
-        weight: the batch's fraction of the step's samples.
-        data: the data that the loss is computed from.
+        key: the numbers of the epoch, the step and the shard.
+        weight: the batch's share of the step's samples, from 0 to 1.
+        data: the data from which the loss is computed.
     """
 
     key: tuple[int, int, int]
@@ -52,8 +52,8 @@ class StepBatches(list[ShardBatch]):
     """The batches of this rank's shards in one step.
 
     Args:
-        batches: the batch of each of this rank's shards that has samples.
-        read: a function that reads the batch of any shard of the step, or returns None if the shard has no samples.
+        batches: the batches of this rank's shards; shards without samples are omitted.
+        read: a function that reads the batch of any shard in this step, or returns None if the shard has no samples.
     """
 
     def __init__(self, batches: Iterable[ShardBatch], read: Callable[[int], ShardBatch | None]) -> None:
@@ -62,17 +62,17 @@ class StepBatches(list[ShardBatch]):
         self._read = read
 
     def without_data(self) -> StepBatches:
-        """Returns the same step without its batches; `of` reads them again."""
+        """Returns a copy without the batches, which frees their memory; `of` reads batches again on demand."""
         return StepBatches([], self._read)
 
     def of(self, shard: int) -> ShardBatch | None:
-        """Returns the batch of a shard, reading it if another rank has the shard; None if the shard has no samples."""
+        """Returns a shard's batch, which is read if not in this list; None if the shard has no samples."""
         return self._own[shard] if shard in self._own else self._read(shard)
 
 
 @contextmanager
 def random_stream(*key: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Returns a context in which torch and `random` draw from the stream of `key`; restores their states.
+    """Returns a context in which torch and `random` draw from the stream for `key`; restores their states on exit.
 
     Args:
         key: the numbers that identify the stream.
@@ -98,13 +98,13 @@ def random_stream(*key: int, devices: Sequence[torch.device] = ()) -> Iterator[N
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The samples of an epoch in order, and their division into steps and shards.
+    """The order of samples in an epoch, and their division into steps and shards.
 
     Attributes:
         epoch: the number of the epoch.
-        order: the indices of the samples.
+        order: the indices of the samples, in the order of training.
         shards: the number of logical shards.
-        batch_size: the number of samples of each shard in a step.
+        batch_size: the number of samples per shard in a step.
     """
 
     epoch: int
@@ -114,7 +114,7 @@ class EpochPlan:
 
     @classmethod
     def of(cls, epoch: int, samples: int, shards: int, batch_size: int, *, seed: int, shuffle: bool) -> EpochPlan:
-        """Returns the plan of an epoch over `samples` samples, the same on every rank."""
+        """Creates the plan for an epoch of `samples` samples; the plan is the same on every rank."""
         order = torch.arange(samples, device="cpu")
         if shuffle:
             with random_stream(seed, ORDER, epoch):
@@ -122,23 +122,23 @@ class EpochPlan:
         return cls(epoch, order, shards, batch_size)
 
     def samples_of_step(self, step: int) -> int:
-        """Returns the number of samples of all shards in a step."""
+        """Returns the number of samples in a step, over all shards."""
         whole = self.shards * self.batch_size
         return min(whole, len(self.order) - step * whole)
 
     def samples_of(self, step: int, shard: int) -> list[int]:
-        """Returns the samples of a shard in a step; empty for some shards if the last step has too few."""
+        """Returns a shard's samples in a step; in the last step, some shards may have none."""
         first = step * self.shards * self.batch_size
         run = run_of_rank(self.samples_of_step(step), self.shards, shard)
         listed: list[int] = self.order[first + run.start : first + run.stop].tolist()
         return listed
 
     def count_of(self, step: int, shard: int) -> int:
-        """Returns the number of samples of a shard in a step."""
+        """Returns the number of a shard's samples in a step."""
         return len(run_of_rank(self.samples_of_step(step), self.shards, shard))
 
     def batches(self, steps: range, mine: range) -> Iterator[list[Any]]:
-        """Yields a list for each shard in each step: the key (epoch, step, shard), followed by the samples."""
+        """Yields one list per step and shard: the key (epoch, step, shard), followed by the sample indices."""
         for step in steps:
             for shard in mine:
                 if samples := self.samples_of(step, shard):

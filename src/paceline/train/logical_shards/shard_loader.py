@@ -14,29 +14,29 @@ from paceline.train.logical_shards.shard_batches import READING, EpochPlan, Shar
 
 
 class Indexed(Protocol):
-    """A dataset with a length that can be indexed."""
+    """Interface of indexable datasets with a length."""
 
     def __len__(self) -> int:
         """Returns the number of samples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Returns a sample."""
+        """Returns the sample at `index`."""
 
 
 class ShardLoader:
-    """Yields a list of the batches of this rank's shards (`ShardBatch`) in each step.
+    """Yields, for each step, a list with a `ShardBatch` for each of this rank's shards.
 
-    The samples of a shard in a step depend on the number of shards, but not on the number of ranks. The last step of an
-    epoch divides the remaining samples among all shards; shards without a sample have no batch. Samples are read with
-    the random stream of their shard and step, so augmentation does not depend on the number of ranks or workers either.
-    Each iteration is an epoch, or the rest of one.
+    A shard's samples depend on the number of shards, but not on the number of ranks. The last step of an epoch divides
+    the remaining samples among all shards; shards without samples have no batch. Each batch is read with its own random
+    stream, which makes augmentation independent of the number of ranks and workers. Each iteration over the loader is
+    an epoch or, after `load_state_dict`, the rest of one.
 
     Args:
-        dataset: a dataset with a length that can be indexed.
-        batch_size: the number of samples of each shard in a step.
+        dataset: an indexable dataset with a length.
+        batch_size: the number of samples per shard in a step.
         shards: the logical shards.
         shuffle: whether the samples are permuted, differently in each epoch.
-        num_workers, collate_fn, prefetch_factor, persistent_workers: the arguments of torch's DataLoader.
+        num_workers, collate_fn, prefetch_factor, persistent_workers: see torch's DataLoader.
 
     Example::
 
@@ -60,10 +60,10 @@ class ShardLoader:
         self.epoch = 0
         self._next_step = 0
         self._dataset, self._batch_size, self._shards, self._shuffle = dataset, batch_size, shards, shuffle
-        self._plan: EpochPlan | None = None  # of the latest epoch
+        self._plan: EpochPlan | None = None  # cached plan of the latest epoch
         self._collate: Callable[[list[Any]], Any] = default_collate if collate_fn is None else collate_fn
         self._reading = _Reading(dataset, shards.seed)
-        reading: Any = self._reading  # has a Dataset's methods, but not its base class
+        reading: Any = self._reading  # not a subclass of Dataset, which `reading` only resembles
         self._upcoming = _Batches()
         self._loader: DataLoader[Any] = DataLoader(
             reading,
@@ -83,10 +83,10 @@ class ShardLoader:
         self._next_step = 0
 
     def whole_epoch(self) -> Iterator[StepBatches]:
-        """Yields all steps of epoch 0, for an evaluation, and then restores the position.
+        """Yields all steps of epoch 0 for an evaluation, then restores the position.
 
         Raises:
-            ValueError: an epoch has begun but not ended, or there are fewer samples than shards.
+            ValueError: an epoch is in progress, or there are fewer samples than shards.
         """
         if self._next_step:
             raise ValueError(
@@ -103,7 +103,7 @@ class ShardLoader:
             self.epoch, self._next_step = epoch, 0
 
     def __len__(self) -> int:
-        """Returns the number of remaining steps of the epoch, which is the same on every rank."""
+        """Returns the number of remaining steps in the epoch, which is the same on every rank."""
         return self._steps() - self._next_step
 
     def state_dict(self) -> dict[str, int]:
@@ -111,14 +111,14 @@ class ShardLoader:
         return {"epoch": self.epoch, "step": self._next_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restores the position in `state`, on any number of ranks, for the same number of shards and batch size."""
+        """Restores a saved position; the number of ranks may differ, but not the number of shards or the batch size."""
         self.epoch, self._next_step = state["epoch"], state["step"]
 
     def _steps(self) -> int:
         return -(-len(self._dataset) // (self._shards.count * self._batch_size))
 
     def _plan_of(self, epoch: int) -> EpochPlan:
-        """Returns the plan of an epoch, which is cached."""
+        """Returns the cached plan of an epoch, or creates it."""
         if self._plan is None or (self._plan.epoch, len(self._plan.order)) != (epoch, len(self._dataset)):
             samples, shards = len(self._dataset), self._shards
             self._plan = EpochPlan.of(
@@ -127,18 +127,18 @@ class ShardLoader:
         return self._plan
 
     def _steps_as_dealt(self) -> Iterator[StepBatches]:
-        """Yields the remaining steps of the epoch until this rank gets other shards."""
+        """Yields the epoch's remaining steps, and stops early when this rank is assigned different shards."""
         mine = self._shards.mine
         remaining = self._remaining(mine)
         while self._next_step < self._steps():
             self._shards.begin_batch()
             if self._shards.mine != mine:
-                return  # the loader has read ahead for other shards
+                return  # the batches that the loader has prefetched are for the previous shards
             yield next(remaining)
 
     def _remaining(self, mine: range) -> Iterator[StepBatches]:
         plan, steps = self._plan_of(self.epoch), self._steps()
-        # The generator is lazy: an elastic job continues in a new view without waiting for a list of all batches.
+        # A lazy generator lets an elastic job continue in a new view without first listing all batches.
         self._upcoming.listed = plan.batches(range(self._next_step, steps), mine)
         # A rank without shards, such as a worker that catches up with others, starts no loader processes.
         batches = recorded_waits(iter(self._loader) if mine else iter(()), "ShardLoader")
@@ -151,7 +151,7 @@ class ShardLoader:
             )
 
     def _read_in(self, plan: EpochPlan, step: int, shard: int) -> ShardBatch | None:
-        """Reads a shard's batch of a step in this process; returns None if it has no samples."""
+        """Reads a shard's batch in this process; returns None if the shard has no samples in the step."""
         key, samples = (plan.epoch, step, shard), plan.samples_of(step, shard)
         if not samples:
             return None
@@ -162,10 +162,10 @@ class ShardLoader:
 
 
 class _Batches:
-    """Yields each batch to the DataLoader as its key followed by its indices.
+    """The DataLoader's batch sampler: yields each batch as a key followed by sample indices.
 
-    It holds no reference to the loader: in a reference cycle, the garbage collector would end the loader's processes,
-    which takes five seconds for each.
+    The sampler does not reference the `ShardLoader`. If it did, the reference cycle would leave the loader's worker
+    processes to the garbage collector, which takes five seconds to end each of them.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class _Batches:
 
 
 class _Reading:
-    """Reads the dataset batch by batch, each in the random stream of its key."""
+    """The DataLoader's dataset: reads whole batches, each with the random stream for its key."""
 
     def __init__(self, dataset: Indexed, seed: int) -> None:
         self._dataset, self._seed = dataset, seed

@@ -1,9 +1,9 @@
 """ShardedReplica: divides a rank's forward and backward into logical shards, for any data parallel training loop.
 
-Rank r's batch has the samples r, r + n, r + 2n, ... of a step, as `DistributedSampler` distributes them to n ranks. If
-a step is distributed to `count` shards in the same way, shard s has the same samples for every n, and rank r has the
-shards r, r + n, ... Their gradients are added in a tree that first splits the shards by the last bit of their number,
-so the shards of a rank form a node of the tree.
+With n ranks, `DistributedSampler` assigns the samples r, r + n, r + 2n, ... of a step to rank r. This module assigns
+the samples s, s + count, s + 2 count, ... to shard s, and the shards r, r + n, ... to rank r. A shard's samples are
+therefore the same for every n. Gradients are added in a tree that splits shards by the lowest bit of their number
+first. In this tree, the shards of each rank form a node.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from paceline.train.module_tensors import TrackedTensors, accelerators_of, broad
 
 @dataclass(eq=False)
 class _Forward:
-    """The state of a forward until its backward.
+    """The state that a forward keeps for its backward.
 
     Attributes:
         reduces: whether the backward averages the gradients.
-        params: the parameters of each of this rank's shards.
-        changes: the changes of floating-point buffers by each shard.
-        whole: the other buffers, after the first shard.
-        is_reduced: whether the gradients were averaged.
+        params: copies of the parameters, for each of this rank's shards.
+        changes: the updates of the floating-point buffers, for each of this rank's shards.
+        whole: the integer and boolean buffers as the first shard left them.
+        is_reduced: whether the gradients have been averaged.
     """
 
     reduces: bool
@@ -53,12 +53,12 @@ class _Forward:
 
 
 class ShardedReplica:
-    """Calls `module` once for each of this rank's shards, and averages the gradients over all shards.
+    """Calls `module` once for each of this rank's shards and averages the gradients over all shards.
 
     Args:
         module: a module, the same on every rank.
         tracked: the module's tensors.
-        count: the number of shards; a power of two, as is the number of ranks, and at least as large.
+        count: the number of shards, a power of two that is at least the number of ranks.
         seed: the seed of the shards' random streams.
         dim: the batch dimension of inputs and outputs.
         group: the ranks.
@@ -95,21 +95,21 @@ class ShardedReplica:
         self._checks = checks
         self._local = count // size
         self._forwards = 0
-        self._waiting: list[_Forward] = []  # forwards that have had their backward, but no reduction yet
+        self._waiting: list[_Forward] = []  # forwards whose backward has ended but whose gradients are not reduced yet
         self._begun: list[_Forward] = []  # forwards that the running backward has reached
-        self._task = NO_BACKWARD  # the autograd engine's number of the running backward
+        self._task = NO_BACKWARD  # autograd's task id of the running backward
 
     def __call__(
         self, args: Sequence[object], kwargs: Mapping[str, object], reduces: bool, compiler: Compiler = None
     ) -> object:
-        """Returns the module's output for this rank's batch, concatenated from its shards.
+        """Runs the module on each shard of this rank's batch and concatenates the outputs.
 
         Args:
             args: the module's positional arguments.
             kwargs: the module's keyword arguments.
-            reduces: whether the backward averages the gradients; otherwise they are kept until a backward averages
-                them.
-            compiler: the compiler of the module, if any.
+            reduces: whether the backward averages the gradients. If False, they accumulate until a later backward
+                averages them.
+            compiler: the compiler for the module, or None.
 
         Raises:
             ValueError: the batch cannot be divided evenly among the shards.
@@ -135,7 +135,7 @@ class ShardedReplica:
         compiler: Compiler,
     ) -> object:
         params = {name: param.detach().requires_grad_() for name, param in self._tracked.trained.items()}
-        # Every shard starts with the buffers as they were before the step.
+        # Every shard starts from the buffer values before this forward.
         buffers = {name: buffer.detach().clone() for name, buffer in self._tracked.buffers.items()}
         forward.params.append(list(params.values()))
         inputs: Any = map_tensors((tuple(args), dict(kwargs)), lambda tensor: self._deal_out(tensor, shard))
@@ -149,7 +149,7 @@ class ShardedReplica:
         return map_tensors(output, lambda tensor: self._watch(tensor, forward))
 
     def _deal_out(self, tensor: torch.Tensor, shard: int) -> torch.Tensor:
-        """Returns a shard's samples in separate memory, since results of kernels may depend on the layout."""
+        """Copies a shard's samples into contiguous memory, because kernel results may depend on the layout."""
         if tensor.dim() <= self._dim:
             return tensor
         samples = tensor.shape[self._dim]
@@ -162,7 +162,7 @@ class ShardedReplica:
         return apart.select(self._dim + 1, shard).clone(memory_format=torch.contiguous_format)
 
     def _deal_back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the samples, which are in the order of shards, in the order of the batch."""
+        """Reorders samples from shard order to batch order."""
         if tensor.dim() <= self._dim or self._local == 1:
             return tensor
         by_shard: torch.Tensor = tensor.unflatten(self._dim, (self._local, tensor.shape[self._dim] // self._local))
@@ -179,7 +179,7 @@ class ShardedReplica:
             task = running_backward()
             if task != self._task:
                 self._task = task
-                self._begun = []  # even after a backward that failed
+                self._begun = []  # a backward that failed may have left entries
                 torch.autograd.Variable._execution_engine.queue_callback(self._end)
             if forward not in self._begun:
                 self._begun.append(forward)
@@ -191,7 +191,7 @@ class ShardedReplica:
 
     @eager
     def _end(self) -> None:
-        """Averages the gradients at the end of a backward, if one of its forwards reduces."""
+        """Runs at the end of a backward; averages the gradients if the backward reached a forward with `reduces`."""
         self._task = NO_BACKWARD
         begun = [
             forward
@@ -236,7 +236,7 @@ class ShardedReplica:
             forward.params.clear()
 
     def _values(self, forwards: Sequence[_Forward], shard: int) -> Values:
-        """Returns one shard's values: a flag for each gradient that exists, the gradients, and changes of buffers."""
+        """Returns a shard's values: a flag per parameter (1.0 if it has a gradient), gradients, and buffer updates."""
         params = list(self._tracked.trained.values())
         gradients: list[torch.Tensor | None] = [None] * len(params)
         for forward in forwards:
@@ -252,7 +252,7 @@ class ShardedReplica:
 
 
 def _reversing(count: int) -> Callable[[int], int]:
-    """Returns a function that reverses the bits of numbers below `count`, a power of two."""
+    """Returns a function that reverses the bit order of numbers below `count`, a power of two."""
     bits = count.bit_length() - 1
 
     def reverse(number: int) -> int:

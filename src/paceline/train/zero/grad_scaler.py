@@ -1,4 +1,4 @@
-"""GradScaler: loss scaling for gradients that are divided among ranks."""
+"""GradScaler: loss scaling for models whose gradients are divided among ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` that also supports `SharedModelOptimizer` and `ZeroRedundancyOptimizer` of stage 2 or 3.
 
-    A rank then unscales the gradients that it owns, and all ranks agree on whether any gradient is infinite or NaN, so
-    they skip the same steps and keep the same scale.
+    With these optimizers, each rank unscales the gradients that it owns. The ranks then agree on whether any gradient
+    is infinite or NaN; they therefore skip the same steps and keep the same scale.
 
     Args:
         device: the device of the scale; "cpu" by default.
@@ -24,8 +24,8 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: the factor by which the scale shrinks after a step with infinities.
         growth_interval: the number of steps without infinities after which the scale grows.
         enabled: whether to scale losses and gradients.
-        group: the ranks that hold different parts of one model, such as those of a `Pipeline` or of
-            `parallelize_module`, which then agree whichever optimizer is used. None if each rank has the whole model.
+        group: the ranks that hold different parts of one model, as with `Pipeline` or `parallelize_module`. These ranks
+            then agree on skipped steps with any optimizer. None if each rank holds the whole model.
 
     Example::
 
@@ -49,14 +49,14 @@ class GradScaler(torch.amp.GradScaler):
         self._group = None if group is None else resolve(group)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscales the gradients, unless `unscale_` did, and makes a step if all gradients are finite on every rank."""
+        """Unscales the gradients if `unscale_` has not, and steps the optimizer if all ranks' gradients are finite."""
         if not isinstance(optimizer, PartitionedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer.is_scaled_alike = True
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
-            optimizer.is_scaled_alike = False  # torch's scaler might step it next
+            optimizer.is_scaled_alike = False  # the next step may use torch's scaler
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

@@ -1,9 +1,9 @@
 """ShardedGradientReducer: averages gradients on their owners during backward and frees them elsewhere (ZeRO stage 2).
 
-A bucket is reduced when its last gradient is ready. With `in_order` it also waits for the buckets before it, so that
-all ranks reduce in the same order, regardless of autograd's order. Buckets that are incomplete when backward ends,
-because some ranks have no gradient, are reduced at that time. `ClippingWatch` warns if gradients that are not averages
-over all ranks are changed, for example by torch's clip_grad_norm_.
+A bucket is reduced when its last gradient is ready. With `in_order`, a bucket also waits for all earlier buckets, which
+gives all ranks the same order of reductions regardless of autograd's order. Buckets with missing gradients are reduced
+when backward ends. `ClippingWatch` warns if a program changes gradients that are not averages over all ranks, for
+example with torch's clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _SAMPLED = 4  # the number of parameters to watch; torch's clip_grad_norm_ chang
 
 
 class ClippingWatch:
-    """Warns once if gradients are written to between a backward and the step.
+    """Warns once if gradients are changed between a backward and the optimizer step.
 
     Args:
         named: the parameters by name.
-        me: this rank, for the message.
-        description: the meaning of a parameter's gradient before the step, for the message.
+        me: a description of this rank for the message, such as "rank 3".
+        description: a description, for the message, of a parameter's gradient before the step.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], me: str, description: str) -> None:
         self._named = dict(named)
         self._me = me
         self._description = description
-        self._versions: dict[str, int] = {}  # of the gradients at the end of a backward
+        self._versions: dict[str, int] = {}  # the gradients' versions at the end of a backward
         self._has_warned = False
         self._handles: list[RemovableHandle] = []
 
     def follow_backwards(self) -> None:
-        """Records the versions of a few gradients whenever autograd has added to them."""
+        """Records the versions of a few gradients whenever autograd has accumulated into them."""
         every = len(self._named) // _SAMPLED + 1
         for name, param in list(self._named.items())[::every]:
             if param.requires_grad and param.is_leaf:
-                hook = partial(_note_for, weakref.ref(self), name)  # a reference that does not keep the model alive
+                hook = partial(_note_for, weakref.ref(self), name)  # a weak reference does not keep the model alive
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def note(self) -> None:
@@ -64,13 +64,13 @@ class ClippingWatch:
             self._note(name, param)
 
     def close(self) -> None:
-        """Ends `follow_backwards`; idempotent."""
+        """Removes the hooks of `follow_backwards`; idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def check(self) -> None:
-        """Warns, once, if a recorded gradient has been written to since; then discards the records."""
+        """Warns, at most once, if a recorded gradient has been changed since; discards the records."""
         for name, version in self._versions.items():
             gradient = self._named[name].grad
             if gradient is not None and gradient._version > version and not self._has_warned:
@@ -100,21 +100,21 @@ def _note_for(watch: weakref.ref[ClippingWatch], name: str, param: torch.Tensor)
 
 
 class ShardedGradientReducer:
-    """Averages the gradients of `params` over the ranks of `group`.
+    """Averages the gradients of sharded parameters over the ranks in `group`.
 
     Args:
         shards: the shards of each parameter that requires a gradient.
-        names: the names of these parameters.
-        buckets: the indices into `shards` of each bucket; the same on every rank.
+        names: the names of the parameters in `shards`.
+        buckets: for each bucket, a list of indices into `shards`; the same on every rank.
         group: the ranks.
-        ends: the object that reports the end of a backward.
-        shard: whether only the owners keep a gradient; otherwise all ranks do.
+        ends: the object that runs callbacks at the end of a backward.
+        shard: whether only owners keep the averaged gradients. If False, all ranks keep them.
         in_order: whether to reduce the buckets in the given order, one at a time.
         overlap: whether to reduce on the group's progress thread during backward.
-        joinable: the optimizer; within `Join` all buckets are reduced at the end of backward, so that ranks without
-            inputs can make the same calls.
-        reduced: a function that is called with a bucket's number when this rank no longer needs its gradients.
-        replicas: the check that compares the ranks' replicas, or None if they hold different parts.
+        joinable: the optimizer. Within `Join`, all buckets are reduced at the end of backward, where ranks without
+            inputs can run the same collectives.
+        reduced: a function that is called with a bucket's index when this rank no longer needs the parameters.
+        replicas: the check that compares the ranks' replicas, or None if ranks hold different parts.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ShardedGradientReducer:
         self._replicas = replicas
         self._backwards = 0
         self._shards = [list(its_shards) for its_shards in shards]
-        # Whether this rank keeps the gradient of the whole parameter.
+        # One flag per parameter: whether this rank keeps the gradient of the whole parameter.
         self._keeps = [not shard or (parts[0].is_whole and parts[0].is_mine) for parts in shards]
         self._buckets = [list(bucket) for bucket in buckets]
         self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
@@ -151,10 +151,10 @@ class ShardedGradientReducer:
         self._reduced = reduced
         self._joinable = joinable
         self.divide_by_initial_world_size = True  # within Join
-        self.active = [True] * group.size()  # whether each rank made this backward
+        self.active = [True] * group.size()  # one flag per rank: whether the rank took part in the latest backward
         self._scale = 1.0
         self._recorded = RecordedBuckets("zero")
-        self._lock = threading.Lock()  # autograd has a thread for each device, and each calls `_arrive`
+        self._lock = threading.Lock()  # autograd calls `_arrive` on one thread per device
         ends.callbacks.append(self._finish)
         self._handles = []
         for index, param in enumerate(self._params):
@@ -184,7 +184,7 @@ class ShardedGradientReducer:
 
     @eager
     def _set_aside(self, index: int, _: torch.Tensor) -> None:
-        """Saves the average of an earlier backward, before autograd adds the new gradient to it."""
+        """Saves the average from an earlier backward before autograd can accumulate into it."""
         param = self._params[index]
         if param.grad is not None:
             self._earlier[self._shards[index][0]] = param.grad
@@ -197,7 +197,7 @@ class ShardedGradientReducer:
             self._count(index)
 
     def _count(self, index: int) -> None:
-        """Records that a gradient is ready, and reduces the buckets that are now complete and due."""
+        """Records that a gradient is ready, and reduces buckets that are now complete and due."""
         bucket = self._bucket_of[index]
         if index in self._arrived:
             raise RuntimeError(
@@ -249,7 +249,7 @@ class ShardedGradientReducer:
         check.look_at([name for name, _ in own], [gradient for _, gradient in own])
 
     def _take(self, index: int) -> list[tuple[Shard, torch.Tensor]]:
-        """Returns this rank's gradient, cut into the owners' parts; the reduction writes to their memory."""
+        """Splits this rank's gradient into the owners' parts, whose memory the reduction overwrites."""
         param, shards = self._params[index], self._shards[index]
         gradient = param.grad
         if index not in self._arrived:
@@ -260,7 +260,7 @@ class ShardedGradientReducer:
         assert gradient is not None
         is_written = self._overlap or not self._shard or any(shard.is_mine for shard in shards)
         if is_written and shares_memory(gradient):
-            gradient = gradient.clone()  # other layers may still read this memory, or write to it
+            gradient = gradient.clone()  # other layers may still use the shared memory
         param.grad = None
         gradient = gradient.detach()
         if not self._shard:
@@ -278,12 +278,12 @@ class ShardedGradientReducer:
                 shard.add_gradient(gradient)
 
     def _finish(self) -> None:
-        """Reduces the incomplete buckets at the end of a backward."""
+        """Reduces all remaining buckets at the end of a backward."""
         Join.notify_join_context(self._joinable)
         self._finish_with(is_active=True)
 
     def contribute_zeros(self) -> None:
-        """Makes the collectives of the other ranks' backward on a rank without gradients."""
+        """Runs the collectives of the other ranks' backward on a rank without gradients."""
         self.forget()
         self._finish_with(is_active=False)
 
@@ -317,13 +317,13 @@ class ShardedGradientReducer:
 def total_norm(
     gradients: Sequence[torch.Tensor], norm_type: float, group: ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Returns the norm of all ranks' gradients together, in float64.
+    """Computes the total norm of the gradients on all ranks, in float64.
 
     Args:
         gradients: this rank's gradients; some ranks may have none.
         norm_type: the order of the norm.
         group: the ranks.
-        device: the device of the result, of the same type on all ranks.
+        device: the device of the result; its type must be the same on all ranks.
     """
     norms = [torch.linalg.vector_norm(gradient, norm_type).double().to(device) for gradient in gradients]
     mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
@@ -337,7 +337,7 @@ def total_norm(
 
 
 def clip(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
-    """Scales gradients of norm `total` to a norm of at most `max_norm`, as torch does, without waiting for a device."""
+    """Scales gradients with total norm `total` to at most `max_norm`, as torch does, without device synchronization."""
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     on_devices = {scale.device: scale}
     for gradient in gradients:

@@ -1,7 +1,7 @@
-"""Conversion of optimizer states between the undivided optimizer and the part of it that a rank runs.
+"""Conversion of optimizer states between the unsharded optimizer and the part that a rank runs.
 
-Also gathers the parts on one rank, without pickle (numbers are sent as JSON, tensors as bytes), and loads states
-without rounding them.
+The module also gathers the parts on one rank without pickle (numbers are sent as JSON, tensors as bytes), and loads
+states without rounding them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ StateByIndex = dict[int, dict[str, object]]
 Group = dict[str, Any]
 
 _PLAIN = (bool, int, float, str, type(None))
-_STEP = "step"  # the only scalar whose type torch keeps
-_WHOLE_ONLY = ("params", "param_names")  # the keys of a group that the part of a rank does not copy
+_STEP = "step"  # the only scalar whose dtype torch preserves when loading
+_WHOLE_ONLY = ("params", "param_names")  # group keys that are not copied to a rank's part
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Loads a `state_dict` into the optimizer; scalars keep the types that they have in the state.
+    """Loads a `state_dict` into the optimizer; scalars keep their dtypes from the state.
 
-    Torch converts all scalars except the number of steps to the parameter's type, which rounds the float32 scalars of
+    Torch converts all scalars except the number of steps to the parameter's dtype, which rounds the float32 scalars in
     NAdam and ASGD if the parameter is bfloat16.
     """
     optimizer.load_state_dict(state)
     if "param_groups" not in state or not isinstance(state.get("state"), Mapping):
-        return  # a third-party optimizer, whose state may have another form
+        return  # a third-party optimizer may use another state format
     numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, param in zip(numbers, params, strict=False):
@@ -48,9 +48,9 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, to: int) -> StateByIndex | None:
-    """Gathers the states of all ranks' shards, by number, on group rank `to`; returns None on the others.
+    """Gathers the states of all ranks' shards, by shard number, on group rank `to`; returns None on other ranks.
 
-    The tensors of the result are on the CPU: a device that holds one rank's part may lack memory for all parts.
+    The gathered tensors are on the CPU, because a device that holds one rank's part may lack memory for all parts.
 
     Raises:
         TypeError: a state has a value other than a tensor, a number, a string or None; raised on every rank.
@@ -110,18 +110,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of_group(group: Group, owned: Sequence[torch.Tensor]) -> Group:
-    """Returns the group with only the parameters in `owned`."""
+    """Returns a copy of the group that contains only the parameters in `owned`."""
     return {**_options(group), "params": list(owned)}
 
 
 def copy_options(source: Sequence[Group], target: Sequence[Group]) -> None:
-    """Copies the options, such as learning rates, of the groups `source` to the groups `target`."""
+    """Copies options, such as learning rates, from the groups in `source` to the groups in `target`."""
     for from_group, to_group in zip(source, target, strict=True):
         to_group.update(_options(from_group))
 
 
 def to_state_dict(groups: Sequence[Group], state: StateByIndex) -> dict[str, Any]:
-    """Returns the `state_dict` of the unsharded optimizer."""
+    """Builds the `state_dict` of the unsharded optimizer."""
     packed: list[Group] = []
     first = 0
     for group in groups:
@@ -136,7 +136,7 @@ def to_state_dict(groups: Sequence[Group], state: StateByIndex) -> dict[str, Any
 def part_of_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[Group], shards: Sequence[Sequence[Shard]]
 ) -> dict[str, Any]:
-    """Returns the part of an unsharded optimizer's `state_dict` that this rank's optimizer loads.
+    """Extracts, from an unsharded optimizer's `state_dict`, the part that this rank's optimizer loads.
 
     Args:
         state_dict: the whole state.
@@ -170,11 +170,11 @@ def state_dict_of_parts(
     groups: Sequence[Group],
     shards: Sequence[Sequence[Shard]],
 ) -> dict[str, Any]:
-    """Returns the state that this rank's optimizer loads, given the states of its own shards.
+    """Builds the state that this rank's optimizer loads from the states of the rank's own shards.
 
     Args:
         saved: the groups of the unsharded optimizer.
-        states: the state of each shard of this rank, in the order of the parameters.
+        states: the state of each of this rank's shards, in the order of the parameters.
         groups: the parameter groups of this optimizer.
         shards: the shards of each parameter, in the order of the groups.
 
@@ -206,7 +206,7 @@ def join_parts(state: StateByIndex, shards: Sequence[Sequence[Shard]]) -> StateB
     """Combines the states of shards into the states of parameters.
 
     Args:
-        state: the states of shards, by their number.
+        state: the states of shards, by shard number.
         shards: the shards of each parameter.
     """
     joined: StateByIndex = {}
@@ -223,7 +223,7 @@ def join_parts(state: StateByIndex, shards: Sequence[Sequence[Shard]]) -> StateB
 
 
 def _part(value: object, shard: Shard) -> object:
-    """Returns a copy of a shard's part, since the optimizer writes to it and the caller may still use the original."""
+    """Copies a shard's part of a value, because the optimizer modifies it while the caller may use the original."""
     if not isinstance(value, torch.Tensor):
         return value
     return (shard.run_of_any(value) if value.shape == shard.shape else value).clone()
@@ -233,7 +233,7 @@ def _whole(values: Sequence[object], shards: Sequence[Shard]) -> object:
     whole = None
     for value, shard in zip(values, shards, strict=True):
         if not isinstance(value, torch.Tensor) or value.shape != shard.run_shape:
-            return value  # such as the number of steps, which is the same for each shard
+            return value  # a value such as the number of steps is the same for all shards
         if whole is None:
             whole = torch.empty_strided(shard.shape, shard.strides, dtype=value.dtype, device=value.device)
         shard.run(whole).copy_(value)

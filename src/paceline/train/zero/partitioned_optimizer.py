@@ -1,7 +1,7 @@
-"""PartitionedOptimizer: the base of optimizers that are divided among ranks, and the checks of their arguments.
+"""PartitionedOptimizer: base class for optimizers that are divided among ranks; checks of their arguments.
 
-Each rank runs an inner optimizer on the shards that it owns. The state is saved and loaded whole, in the form of the
-undivided optimizer.
+Each rank runs an inner optimizer on the shards that it owns. Saved states are whole, in the format of the unsharded
+optimizer.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ Stage = Literal[1, 2, 3]
 
 
 def require_fit(group: ProcessGroup, stage: int, module: nn.Module | None, optimizer_class: type[Optimizer]) -> None:
-    """Checks the stage, the module and the class of the inner optimizer of a ZeroRedundancyOptimizer.
+    """Checks the stage, the module and the inner optimizer class for a ZeroRedundancyOptimizer.
 
     Raises:
-        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module or with parameters on several devices.
+        ValueError: `stage` is not 1, 2 or 3; or `stage` is 3 and there is no module, or its parameters are on several
+            devices.
         TypeError: the optimizer evaluates the loss several times in a step.
     """
     me = f"rank {group.me.rank}"
@@ -86,14 +87,14 @@ def synchronize_parameters(
     group: ProcessGroup,
     problem: Exception | None = None,
 ) -> None:
-    """Compares the ranks' parameters and arguments, and copies rank 0's parameters and buffers to all ranks.
+    """Compares parameters and arguments across ranks, and copies rank 0's parameters and buffers to all ranks.
 
     Args:
         module: the module, or None if only parameters were given.
         param_groups: the optimizer's groups.
-        arguments: further values that must be the same on every rank.
+        arguments: additional values that must be the same on every rank.
         group: the ranks.
-        problem: the reason why this rank cannot start; it is raised after the other ranks have received it.
+        problem: an error that keeps this rank from starting, or None. It is raised after all ranks have received it.
 
     Raises:
         CollectiveMismatchError: parameters or arguments differ; raised on every rank.
@@ -119,9 +120,10 @@ def synchronize_parameters(
 
 
 def replica_check(module: nn.Module | None, params: Sequence[torch.Tensor], group: ProcessGroup) -> ReplicaCheck | None:
-    """Returns the check that compares the ranks' copies of the optimizer's parameters, or None if checks are off.
+    """Creates the check that compares the ranks' copies of the optimizer's parameters, or returns None.
 
-    The state of the optimizer is not compared, since each rank holds a different part of it.
+    No check is needed without a module, if checks are off, or in a group of one rank. The check does not compare the
+    optimizer's state, because each rank holds a different part of it.
     """
     checks = choose_checks(None)
     if module is None or not checks.are_on or group.size() == 1:
@@ -134,13 +136,13 @@ def replica_check(module: nn.Module | None, params: Sequence[torch.Tensor], grou
 
 
 class PartitionedJoinHook(JoinHook):
-    """Joins the other ranks' steps on a rank that has run out of inputs.
+    """Takes part in the other ranks' steps on a rank that has run out of inputs.
 
     Args:
-        step: a function that makes a step without gradients of this rank's own.
-        divide_by_initial: a function that sets whether averages are divided by the number of all ranks, or else of
-            those that have inputs.
-        by_initial: the value to set until all ranks have run out.
+        step: a function that performs a step to which this rank contributes no gradients.
+        divide_by_initial: a function that sets the divisor for averages: the number of all ranks if its argument is
+            True, or the number of ranks that have inputs if False.
+        by_initial: the argument for `divide_by_initial` until all ranks have run out.
     """
 
     def __init__(self, step: Callable[[], None], divide_by_initial: Callable[[bool], None], by_initial: bool) -> None:
@@ -149,42 +151,42 @@ class PartitionedJoinHook(JoinHook):
         divide_by_initial(by_initial)
 
     def main_hook(self) -> None:
-        """Calls `step`."""
+        """Runs a step without gradients from this rank."""
         self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Restores the divisor; no parameters are copied, since all ranks have the same ones after every step."""
+        """Restores the divisor. Parameters need no copy, because they are equal on all ranks after every step."""
         self._divide_by_initial(True)
 
 
 class PartitionedOptimizer(Optimizer, Joinable):
-    """Runs an inner optimizer on each rank of `process_group`, for the shards that the rank owns."""
+    """Base class for optimizers that run an inner optimizer on the shards that this rank owns."""
 
     process_group: ProcessGroup
     _shards: Shards
     _inner: Optimizer | None = None
     _consolidated: StateByIndex | None = None
-    is_scaled_alike = False  # whether the GradScaler that steps it checks all ranks for infinities
+    is_scaled_alike = False  # whether the GradScaler in use checks the gradients on all ranks
 
     @property
     @abstractmethod
     def owns_gradients(self) -> bool:
-        """Whether only the owner of a shard has its averaged gradient."""
+        """Whether a shard's averaged gradient exists only on the owner of the shard."""
 
     @abstractmethod
     def own_part(self) -> Optimizer:
-        """Returns the inner optimizer, which holds this rank's part of the parameters and of the averaged gradients."""
+        """Returns the inner optimizer, which holds this rank's parameters and averaged gradients."""
 
     @abstractmethod
     def _step_without_inputs(self) -> None:
-        """Makes a step in which this rank has no gradients of its own."""
+        """Performs a step to which this rank contributes no gradients."""
 
     @abstractmethod
     def _divide_by_initial(self, divides: bool) -> None:
-        """Sets whether averages within `Join` are divided by the number of all ranks."""
+        """Sets whether averages within `Join` are divided by the number of all ranks or only those with inputs."""
 
     def _make_inner(self, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
-        """Makes and returns the optimizer of this rank's shards, and shares its state and options."""
+        """Creates the inner optimizer for this rank's shards, and exposes its state and options."""
         self._inner = optimizer_class([self._part_of(group) for group in self.param_groups], **defaults)
         self.defaults = self._inner.defaults
         self.state = self._inner.state
@@ -193,7 +195,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Makes torch's GradScaler pass `found_inf` to `step`, which can then reject the scaler."""
+        """If True, torch's GradScaler sets `found_inf` before `step`, which can then reject the scaler."""
         return self.owns_gradients and not self.is_scaled_alike
 
     def _require_own_scaler(self, option: str) -> None:
@@ -210,7 +212,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """Returns the group of ranks."""
+        """Returns the process group of the optimizer."""
         return self.process_group
 
     def join_hook(self, **kwargs: object) -> JoinHook:
@@ -219,18 +221,18 @@ class PartitionedOptimizer(Optimizer, Joinable):
         return PartitionedJoinHook(self._step_without_inputs, self._divide_by_initial, by_initial)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers the whole state on group rank `to`, where `state_dict` then returns it; every rank calls this.
+        """Gathers the whole state on group rank `to`, where `state_dict` then returns it; called on every rank.
 
-        The tensors of that state are on the CPU, regardless of the device of the parameters.
+        The gathered tensors are on the CPU, regardless of the device of the parameters.
         """
         gathered = gather_state(self._own_state(), self.process_group, to)
         self._consolidated = None if gathered is None else join_parts(gathered, self._shards.by_param)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the whole state, on the rank that gathered it; an unsharded optimizer can load it.
+        """Returns the whole state on the rank that gathered it, in the format of the unsharded optimizer.
 
         Raises:
-            RuntimeError: `consolidate_state_dict` was not called since the last step, or was called for another rank.
+            RuntimeError: `consolidate_state_dict` was not called since the last step, or gathered on another rank.
         """
         if self._consolidated is None:
             raise RuntimeError(
@@ -240,7 +242,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         return to_state_dict(self.param_groups, self._consolidated)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the whole state of this optimizer or an unsharded one; every rank loads it and keeps its part.
+        """Loads a whole state, also from an unsharded optimizer; every rank loads the state and keeps its own part.
 
         Raises:
             ValueError: the state has different parameter groups.
@@ -248,9 +250,9 @@ class PartitionedOptimizer(Optimizer, Joinable):
         self._load(part_of_state_dict(state_dict, self.param_groups, self._shards.by_param))
 
     def own_parts(self) -> Iterator[tuple[int, Shard, Mapping[str, object]]]:
-        """Yields the number of the parameter, the shard and its state for each shard that this rank updates.
+        """Yields, for each shard that this rank updates, the parameter's index, the shard and its state.
 
-        If several ranks update the same shard, because each host has a copy of the model, only one of them has its
+        If each host has a copy of the model, several ranks update the same shard, but only one of them stores its
         state.
         """
         states = self._own_state()
@@ -262,21 +264,21 @@ class PartitionedOptimizer(Optimizer, Joinable):
                 number += 1
 
     def gradient_holders(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields a parameter and the tensor with its gradient for each shard that this rank updates."""
+        """Yields, for each shard that this rank updates, the parameter and the tensor that holds its gradient."""
         for shard in self._shards.mine():
             if shard.updated is not None:
                 yield shard.param, shard.updated
 
     def load_own_parts(self, groups: Sequence[dict[str, Any]], states: Sequence[Mapping[str, object]]) -> None:
-        """Loads the options of the groups, and the states of the shards in the order of `own_parts`.
+        """Loads group options, and shard states in the order of `own_parts`.
 
         Raises:
-            ValueError: the groups have different numbers of parameters.
+            ValueError: the numbers of parameters in `groups` differ from this optimizer's.
         """
         self._load(state_dict_of_parts(groups, states, self.param_groups, self._shards.by_param))
 
     def _load(self, part: dict[str, Any]) -> Optimizer:
-        """Loads the state of the inner optimizer, which it returns."""
+        """Loads a state into the inner optimizer, and returns that optimizer."""
         assert self._inner is not None
         own = {id(shard.target): shard for shard in self._shards.mine()}
         targets = [target for group in self._inner.param_groups for target in group["params"]]
@@ -288,7 +290,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         return self._inner
 
     def _own_state(self) -> dict[int, dict[str, object]]:
-        """Returns the state of the shards that this rank updates, by their numbers."""
+        """Returns the states of the shards that this rank updates, by shard number."""
         assert self._inner is not None
         states: dict[int, dict[str, object]] = {}
         for number, shard in enumerate(self._shards.all()):
@@ -300,5 +302,5 @@ class PartitionedOptimizer(Optimizer, Joinable):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _part_of(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns the group reduced to the tensors that this rank updates."""
+        """Returns a copy of a parameter group that contains only the tensors that this rank updates."""
         return part_of_group(group, self._shards.mine_of(group["params"]))

@@ -1,8 +1,8 @@
 """ShardedParameters: parameters that only their owners hold, except while a layer needs them (ZeRO stage 3).
 
-A layer's parameters are copied from their owners before its forward, and again before its backward, and freed after
-each. Autograd saves views of the parameters' storage for backward. The storage itself is therefore freed and refilled,
-which makes the views valid again. In between, a parameter has no elements, so code that reads it raises an error
+A layer's parameters are gathered from their owners before its forward and again before its backward, and are freed
+after each. Autograd saves views of the parameters' storage for backward. The same storage is therefore freed and later
+refilled, which makes the views valid again. A freed parameter has no elements, so code that reads it raises an error
 instead of accessing freed memory.
 """
 
@@ -28,7 +28,7 @@ from paceline.train.zero.shards import Shard, flat
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module, and the parameters that it needs while its forward or its backward runs."""
+    """A module and the parameters that must be present while its forward or backward runs."""
 
     name: str
     module: nn.Module
@@ -36,22 +36,22 @@ class Unit:
 
 
 def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit]:
-    """Returns a unit for each element of `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, and for the module.
+    """Divides a model into units: the entries of each `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, and the rest.
 
-    These elements are the layers of a model, which run sequentially. The parameters of a nested unit do not belong to
-    the outer unit. All other parameters, and those that several units share, belong to the unit of the whole module,
-    so they are present whenever code that may read them runs.
+    These entries are usually the layers of a model, which run sequentially. A nested unit's parameters do not belong to
+    the outer unit. The unit for the whole module contains parameters outside all layers and parameters that several
+    layers share, which keeps them present whenever code may read them.
 
     Args:
         module: the model.
-        params: the parameters to divide among units; others are ignored.
+        params: the parameters to divide among units; all other parameters are ignored.
     """
     wanted = {id(param) for param in params}
     layers: dict[int, tuple[str, nn.Module]] = {}
     for name, container in module.named_modules():
         if isinstance(container, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             for child, layer in container.named_children():
-                if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):  # these have no forward
+                if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):  # ModuleList and ModuleDict have no forward
                     layers.setdefault(id(layer), (f"{name}.{child}".lstrip("."), layer))
     layers.pop(id(module), None)
 
@@ -78,13 +78,13 @@ def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit
 
 
 def buckets_of_units(units: Sequence[Unit], trained: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Returns, for each unit, the indices in `trained` of its parameters, whose gradients are averaged together."""
+    """Returns a bucket for each unit: the indices in `trained` of the unit's parameters."""
     index_of = {id(param): index for index, param in enumerate(trained)}
     return [[index_of[id(param)] for param in unit.params if id(param) in index_of] for unit in units]
 
 
 def names_of(params: Sequence[torch.Tensor], module: nn.Module | None) -> list[str]:
-    """Returns the names of parameters in the module, or their numbers where the module does not have them."""
+    """Returns the parameters' names in the module, or numbered names for parameters outside the module."""
     known = {} if module is None else {id(param): name for name, param in module.named_parameters()}
     return [known.get(id(param), f"parameter {index}") for index, param in enumerate(params)]
 
@@ -93,7 +93,7 @@ Layer = TypeVar("Layer", bound=Hashable)
 
 
 class LayerOrder(Generic[Layer]):
-    """Predicts that a layer is followed by the layer that followed it last time.
+    """Predicts which layer runs next: the layer that followed the current one last time.
 
     >>> order = LayerOrder()
     >>> [order.visit(layer) for layer in (0, 1, 2)]
@@ -108,7 +108,7 @@ class LayerOrder(Generic[Layer]):
         self._latest: Layer | None = None
 
     def visit(self, layer: Layer) -> Layer | None:
-        """Records that a layer runs, and returns the layer that is likely to run next; a repeated layer ends a pass."""
+        """Records that a layer runs and predicts the next one, or returns None; a repeated layer starts a new pass."""
         if layer in self._visited:
             self._visited.clear()
             self._latest = None
@@ -121,7 +121,7 @@ class LayerOrder(Generic[Layer]):
 
 @dataclass(frozen=True)
 class _Flight:
-    """A unit that is being gathered: the number of the unit that each other rank sends, and the calls in flight."""
+    """A gather in progress: the unit numbers received from other ranks for comparison, and the calls in flight."""
 
     sent_units: dict[int, torch.Tensor]
     works: list[Work]
@@ -131,11 +131,11 @@ class ShardedParameters:
     """Gathers and frees the parameters of `units`.
 
     Args:
-        units: the parameters that are gathered together; the same on every rank.
-        shards: the shards of each parameter, by its `id`.
+        units: the units, whose parameters are gathered together; the same on every rank.
+        shards: the shards of each parameter, by the parameter's `id`.
         group: the ranks.
-        ends: the object that reports the end of a backward.
-        ahead: whether the group's progress thread gathers the unit that will probably run next while a unit runs.
+        ends: the object that runs callbacks at the end of a backward.
+        ahead: whether to prefetch, on the group's progress thread, the unit that is predicted to run next.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class ShardedParameters:
 
     @contextmanager
     def all_present(self) -> Iterator[None]:
-        """Returns a context in which every rank holds all parameters."""
+        """Returns a context in which all parameters are present on every rank."""
         for number in range(len(self._units)):
             self._gather_if_absent(number)
         self._pinned = True
@@ -192,7 +192,7 @@ class ShardedParameters:
             self.free_all()
 
     def shards_of(self, param: torch.Tensor) -> Sequence[Shard] | None:
-        """Returns the shards of a freed parameter, or None if every rank holds the parameter."""
+        """Returns the shards of a freed parameter, or None if the parameter is present on every rank."""
         return None if self._pinned else self._shards.get(id(param))
 
     @staticmethod
@@ -203,7 +203,7 @@ class ShardedParameters:
         return shard.param.data if shard.is_whole else shard.updated.data
 
     def refresh(self) -> None:
-        """Gathers the updated parameters after a step within `all_present`."""
+        """Gathers the parameters again after an optimizer step within `all_present`."""
         if self._pinned:
             for number in range(len(self._units)):
                 self._present[number] = False
@@ -212,7 +212,7 @@ class ShardedParameters:
     def free(self, number: int) -> None:
         """Frees a unit's parameters, except those that this rank owns."""
         if number in self._flying:
-            self._arrive(number)  # it was gathered ahead, but was not needed
+            self._arrive(number)  # completes a prefetch whose prediction was wrong
         if self._pinned or not self._present[number]:
             return
         self._present[number] = False
@@ -257,7 +257,7 @@ class ShardedParameters:
             messages = {owner: [unit.view(torch.uint8), *parts[owner]] for owner, unit in sent_units.items()}
             works = []
         else:
-            # Reading the number from a device would wait for all work that was enqueued there before.
+            # Unit numbers are exchanged on the CPU, because reading from a device waits for all work enqueued there.
             own = torch.tensor([number], device="cpu")
             sent_units = {rank: torch.empty_like(own) for rank in range(self._group.size())}
             messages = parts
@@ -273,7 +273,7 @@ class ShardedParameters:
         for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
             if not self._stays(param):
                 param.data = whole
-        for owner, unit in flight.sent_units.items():  # raises only after the other ranks have received everything
+        for owner, unit in flight.sent_units.items():  # other ranks need this rank's data even if it raises
             if (other := int(unit)) != number:
                 ranks, names = self._group.ranks, [unit.name or "the module itself" for unit in self._units]
                 raise CollectiveMismatchError(
@@ -285,7 +285,7 @@ class ShardedParameters:
     def _before_forward(self, number: int, module: nn.Module, inputs: object) -> None:
         self._gather(number)
         if torch.is_grad_enabled() and not self._is_trained(number):
-            # No gradient of a parameter shows when this unit's backward has ended.
+            # The unit computes no parameter gradients; gradients of its inputs mark the end of its backward.
             for tensor in find_tensors(inputs):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._after_backward, number))
@@ -297,8 +297,8 @@ class ShardedParameters:
             for tensor in outputs:
                 tensor.register_hook(partial(self._before_backward, number))
             if not outputs and self._is_trained(number):
-                return  # no hook would run before its backward, so the parameters stay
-        if not in_backward():  # in a backward, a checkpointed layer runs again, and its own backward follows
+                return  # without a hook before its backward, the unit must stay present
+        if not in_backward():  # a checkpointed layer is recomputed in backward, and its own backward follows
             self.free(number)
 
     @eager
@@ -316,7 +316,7 @@ class ShardedParameters:
         return first.is_whole and first.is_mine
 
     def _runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Shard]]:
-        """Yields the whole data, the updated run and the shard for each run that this rank owns."""
+        """Yields, for each run that this rank owns, the whole parameter's data, the updated run and the shard."""
         for unit, wholes in zip(self._units, self._wholes, strict=True):
             for param, whole in zip(unit.params, wholes, strict=True):
                 for shard in self._shards[id(param)]:
@@ -324,7 +324,7 @@ class ShardedParameters:
                         yield whole, shard.updated, shard
 
     def _keep_runs(self) -> None:
-        """Copies the runs that this rank owns out of parameters that will be freed."""
+        """Copies this rank's runs to separate memory, because the whole parameters will be freed."""
         for whole, updated, shard in self._runs():
             updated.data = shard.run(whole).clone()
 
@@ -333,7 +333,7 @@ class ShardedParameters:
 
 
 def sharded_parameters_of(module: nn.Module) -> ShardedParameters | None:
-    """Returns the ShardedParameters of a module, or None if every rank holds its parameters."""
+    """Returns the ShardedParameters that manages a module, or None if its parameters are not sharded."""
     for submodule in module.modules():
         for hook in submodule._forward_pre_hooks.values():
             owner = getattr(getattr(hook, "func", None), "__self__", None)
@@ -343,7 +343,7 @@ def sharded_parameters_of(module: nn.Module) -> ShardedParameters | None:
 
 
 def _own_storage(param: torch.Tensor) -> torch.Tensor:
-    """Returns the parameter's data, after moving it to a separate storage if it shares one."""
+    """Returns a parameter's data; first moves the data to a storage of its own if necessary."""
     data = param.data
     storage = data.untyped_storage()
     if data.storage_offset() or storage.nbytes() != _nbytes(data) or not storage.resizable():
@@ -356,5 +356,5 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a tensor that fills its storage, so that any layout and dtype can be sent."""
+    """Returns a dense tensor's memory as a flat uint8 view, which can be sent whatever its layout and dtype."""
     return flat(tensor).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Shards: whole parameters, or runs of their elements, each updated by one rank; and their assignment to ranks."""
+"""Shards: whole parameters or runs of consecutive elements, each updated by one rank, and their assignment to ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.lion import Lion
 from paceline.train.module_tensors import by_device, byte_views
 
-ALIGNMENT_BYTES = 256  # of cuts; a multiple of the sizes of all dtypes, of a cache line and of a vector
+ALIGNMENT_BYTES = 256  # parameters are cut at multiples of this: of every dtype's size, cache lines and SIMD vectors
 _UNEVEN = 0.02  # the fraction by which a rank may exceed an even share before a parameter is cut
 
 _ELEMENTWISE_IN_TORCH = (
@@ -32,23 +32,23 @@ class OwnedBytes(NamedTuple):
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Returns whether the optimizer is known to update elements independently, so that parameters may be cut.
+    """Returns whether an optimizer is known to update elements independently, which allows parameters to be cut.
 
-    Only torch's own classes and `Lion` qualify; a derived class may use a parameter as a whole.
+    Only torch's own classes and `Lion` qualify; a derived class may compute on whole parameters.
     """
     return optimizer_class in _ELEMENTWISE
 
 
 def assign_to_ranks(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[int]) -> list[list[OwnedBytes]]:
-    """Assigns each parameter, largest first, to the rank with the least load, and cuts those that exceed its share.
+    """Assigns parameters in descending order of size to the rank with the least load, and cuts those that do not fit.
 
-    The largest load is at most 4/3 of that in the best partition into whole parameters (Graham 1969); torch does the
-    same. The bytes of a parameter beyond an even share go to the next rank; that happens at most once for each rank.
+    Without cuts, the largest load is at most 4/3 of the optimum (Graham 1969); torch uses the same method. If a
+    parameter may be cut, the bytes beyond an even share go to the next rank, which happens at most once per rank.
 
     Args:
         sizes: the size of each parameter in bytes.
         may_cut: whether each parameter may be cut.
-        loads: the bytes that each rank has already; this function updates them.
+        loads: the number of bytes already assigned to each rank; updated in place.
 
     Returns:
         The parts of each parameter, in order.
@@ -65,7 +65,7 @@ def assign_to_ranks(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[i
         start, stop = 0, sizes[index]
         while start < stop or not parts[index]:
             rank = loads.index(min(loads))
-            room = -((loads[rank] - even) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # rounded up
+            room = -((loads[rank] - even) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # rounded up to the alignment
             fits = loads[rank] + stop - start <= even * (1 + _UNEVEN)
             end = stop if fits or room <= 0 or not may_cut[index] else min(stop, start + room)
             parts[index].append(OwnedBytes(start, end, rank))
@@ -75,12 +75,13 @@ def assign_to_ranks(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[i
 
 
 class Shard:
-    """The part of `param` that one rank updates: all of it, or a run of elements in memory order.
+    """The part of `param` that one rank updates: the whole parameter, or a run of elements in memory order.
 
-    `updated` is the whole parameter. For a run it is, on the owner, a one-dimensional tensor that shares the
-    parameter's memory, and None on other ranks. The inner optimizer updates `target`, which is either `updated` or its
-    copy `master`, from which `updated` is rounded. If the copy is in host memory and the parameter on a device, values
-    pass between them through `pinned`, page-locked memory with the layout and dtype of `updated`.
+    For a whole parameter, `updated` is the parameter itself. For a run, `updated` is a one-dimensional tensor that
+    shares the parameter's memory on the owner, and None on other ranks. The inner optimizer updates `target`, which is
+    either `updated` or its higher-precision copy `master`, from which `updated` is rounded. If the copy is in host
+    memory and the parameter on a device, values are transferred through `pinned`, a page-locked tensor with the layout
+    and dtype of `updated`.
     """
 
     master: torch.Tensor | None = None
@@ -92,7 +93,7 @@ class Shard:
         self.owner = part.owner
         self.is_mine = part.owner == rank
         self.is_whole = part.stop - part.start == param.nbytes
-        self.shape, self.strides = param.shape, param.stride()  # needed even while the parameter is freed
+        self.shape, self.strides = param.shape, param.stride()  # a freed parameter loses its shape and strides
         self._first, self._stop = part.start // param.element_size(), part.stop // param.element_size()
         self.updated: torch.Tensor | None = None
         if self.is_whole:
@@ -117,19 +118,19 @@ class Shard:
 
     @property
     def is_first_part(self) -> bool:
-        """Whether no other shard has earlier elements of the parameter."""
+        """Whether this shard contains the parameter's first elements."""
         return self._first == 0
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns this shard's elements of a tensor with the parameter's layout; they share its memory."""
+        """Returns a view of this shard's elements in a tensor with the parameter's layout."""
         return tensor if self.is_whole else flat(tensor)[self._first : self._stop]
 
     def run_of_any(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns this shard's elements of any tensor of the parameter's shape; copies it if its layout differs."""
+        """Returns this shard's elements in a tensor with the parameter's shape; copies the tensor if layouts differ."""
         return tensor if self.is_whole else self.run(self.with_layout(tensor).detach())
 
     def with_layout(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns any tensor of the parameter's shape in the parameter's layout; copies it if its layout differs."""
+        """Converts a tensor with the parameter's shape to the parameter's layout; copies it if layouts differ."""
         has_layout = tensor.layout is torch.strided and tensor.stride() == self.strides
         if has_layout and not tensor.is_conj() and not tensor.is_neg():
             return tensor
@@ -142,7 +143,7 @@ class Shard:
         return torch.empty_strided(self.shape, self.strides, dtype=self.param.dtype, device=self.param.device).zero_()
 
     def follow(self) -> None:
-        """Rebinds `updated` to the current memory of the parameter.
+        """Rebinds `updated` to the parameter's current memory.
 
         Raises:
             RuntimeError: the parameter's layout has changed since the optimizer was created.
@@ -159,10 +160,10 @@ class Shard:
             self.updated.data = self.run(self.param.data)
 
     def beside_master(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the values of a tensor like `updated` on the device of the master copy.
+        """Copies a tensor with the layout of `updated` to the device of the master copy.
 
-        The copy to `pinned` may be incomplete: call `wait_for_copies` before reading the values, and read them before
-        the next call of this method.
+        If the copy goes to `pinned`, it may be incomplete: call `wait_for_copies` before reading the values, and read
+        them before the next call to this method.
         """
         assert self.master is not None
         if self.pinned is None or tensor.is_cpu or tensor.dtype != self.pinned.dtype:
@@ -171,28 +172,28 @@ class Shard:
 
     @torch.no_grad()
     def take_to_master(self, gradient: torch.Tensor) -> None:
-        """Adds values of `beside_master` to the gradient of the master copy, in the copy's type."""
+        """Adds a gradient that `beside_master` returned to the master copy's gradient, in the dtype of the copy."""
         assert self.master is not None
         gradient = gradient.to(self.master.dtype, copy=gradient is self.pinned)
         self.master.grad = gradient if self.master.grad is None else self.master.grad.add_(gradient)
 
     @torch.no_grad()
     def refresh_master(self, updated: torch.Tensor) -> None:
-        """Updates the master copy where the parameter was changed since `round_master`, for example by loading it.
+        """Copies elements that were changed since `round_master`, for example by loading, to the master copy.
 
-        All other elements equal the rounded copy, and the master copy keeps their full precision.
+        For all other elements, the master copy keeps its full precision.
 
         Args:
-            updated: the values of `updated` from `beside_master`.
+            updated: the values of `updated`, as returned by `beside_master`.
         """
         assert self.master is not None
         is_changed = self.master.to(updated.dtype).ne(updated)
-        if not self.master.is_cpu or is_changed.any():  # on a device, checking would wait for it
+        if not self.master.is_cpu or is_changed.any():  # `any` would synchronize with a device
             self.master.copy_(torch.where(is_changed, updated.to(self.master.dtype), self.master))
 
     @torch.no_grad()
     def round_master(self) -> None:
-        """Rounds the master copy into the parameter, and clears the copy's gradient."""
+        """Rounds the master copy to the parameter's dtype, writes it to the parameter, and clears the copy's gradient."""
         if self.master is not None and self.updated is not None:
             if self.pinned is None:
                 self.updated.copy_(self.master)
@@ -201,7 +202,7 @@ class Shard:
             self.master.grad = None
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
-        """Adds to the gradient of a run, which does not share memory with the parameter's gradient."""
+        """Accumulates into the run's gradient, which has separate memory from the parameter's gradient."""
         assert self.updated is not None
         if self.updated.grad is None:
             self.updated.grad = gradient.detach().clone()
@@ -221,12 +222,12 @@ class Shards:
     def __init__(self, rank: int, size: int, cuts: bool) -> None:
         self.rank = rank
         self.cuts = cuts
-        # Frozen parameters have no state. They are divided separately, so that the states are divided evenly.
+        # Frozen parameters have no optimizer state. Separate loads for them keep the division of the state even.
         self._loads = {True: [0] * size, False: [0] * size}
         self.by_param: list[list[Shard]] = []
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
-        """Adds the parameters of a group; earlier parameters keep their owners."""
+        """Adds a group's parameters; parameters that were added earlier keep their owners."""
         parts: dict[int, list[OwnedBytes]] = {}
         for trained, loads in self._loads.items():
             chosen = [param for param in params if param.requires_grad == trained]
@@ -243,25 +244,25 @@ class Shards:
         return [shard for shard in self.all() if shard.is_mine]
 
     def mine_of(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the targets of the inner optimizer for these parameters."""
+        """Returns the tensors that the inner optimizer updates for these parameters."""
         wanted = {id(param) for param in params}
         return [s.target for s in self.mine() if s.target is not None and id(s.param) in wanted]
 
     def follow(self) -> None:
-        """Rebinds runs to the current memory of their parameters."""
+        """Rebinds all runs to their parameters' current memory."""
         for shard in self.mine():
             shard.follow()
 
     def copy_from_owners(self, group: ProcessGroup) -> None:
-        """Copies each owner's updated shards to all ranks (stages 1 and 2)."""
+        """Broadcasts updated shards from their owners to all ranks (stages 1 and 2)."""
         for owner in range(group.size()):
             _copy_from_owner([s.run(s.param.detach()) for s in self.all() if s.owner == owner], owner, group)
 
     def take_gradients(self, free: bool) -> None:
-        """Sets the gradients of the runs that this rank updates from the parameters' gradients.
+        """Sets the gradients of this rank's runs from the parameters' gradients.
 
         Args:
-            free: whether to free the gradients that this rank does not need; otherwise runs share their memory.
+            free: whether to free gradients that this rank does not need. If False, runs share the gradients' memory.
         """
         for shards in self.by_param:
             param = shards[0].param
@@ -278,7 +279,7 @@ class Shards:
                 param.grad = None
 
     def take_to_masters(self) -> None:
-        """Moves the gradients of runs and parameters that have master copies to these copies."""
+        """Moves the gradients of shards with master copies to the master copies."""
         taken: list[tuple[Shard, torch.Tensor]] = []
         for shard in self.mine():
             if shard.master is not None and shard.updated is not None and shard.updated.grad is not None:
@@ -290,7 +291,7 @@ class Shards:
             shard.take_to_master(gradient)
 
     def refresh_masters(self) -> None:
-        """Updates the master copies where their parameters were changed since the last step."""
+        """Copies parameter elements that were changed since the last step to the master copies."""
         seen: list[tuple[Shard, torch.Tensor]] = []
         for shard in self.mine():
             if shard.master is not None and shard.updated is not None:
@@ -316,7 +317,7 @@ class Shards:
 
 
 def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGroup) -> None:
-    """Copies all contiguous tensors of a device in one call, and each of the others in a separate call."""
+    """Broadcasts all contiguous tensors on a device in one call, and each other tensor in a separate call."""
     for plain in by_device([tensor for tensor in tensors if is_plain(tensor)]):
         group.broadcast(byte_views(plain), owner)
     for tensor in tensors:
@@ -325,7 +326,7 @@ def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGrou
 
 
 def wait_for_copies(shards: Iterable[Shard]) -> None:
-    """Waits until copies to the shards' pinned memory, which the current streams have queued, are complete."""
+    """Waits until all copies to pinned memory that are queued on the current streams are complete."""
     for device in dict.fromkeys(shard.param.device for shard in shards if shard.pinned is not None):
         record_current(device).wait()
 
@@ -336,5 +337,5 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(param: torch.Tensor) -> bool:
-    """Returns whether the elements fill the tensor's memory without gaps, in some order."""
+    """Returns whether a tensor's elements fill its memory without gaps, in any order."""
     return torch.empty_like(param, device="meta").stride() == param.stride()
