@@ -1,4 +1,4 @@
-"""IndexedBatches and StreamBatches: a rank's batches of an indexable dataset or of a stream, read by a DataLoader."""
+"""IndexedBatches and StreamBatches: read a rank's batches from an indexable dataset or a stream with a DataLoader."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from paceline.train.data.stream_reader import StreamReader
 
 
 class IndexedBatches:
-    """A rank's batches of an indexable dataset."""
+    """Reads a rank's batches from an indexable dataset."""
 
     def __init__(self, dataset: Dataset[Any], options: dict[str, Any]) -> None:
         self._indices = _Indices()
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._indices, **options)
 
     def read(self, count: int, index_of: Callable[[int], int], sharding: BatchSharding) -> Iterator[tuple[Any, int]]:
-        """Yields the batches of `count` places, each with the end of its step.
+        """Yields this rank's batches for `count` places, each with the place at which its step ends.
 
-        Nothing is computed in advance, so a change of the ranks takes the same time for epochs of any length.
+        Indices are computed lazily, so the cost of a change of ranks does not depend on the length of the epoch.
 
         Args:
             count: the number of places.
-            index_of: a function that returns the index of the sample in a place. It must not refer to the owner of this
+            index_of: a function that returns the sample index for a place. It must not reference the owner of this
                 object; see `_Indices`.
             sharding: the division of a step.
         """
@@ -41,10 +41,10 @@ class IndexedBatches:
 
 
 class _Indices:
-    """The indices of the remaining batches, for the DataLoader.
+    """The DataLoader's batch sampler, which yields the indices of the remaining batches.
 
-    It must not refer to the owner of the DataLoader. In a cycle, the garbage collector would end the worker processes
-    and close their queues first, after which torch waits five seconds for each process.
+    The sampler must not reference the owner of the DataLoader. With a reference cycle, the garbage collector may close
+    the queues of the worker processes first, after which torch waits five seconds for each process.
     """
 
     upcoming: Iterable[list[int]]
@@ -57,10 +57,10 @@ class _Indices:
 
 
 class StepRequest(NamedTuple):
-    """A loader's request to a worker for this rank's batch of the step at `position`.
+    """A loader's request to a worker process for this rank's batch in the step at `position`.
 
-    `start` is the position at which the worker begins to read if it has to open the stream. A new number `reading`
-    makes it open the stream again. If `picked` lists places, the batch consists of the samples in these places.
+    If the worker must open the stream, it starts reading at `start`. A changed `reading` number makes the worker reopen
+    the stream. If `picked` is not empty, the batch consists of the samples at these places.
     """
 
     reading: int
@@ -72,7 +72,7 @@ class StepRequest(NamedTuple):
 
 
 class StepResponse(NamedTuple):
-    """The batch of a step that begins at `before`; `end` is the position after it, or None if there is no batch."""
+    """The batch from the step at `before`; `end` is the position after the step, or None if there is no batch."""
 
     batch: Any
     before: StreamPosition
@@ -80,10 +80,11 @@ class StepResponse(NamedTuple):
 
 
 class StreamBatches:
-    """A rank's batches of a stream, requested step by step.
+    """Reads a rank's batches from a stream, one request per step.
 
-    A DataLoader returns batches in the order of the requests, regardless of which workers serve them. The main process
-    cannot determine the end of the stream, so it sends requests until a worker reports that there is no batch.
+    A DataLoader returns batches in the order of the requests, regardless of which workers process them. The main
+    process cannot determine the length of the stream, so it sends requests until a worker reports that there is no
+    batch.
     """
 
     def __init__(self, dataset: IterableDataset[Any], keeps_states: bool, options: dict[str, Any]) -> None:
@@ -96,7 +97,7 @@ class StreamBatches:
         )
 
     def read(self, first: StepRequest, returned: tuple[int, ...]) -> Iterator[ReadBatch]:
-        """Yields the batches from the request `first` to the end of the stream, and then those of `returned` places."""
+        """Yields the batches from the request `first` to the end of the stream, then batches for `returned` places."""
         position = first.position
         self._requests.upcoming = (first._replace(position=start) for start in count(position, first.sharding.step))
         for served in self._loader:
@@ -110,7 +111,7 @@ class StreamBatches:
             yield from self._read_again(first, RemainingSamples(position, position, tuple(sorted(returned))))
 
     def _read_again(self, first: StepRequest, rest: RemainingSamples) -> Iterator[ReadBatch]:
-        """Yields the batches of returned places, for which the stream is read again in the order of the places."""
+        """Yields the batches for returned places, reading the stream again in ascending order of places."""
         shards = list(step_shards(0, len(rest), first.sharding))
         picked = [tuple(rest.returned[place] for place in shard.places) for shard in shards]
         self._requests.upcoming = [
@@ -124,7 +125,7 @@ class StreamBatches:
 
 
 class _RequestSampler:
-    """The requests to the DataLoader, possibly infinitely many."""
+    """The DataLoader's sampler, which yields requests, possibly without end."""
 
     upcoming: Iterable[StepRequest]
 
@@ -133,7 +134,7 @@ class _RequestSampler:
 
 
 class _StepDataset(Dataset[StepResponse]):
-    """Serves requests; each worker has a copy with a separate reader."""
+    """The DataLoader's dataset, which answers requests; each worker has a copy with its own reader."""
 
     def __init__(self, dataset: IterableDataset[Any], keeps_states: bool) -> None:
         self._dataset = dataset
@@ -142,9 +143,9 @@ class _StepDataset(Dataset[StepResponse]):
         self._reader: StreamReader | None = None
 
     def __getitem__(self, request: StepRequest) -> StepResponse:
-        """Reads forward to the step and takes this rank's part of it."""
+        """Skips to the requested step and reads this rank's samples in it."""
         with _hidden_worker_info():
-            reader, self._reader = self._reader_for(request), None  # a reader that fails is not used again
+            reader, self._reader = self._reader_for(request), None  # a reader that fails must not be reused
             reader.skip_samples(request.position - reader.position)
             before = reader.bookmark()
             samples = reader.pick(request.picked) if request.picked else reader.take(request.sharding, before)
@@ -160,7 +161,7 @@ class _StepDataset(Dataset[StepResponse]):
 
 
 class _Collate:
-    """Collates the samples of a response in the process that read them."""
+    """Collates the samples in a response; runs in the process that read them."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -171,7 +172,7 @@ class _Collate:
 
 @contextmanager
 def _hidden_worker_info() -> Iterator[None]:
-    """Makes `get_worker_info` return None, as in a main process, so that a dataset does not split itself as well."""
+    """Makes `get_worker_info` return None, as in a main process, which keeps a dataset from splitting itself again."""
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:

@@ -1,7 +1,7 @@
-"""The order of an epoch, its division among ranks, and its remaining samples.
+"""The order of an epoch's samples, their division among ranks, and the samples that remain.
 
-All functions here are pure. Ranks agree without communication, since they compute the same results; in an elastic job
-the ranks may change between two batches.
+All functions in this module are pure. Every rank computes the same results, so the ranks agree without communication.
+In an elastic job, the ranks may change between two batches.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ Remainder = Literal["share", "repeat", "drop"]
 
 
 class StreamPosition(NamedTuple):
-    """A position in an epoch of a stream, as the number of samples before it, and optionally the stream's own state."""
+    """A position in a stream's epoch (the number of samples before it), and optionally the stream's own state."""
 
     position: int
     state: Any = None
 
 
 class StepShard(NamedTuple):
-    """The `places` that one rank takes in a step, in epoch order; after the step all ranks are at `end`."""
+    """The `places` that one rank reads in a step, in epoch order; `end` is the place after the step on all ranks."""
 
     places: tuple[int, ...]
     end: int
 
 
 class BatchSharding(NamedTuple):
-    """The division of a step's samples, for one rank.
+    """The division of a step's samples among ranks, from the point of view of one rank.
 
-    In a step the ranks take `num_replicas * batch_size` consecutive samples, rank 0 the first ones. `remainder`
-    determines the treatment of the last samples if they are too few for a step:
+    A step consists of `num_replicas * batch_size` consecutive samples, of which rank 0 reads the first. If too few
+    samples remain for a full step, `remainder` determines their treatment:
 
-    - "share": They are divided as evenly as possible; if there are fewer than ranks, the last ranks have no such step.
-    - "repeat": They are divided too, and ranks without one take a sample of another rank.
-    - "drop": They are left out.
+    - "share": The samples are divided as evenly as possible. Ranks without a sample skip the step.
+    - "repeat": The samples are divided as with "share", and ranks without a sample repeat another rank's.
+    - "drop": The samples are skipped.
     """
 
     batch_size: int
@@ -48,11 +48,11 @@ class BatchSharding(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The number of samples of all ranks in a full step."""
+        """The number of samples in a full step, over all ranks."""
         return self.num_replicas * self.batch_size
 
     def places(self, count: int) -> range:
-        """Returns the places of this rank in a step of `count` samples, from 0 to `count` - 1.
+        """Returns this rank's places in a step of `count` samples; places are numbered from 0 to `count` - 1.
 
         >>> [BatchSharding(2, 2, rank, "share").places(3) for rank in (0, 1)]
         [range(0, 2), range(2, 3)]
@@ -66,13 +66,13 @@ class BatchSharding(NamedTuple):
         return range(first, end)
 
     def batches(self, count: int) -> int:
-        """Returns the number of this rank's batches in `count` samples."""
+        """Returns the number of batches that this rank reads from `count` samples."""
         return count // self.step + bool(self.places(count % self.step))
 
     def earliest(self, count: int) -> int:
-        """Returns the first place that this rank may take in a step of `count` or more samples.
+        """Returns the first place that this rank may need in a step of `count` or more samples.
 
-        It never decreases as `count` grows, so a rank that reads a step in order can discard all places before it.
+        The result never decreases as `count` grows, so a rank that reads a step in order can discard earlier places.
         """
         if self.remainder == "drop":
             return self.rank * self.batch_size
@@ -82,13 +82,13 @@ class BatchSharding(NamedTuple):
 
 
 def _first_place(rank: int, count: int, num_replicas: int) -> int:
-    """Returns the beginning of a rank's part if `count` places are divided as evenly as possible."""
+    """Returns the first place of a rank's part if `count` places are divided as evenly as possible."""
     least, larger = divmod(count, num_replicas)
     return rank * least + min(rank, larger)
 
 
 def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
-    """Returns the indices of an epoch, shuffled as torch's DistributedSampler does.
+    """Returns the sample indices of an epoch, shuffled in the same way as by torch's DistributedSampler.
 
     >>> epoch_order(3, shuffle=False, seed=0, epoch=0)
     [0, 1, 2]
@@ -102,7 +102,7 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
 
 
 def step_shards(position: int, length: int, sharding: BatchSharding) -> Iterator[StepShard]:
-    """Yields a rank's shards of the places from `position` to `length`.
+    """Yields a rank's shard of each step from place `position` to `length`.
 
     >>> [shard.places for shard in step_shards(4, 11, BatchSharding(2, num_replicas=2, rank=1, remainder="share"))]
     [(6, 7), (10,)]
@@ -115,7 +115,7 @@ def step_shards(position: int, length: int, sharding: BatchSharding) -> Iterator
 
 
 def length_of(dataset: Dataset[Any]) -> int:
-    """Returns the number of samples; torch's type `Dataset` has no `__len__`.
+    """Returns the length of a dataset; torch's `Dataset` type does not declare `__len__`.
 
     >>> length_of(range(3))
     3
@@ -125,7 +125,7 @@ def length_of(dataset: Dataset[Any]) -> int:
 
 @dataclass(frozen=True)
 class RemainingSamples:
-    """The unused places of an epoch: those from `position` on, and then those that were returned.
+    """The unused places of an epoch: all places from `position` to `length`, followed by returned places.
 
     >>> rest = RemainingSamples(position=6, length=8, returned=(2, 3))
     >>> rest.places(1, 4), rest.after(3)
@@ -141,7 +141,7 @@ class RemainingSamples:
         return self.length - self.position + len(self.returned)
 
     def place(self, index: int) -> int:
-        """Returns one of the places.
+        """Returns the place at `index`.
 
         >>> rest = RemainingSamples(position=6, length=8, returned=(2, 3))
         >>> [rest.place(index) for index in range(len(rest))]
@@ -157,17 +157,17 @@ class RemainingSamples:
         return [*fresh, *self.returned[max(0, first - ahead) : max(0, end - ahead)]]
 
     def after(self, count: int) -> RemainingSamples:
-        """Returns the places without the first `count`."""
+        """Returns the places that remain after the first `count`."""
         ahead = self.length - self.position
         return RemainingSamples(self.position + min(count, ahead), self.length, self.returned[max(0, count - ahead) :])
 
     def with_returned(self, places: Collection[int]) -> RemainingSamples:
-        """Returns the places followed by further returned `places`."""
+        """Returns the remaining places with `places` appended."""
         return RemainingSamples(self.position, self.length, (*self.returned, *places))
 
 
 class ReadBatch(NamedTuple):
-    """A batch of a step, in which all ranks use the first `used` places of `before`.
+    """This rank's batch in a step; together, all ranks use the first `used` places of `before`.
 
     `bookmark` is a position in the stream at or before the step.
     """
@@ -179,7 +179,7 @@ class ReadBatch(NamedTuple):
 
 
 class RankSlot(NamedTuple):
-    """A slot of one of the `ranks` that share a batch; `rank` is None if the rank joined too late for the batch."""
+    """A rank's slot among the `ranks` that share a batch; `rank` is None if it joined too late for the batch."""
 
     ranks: int
     rank: int | None
@@ -187,14 +187,14 @@ class RankSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochStep:
-    """The first `count` places of `before`, divided among `ranks` ranks."""
+    """A step: the first `count` places of `before`, divided among `ranks` ranks."""
 
     before: RemainingSamples
     ranks: int
     count: int
 
     def places_of(self, rank: int) -> list[int]:
-        """Returns the places of a rank, without those that it only repeats.
+        """Returns a rank's places, without repeated ones.
 
         >>> step = EpochStep(RemainingSamples(4, 9), ranks=3, count=2)
         >>> [step.places_of(rank) for rank in range(3)]
@@ -205,21 +205,21 @@ class EpochStep:
 
 
 def sharding_for(slot: RankSlot, batch_size: int, remainder: Remainder) -> BatchSharding:
-    """Returns the sharding with which a rank reads: it has a batch in every step, even if it only repeats a sample."""
+    """Returns a rank's sharding in an elastic job; unless samples are dropped, every rank has a batch in every step."""
     return BatchSharding(batch_size, slot.ranks, slot.rank or 0, "drop" if remainder == "drop" else "repeat")
 
 
 class BatchAssigner(Protocol):
-    """Selects, before each batch, the ranks that share an epoch, in a job whose ranks change."""
+    """Interface that selects the ranks for each batch in an elastic job, whose ranks may change during an epoch."""
 
     def begin_batch(self) -> RankSlot:
         """Returns this rank's slot in the next batch."""
         ...
 
     def batch_delivered(self, *, counts: bool) -> None:
-        """Called before the loop receives its batch; `counts` is False if the samples belong to another rank."""
+        """Runs before the loop receives its batch; `counts` is False if the samples belong to another rank."""
         ...
 
     def end_batch(self) -> None:
-        """Called when the loop requests the next batch."""
+        """Runs when the loop requests the next batch."""
         ...

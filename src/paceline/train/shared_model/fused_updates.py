@@ -1,7 +1,7 @@
-"""FusedUpdates: updates of slices in the C++ core, which applies them while the averages are in the first-level cache.
+"""FusedUpdates: optimizer updates in the C++ core, applied while the averages are in the first-level cache.
 
 The core supports torch's Adam, AdamW and SGD with `fused=True`, whose rounding torch leaves to the implementation.
-Torch owns their state: it creates the state in the first step, and saves and loads it.
+Torch remains responsible for their state: it creates the state in the first step, and saves and loads it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _address = torch.Tensor.data_ptr
 
 
 class _Group(NamedTuple):
-    """The options of a parameter group in this step, and the names of the state tensors of its parameters."""
+    """A parameter group's options in the current step, and the names of its parameters' state tensors."""
 
     options: _core.UpdateOptions
     state: Sequence[str]
 
 
 class _Plan(NamedTuple):
-    """The update of a round; `tensors` keeps the memory at its `addresses` alive."""
+    """The prepared update for a round; `tensors` keeps the memory at `addresses` alive."""
 
     update: _core.Update
     tensors: Sequence[torch.Tensor]
@@ -37,10 +37,10 @@ class _Plan(NamedTuple):
 
 
 class FusedUpdates:
-    """Creates the update with which the core makes a round's part of a step of `optimizer`.
+    """Creates updates with which the core applies `optimizer` to the slices in a round.
 
     Args:
-        optimizer: an optimizer of the slices that this rank owns; its parameter groups are final.
+        optimizer: an optimizer for the slices that this rank owns; its parameter groups must not change.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -49,15 +49,15 @@ class FusedUpdates:
             id(updated): index for index, group in enumerate(optimizer.param_groups) for updated in group["params"]
         }
         self._plans: weakref.WeakKeyDictionary[ReadyRound, _Plan] = weakref.WeakKeyDictionary()
-        self._groups: list[_Group] = []  # empty if torch has to make this step
+        self._groups: list[_Group] = []  # empty if torch must apply this step
 
     def begin_step(self) -> None:
-        """Reads the options of the parameter groups."""
+        """Reads the parameter groups' options for this step."""
         groups = [_options_of(self._optimizer, group) for group in self._optimizer.param_groups]
         self._groups = [group for group in groups if group is not None] if all(groups) else []
 
     def begin(self, ready: ReadyRound) -> _core.Update | None:
-        """Returns the update of this round for the core to apply, or None if torch has to apply it."""
+        """Returns the update for the core to apply in this round, or None if torch must apply it."""
         tensors = self._tensors(ready) if self._groups else None
         if not tensors:
             return None
@@ -83,7 +83,7 @@ class FusedUpdates:
         return tensors
 
     def _are_usable(self, ready: ReadyRound) -> bool:
-        """Returns whether the core supports the types and layouts of this round's state."""
+        """Returns whether the core supports the dtypes and layouts of this round's state."""
         for updated, _ in ready.averages:
             state = self._optimizer.state.get(updated, {})
             for name in self._groups[self._group_of[id(updated)]].state:
@@ -110,7 +110,7 @@ class FusedUpdates:
 
 
 def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> _Group | None:
-    """Returns the options of a parameter group for the core, or None if the core does not support them."""
+    """Converts a parameter group's options for the core; returns None if the core does not support them."""
     if not group.get("fused") or group.get("amsgrad"):
         return None
     lr, weight_decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group["maximize"])

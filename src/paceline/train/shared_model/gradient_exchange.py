@@ -1,6 +1,6 @@
-"""GradientExchange: sums the gradients of all ranks, one round at a time, into memory of the ranks that own them.
+"""GradientExchange: averages gradients, one round at a time, on the ranks that own the corresponding slices.
 
-Gradients are summed over the ranks of a host, and then over the ranks that own the same slices on all hosts.
+Gradients are summed over the ranks on a host, and then over the ranks that own the same slice on different hosts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from paceline.train.shared_model.shared_shards import ReadyRound, RoundLayout, S
 
 @dataclass(frozen=True)
 class HostGroups:
-    """The groups of a rank.
+    """The process groups that a rank uses.
 
     Attributes:
         whole: the group of all ranks.
         host: the group of this host's ranks.
         across: the group of the ranks that own the same slices, one per host; None if there is only one host.
         ranks: this host's ranks, which share memory.
-        is_first: whether the whole group's first rank is on this host.
+        is_first: whether the first rank of `whole` is on this host.
     """
 
     whole: ProcessGroup
@@ -45,7 +45,7 @@ class HostGroups:
 
 
 def groups_by_host(group: ProcessGroup) -> HostGroups:
-    """Divides the ranks of `group` by host; every rank calls this.
+    """Creates the groups for each host; every rank in `group` must call this.
 
     Raises:
         ValueError: the group's engine does not use shared memory between the ranks of a host, or the hosts have
@@ -75,14 +75,14 @@ def groups_by_host(group: ProcessGroup) -> HostGroups:
 
 
 class GradientExchange:
-    """Averages gradients over the ranks of `groups`.
+    """Averages gradients over all ranks, one round at a time.
 
     Args:
         shards: the slices that each rank owns.
         names: the names of the parameters, in the order of `shards.by_param`.
         groups: the ranks.
         check: a check of this rank's gradients before they are averaged, or None.
-        by_round: whether the averages of a round are used before the next round.
+        by_round: whether a round's averages are used before the next round starts, and may then be overwritten.
     """
 
     def __init__(
@@ -100,36 +100,36 @@ class GradientExchange:
         self._groups = groups
         self._check = check
         self._by_round = by_round
-        self._averages = groups.across is None  # whether the sum within the host is divided immediately
+        self._averages = groups.across is None  # whether the reduction within the host averages
         self._applies_updates = shards.cuts and self._averages and applies_updates(groups.host)
-        # - The ranks' agreement
-        self._anywhere: list[bool] = []  # whether each parameter has a gradient on any rank
+        # - Facts on which the ranks have agreed
+        self._anywhere: list[bool] = []  # per parameter: whether any rank has a gradient
         self.idle = 0  # the number of ranks without inputs
-        self.divides_by_active = False  # whether sums are divided by the number of ranks with inputs
+        self.divides_by_active = False  # whether averages count only ranks with inputs
         # - This rank's gradients
-        self._present: list[bool] = []  # whether each parameter has a gradient on this rank
+        self._present: list[bool] = []  # per parameter: whether this rank has a gradient
         self._buckets: list[tuple[list[int], BucketGradients]] = []
-        self._addresses: list[int] = []  # 0 without a gradient
+        self._addresses: list[int] = []  # per parameter: the address of its gradient, or 0
         self._kept: list[torch.Tensor] = []
-        self._source: list[tuple[torch.Tensor | None, int]] = []  # the averaged gradients, with their versions
-        # - The memory of the averages
+        self._source: list[tuple[torch.Tensor | None, int]] = []  # gradients that were averaged, and their versions
+        # - Memory for the averages
         self._layouts: dict[tuple[bool, ...], RoundLayout] = {}
-        self._current: RoundLayout | None = None  # the layout whose sums are the shards' gradients
+        self._current: RoundLayout | None = None  # the layout whose memory the shards' gradients use
         self._zeros = torch.zeros(
             0, dtype=torch.uint8, device="cpu"
-        )  # in place of gradients that this rank does not have
+        )  # read in place of gradients that this rank does not have
 
     def agree(self, changed: str | None, has_inputs: bool, needs_averages: bool) -> bool:
-        """Waits until all ranks are in their step, so that no rank still reads parameters.
+        """Waits until all ranks have entered their step, after which no rank still reads parameters.
 
         Args:
-            changed: the description of a forbidden change to the parameters, or None.
+            changed: a description of a forbidden change to the parameters on this rank, or None.
             has_inputs: whether this rank still has inputs.
-            needs_averages: whether this rank's gradients have not been averaged yet.
+            needs_averages: whether this rank's gradients are still to be averaged.
 
         Returns:
-            Whether any rank's gradients have to be averaged. If so, the ranks have exchanged which parameters have
-            gradients.
+            True if any rank's gradients are still to be averaged. In this case, the ranks have also exchanged which
+            parameters have gradients.
 
         Raises:
             RuntimeError: parameters were changed on any rank; raised on every rank.
@@ -153,11 +153,11 @@ class GradientExchange:
         return bool(needed)
 
     def remember(self) -> None:
-        """Records the gradients that have been averaged."""
+        """Records the current gradients as averaged."""
         self._source = self._gradients()
 
     def is_outdated(self) -> bool:
-        """Returns whether the gradients are not the tensors that have been averaged.
+        """Returns whether the parameters have other gradients than those that `remember` recorded.
 
         Raises:
             RuntimeError: an averaged gradient was written to.
@@ -186,16 +186,16 @@ class GradientExchange:
         return [(gradient, -1 if gradient is None else gradient._version) for gradient in gradients]
 
     def rounds(self, whole: bool) -> Sequence[ReadyRound]:
-        """Returns the rounds that sum all gradients, and makes their results the gradients of the shards.
+        """Returns the rounds for this step, and sets the shards' gradients to views of the rounds' results.
 
         Args:
-            whole: whether the results of all rounds are needed at the same time.
+            whole: whether the results of all rounds must be available at the same time.
         """
         whole = whole or not self._by_round
         key = (whole, *self._anywhere)
         layout = self._layouts.get(key)
         if layout is None:
-            if len(self._layouts) >= 8:  # a model that skips layers at random has many
+            if len(self._layouts) >= 8:  # bounds the cache for models that skip random layers
                 self._layouts.clear()
             layout = self._layouts[key] = lay_out(self._shards, self._anywhere, whole)
         if layout is not self._current:
@@ -215,17 +215,17 @@ class GradientExchange:
 
     @property
     def may_update(self) -> bool:
-        """Whether the core can apply an update to this step's averages, since the sums within the host are final."""
+        """Whether the core can apply updates in this step, which requires that sums within the host are final."""
         return self._applies_updates and not (self.idle and self.divides_by_active)
 
     @torch.no_grad()
     def average(self, ready: ReadyRound, update: _core.Update | None, *, stores: bool = False) -> None:
-        """Averages the gradients of a round; every rank calls this.
+        """Averages the gradients of a round; every rank must call this.
 
         Args:
-            ready: the round whose gradients are ready to be averaged.
+            ready: the round.
             update: the update that the core applies to this rank's averages, or None.
-            stores: whether to store the averages even if `update` is given; without an update they are always stored.
+            stores: whether to store the averages even if `update` is given. Without an update, they are always stored.
         """
         if self._shards.cuts:
             self._reduce_scatter(ready, update, stores or update is None)
@@ -240,7 +240,7 @@ class GradientExchange:
             ready.sums.mul_(size / (size - self.idle))
 
     def first_active(self, has_inputs: bool) -> int:
-        """Returns the first rank that has inputs; every rank calls this."""
+        """Returns the first rank that has inputs; every rank must call this."""
         everyone = self._groups.whole.all_gather_bytes(bytes([has_inputs]))
         return everyone.index(bytes([True]))
 

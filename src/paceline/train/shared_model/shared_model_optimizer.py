@@ -32,33 +32,34 @@ from paceline.train.zero.partitioned_optimizer import (
 )
 from paceline.train.zero.shards import is_elementwise
 
-# The least size of the gradients that are averaged and applied together. The overhead of a round, in Python and in
-# waiting for other ranks, is small compared with the work on this many bytes.
+# The minimum size of a round, whose gradients are averaged and applied together. For this many bytes, the overhead of
+# Python and of waiting for other ranks is small.
 LEAST_ROUND_BYTES = 4 << 20
 
 
 class SharedModelOptimizer(PartitionedOptimizer):
-    """Trains one copy of a model on each host: its ranks share the parameters, and each updates a part of them.
+    """Trains one copy of a model per host: a host's ranks share the parameters, and each rank updates a part of them.
 
-    The parameters are moved to memory that all ranks of the host map. Each rank computes its own gradients. In `step`,
-    a rank reads its slice of the gradients out of the other ranks' memory, averages it, and updates its slice of the
-    parameters with `optimizer_class` while the averages are in the cache. Nothing is copied back, since all ranks see
-    the same parameters. A host of n ranks thus holds the parameters and the optimizer's state once instead of n times,
-    and each rank does 1/n of the optimizer's work.
+    The parameters are moved to memory that all ranks on a host map. Each rank computes its own gradients. In `step`, a
+    rank reads its slice of the gradients from the other ranks' memory, averages it, and updates its slice of the
+    parameters with `optimizer_class` while the averages are in the cache. The updated parameters need no copies,
+    because they are in shared memory. A host with n ranks thus stores the parameters and the optimizer's state once
+    instead of n times, and each rank performs 1/n of the optimizer's work.
 
-    This is not an option of `ZeroRedundancyOptimizer`, because a rank no longer has parameters of its own: all ranks
-    see every write to them, so only this optimizer may write to them (see `full_parameters`). It has no stages and no
-    overlap, since all communication happens in `step`.
+    This class differs from `ZeroRedundancyOptimizer` in that ranks have no private parameters. A write by one rank
+    changes the parameters for all ranks, so only this optimizer may write to them (see `full_parameters`). There are no
+    stages and no overlap, because all communication happens in `step`.
 
-    Each rank keeps its own gradients until `step`; they accumulate over several backwards without communication. Clip
-    them with `clip_grad_norm_` and scale losses with `paceline.GradScaler`, which work on the averages.
+    Each rank keeps its own gradients until `step`; they accumulate over several backwards without communication. To
+    clip gradients or scale losses, use `clip_grad_norm_` and `paceline.GradScaler`, which operate on the averages.
 
     Args:
-        module: the model, plain or in a `DistributedDataParallel`, which then no longer averages gradients. Its
-            parameters must be on the CPU. Rank 0's parameters and buffers are copied to all ranks. Each rank keeps
-            its own buffers, which are copied from rank 0 after each step.
+        module: the model, plain or wrapped in `DistributedDataParallel`, which then no longer averages gradients. Its
+            parameters must be on the CPU. Rank 0's parameters and buffers are copied to all ranks. Buffers are not
+            shared; they are copied from rank 0 after each step.
         optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`. Torch's
-            elementwise optimizers and `paceline.Lion` get flat slices of parameters, others whole parameters.
+            elementwise optimizers and `paceline.Lion` update flat slices of parameters; other optimizers update whole
+            parameters.
         params: parameters or parameter groups of the module, as for any optimizer; all parameters if None.
         process_group: the ranks; the default group if None. All hosts must have the same number of ranks.
         defaults: keyword arguments for `optimizer_class`.
@@ -68,7 +69,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a Paceline
             group.
         ValueError: the group's engine is not "paceline", hosts have different numbers of ranks, or a parameter cannot
-            be shared for the reason in the message.
+            be shared (the message gives the reason).
 
     Example::
 
@@ -87,13 +88,13 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self.process_group = given_or_default(process_group)
         require_one_evaluation(optimizer_class, self.process_group)
         if isinstance(module, DistributedDataParallel):
-            module.require_backward_grad_sync = False  # from now on this optimizer averages the gradients
+            module.require_backward_grad_sync = False  # this optimizer averages the gradients instead
             module = module.module
         self._module = module
         self._groups = groups_by_host(self.process_group)
         host, cuts = self._groups.host, is_elementwise(optimizer_class)
         self._shards: SharedShards = SharedShards(host.rank(), host.size(), cuts, LEAST_ROUND_BYTES)
-        self._has_averages = False  # whether `own_part` has averaged the gradients already
+        self._has_averages = False  # whether `own_part` has already averaged the gradients
         self._steps = 0
         self._watch = ClippingWatch({}, "", "")
         Joinable.__init__(self)
@@ -110,9 +111,9 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self._start()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Averages the gradients and updates the parameters that this rank owns; every rank calls this.
+        """Averages the gradients and updates the parameters that this rank owns; every rank must call this method.
 
-        It returns when all ranks of the host have updated their parameters.
+        The call returns when all ranks on the host have updated their slices.
 
         Args:
             closure: a function that computes the loss and its gradients; it is called once.
@@ -133,7 +134,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
 
     @property
     def owns_gradients(self) -> bool:
-        """True: only the owner of a shard has its averaged gradient."""
+        """Always True: a shard's averaged gradient exists only on the owner of the shard."""
         return True
 
     @torch.no_grad()
@@ -149,12 +150,12 @@ class SharedModelOptimizer(PartitionedOptimizer):
             else:
                 self._inner.step()
             self._send_buffers(has_inputs)
-            self._groups.host.barrier()  # no rank reads a parameter before all are updated
+            self._groups.host.barrier()  # no rank may read a parameter before all are updated
         self._forget_averages()
         copy_options(self._inner.param_groups, self.param_groups)
 
     def _agree(self, has_inputs: bool = True) -> bool:
-        """Waits until all ranks have called this, and returns whether gradients have to be averaged."""
+        """Waits until all ranks have entered the step; returns whether gradients must still be averaged."""
         self._parameters.require_whole()
         needs = not self._has_averages or self._exchange.is_outdated()
         if needs:
@@ -184,9 +185,9 @@ class SharedModelOptimizer(PartitionedOptimizer):
             self._inner.step()
 
     def own_part(self) -> Optimizer:
-        """Averages this step's gradients, and returns the inner optimizer with this rank's part of them.
+        """Averages this step's gradients, and returns the inner optimizer, which holds this rank's part of the averages.
 
-        Every rank calls this; `step` then applies the gradients that the inner optimizer holds.
+        Every rank must call this method. A subsequent `step` applies the gradients in the inner optimizer.
         """
         assert self._inner is not None
         if self._join_config.enable:
@@ -204,7 +205,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         return self._inner
 
     def _averaged_rounds(self, whole: bool) -> Iterator[tuple[ReadyRound, bool]]:
-        """Yields each round after its gradients were averaged, and whether the core has also applied them."""
+        """Averages round by round; yields each round and whether the core has applied its update."""
         in_core = self._exchange.may_update and not whole
         if in_core:
             self._core_updates.begin_step()
@@ -218,22 +219,22 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self._exchange.release()
 
     def _average_under(self, check: GradientCheck, ready: ReadyRound, update: _core.Update | None) -> None:
-        """Averages the first round of a step, and passes the averages to the check."""
+        """Averages the first round of a step, and completes the check of this step's gradients."""
         self._steps += 1
         if check.has_found:
-            check.end(self._steps)  # examines the parameters too, so no rank may have applied such gradients yet
+            check.end(self._steps)  # reads parameters, so must precede any update in this step
             self._exchange.average(ready, update)
             return
         self._exchange.average(ready, update, stores=check.is_looking)
         check.end(self._steps, [average for _, average in ready.averages])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients."""
+        """Clears the gradients and discards averages."""
         super().zero_grad(set_to_none)
         self._forget_averages()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, the same on every rank; earlier parameters keep their owners."""
+        """Adds a group, which must be the same on every rank; parameters that were added earlier keep their owners."""
         super().add_param_group(param_group)
         if self._inner is None:
             return
@@ -245,9 +246,10 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self._start()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Averages the gradients and scales the averages to a norm of at most `max_norm`; returns the norm before that.
+        """Averages the gradients and clips the norm of the averages to `max_norm`; returns the norm before clipping.
 
-        Every rank calls this, before `step`. `torch.nn.utils.clip_grad_norm_` would clip this rank's own gradients.
+        Every rank must call this method before `step`. `torch.nn.utils.clip_grad_norm_` would clip each rank's own
+        gradients instead of the averages.
         """
         self.own_part()
         gradients = self._shards.gradients()
@@ -256,9 +258,9 @@ class SharedModelOptimizer(PartitionedOptimizer):
         return total.float()
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Returns a context in which every rank has its own parameters, and may write to them or load them.
+        """Returns a context in which every rank has a private copy of the parameters, which it may modify or load.
 
-        Every rank enters it. At its end, the parameters of rank 0 are copied to all ranks.
+        All ranks must enter the context. On exit, rank 0's parameters are copied to all ranks.
         """
         return self._parameters.private()
 
@@ -270,7 +272,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self._exchange.divides_by_active = not divides
 
     def _own_state(self) -> dict[int, dict[str, object]]:
-        return super()._own_state() if self._groups.is_first else {}  # the hosts have the same state
+        return super()._own_state() if self._groups.is_first else {}  # the state is the same on every host
 
     def _send_buffers(self, has_inputs: bool) -> None:
         buffers = list(self._module.buffers())

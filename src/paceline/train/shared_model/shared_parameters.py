@@ -1,8 +1,8 @@
-"""SharedParameters: parameters in memory that all ranks of a host map, and guards against invalid writes and reads.
+"""SharedParameters: parameters in memory that all ranks on a host map, with guards against invalid reads and writes.
 
-Write to these parameters only inside `updating`, between the first collective of a step and the barrier at its end; at
-any other time other ranks may be reading them. All other writers, such as `load_state_dict`, write to a rank's own
-copies inside `private`. Half-updated parameters can be neither used nor saved.
+Write to shared parameters only inside `updating`, between the first collective of a step and the barrier at its end. At
+any other time, other ranks may be reading the parameters. All other writers, such as `load_state_dict`, write to
+private copies inside `private`. Partly updated parameters can be neither used nor saved.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from paceline.train.zero.shards import ALIGNMENT_BYTES, flat, is_dense
 
 
 class TornGuard:
-    """A hook of a module that raises an error while its parameters are only partly updated.
+    """A module hook that raises an error while the module's parameters are only partly updated.
 
-    `reason` is the error's message, or None. A copy of the module, whose parameters are not shared, gets a new guard
-    without a reason.
+    `reason` is the error message, or None if parameters may be used. A copy of the module does not share parameters, so
+    it gets a new guard without a reason.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
 
     def __call__(self, *_: object) -> None:
-        """Raises RuntimeError if there is a reason."""
+        """Raises RuntimeError if `reason` is set."""
         if self.reason is not None:
             raise RuntimeError(self.reason)
 
@@ -44,7 +44,7 @@ class TornGuard:
         return TornGuard, ()
 
     def watch(self, module: nn.Module) -> None:
-        """Registers this guard for forwards and `state_dict` of the module."""
+        """Registers this guard as a hook on the module's forward and `state_dict`."""
         module.register_forward_pre_hook(self)
         module.register_state_dict_pre_hook(self)
 
@@ -59,17 +59,17 @@ _TORN = (
 
 
 class SharedParameters:
-    """Moves parameters to memory that the ranks of a host share.
+    """Moves parameters to memory that the ranks on a host share.
 
     Args:
         group: all ranks, of this host and others.
         ranks: the ranks of this host.
-        module: the module with the parameters.
+        module: the module that contains the parameters.
     """
 
     @classmethod
     def of(cls, module: nn.Module, group: ProcessGroup, ranks: HostRanks) -> SharedParameters:
-        """Returns the module's SharedParameters, which several optimizers of different parameters may use."""
+        """Returns the module's SharedParameters, which optimizers for different parameters may share."""
         known = _of_modules.get(module)
         if known is None or known._group is not group:
             known = _of_modules[module] = cls(group, ranks, module)
@@ -80,14 +80,14 @@ class SharedParameters:
         self._ranks = ranks
         self._params: list[torch.Tensor] = []
         self._names: list[str] = []
-        self._shared: list[torch.Tensor] = []  # the parameters' data, except within `private`
+        self._shared: list[torch.Tensor] = []  # the parameters' data while not within `private`
         self._is_private = False
         self._torn = TornGuard()
         self._torn.watch(module)
         self.accept()
 
     def add(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Moves further parameters, which are the same on all ranks, to shared memory; every rank calls this."""
+        """Moves parameters, which must be equal on all ranks, to shared memory; every rank must call this."""
         self._drop_replaced()
         known = {id(param) for param in self._params}
         new = {name: param for name, param in named.items() if id(param) not in known and param.numel()}
@@ -109,12 +109,12 @@ class SharedParameters:
         self.accept()
 
     def accept(self) -> None:
-        """Records the current versions and memory of the parameters as unchanged."""
+        """Records the parameters' current versions and memory layouts as the reference for `changed`."""
         self._versions = list(map(_version, self._params))
         self._layouts = list(map(memory_layout, self._params))
 
     def changed(self) -> str | None:
-        """Describes a forbidden change of the parameters since `accept`, or returns None."""
+        """Returns a description of a forbidden change to the parameters since `accept`, or None."""
         if self._is_private:
             return "called step() within full_parameters()"
         versions = list(map(_version, self._params))
@@ -126,12 +126,12 @@ class SharedParameters:
         return None
 
     def require_whole(self) -> None:
-        """Raises RuntimeError if an update of the parameters has failed halfway."""
+        """Raises RuntimeError if an update of the parameters failed before it was complete."""
         self._torn()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Returns a context in which the ranks update the parameters; after an error in it they are unusable."""
+        """Returns a context in which ranks update the parameters. An error inside it leaves the parameters unusable."""
         self._torn.reason = _torn_reason(self._group, "an error")
         try:
             yield
@@ -141,12 +141,12 @@ class SharedParameters:
                 error.args = (f"{error}. {_TORN}", *error.args[1:])
             raise
         self._torn.reason = None
-        count_writes(self._params)  # also if another rank wrote them
+        count_writes(self._params)  # includes writes by other ranks
         self.accept()
 
     @contextmanager
     def private(self) -> Iterator[None]:
-        """Returns a context in which every rank has its own parameters; at its end, rank 0's are copied to all."""
+        """Returns a context in which every rank has private parameters; on exit, rank 0's are copied to all ranks."""
         self.require_whole()
         own = [shared.clone() for shared in self._shared]
         self._bind(own)
@@ -156,7 +156,7 @@ class SharedParameters:
             own = [param.data for param in self._params]
             self._require_layout(own)
             broadcast_tensors(own, self._group)
-            self._group.barrier()  # all ranks are within `private` now, so none reads the shared memory
+            self._group.barrier()  # after this, all ranks are in `private`; none reads shared memory
             with self.updating():
                 self._write(own, self._shared)
                 self._group.barrier()
@@ -166,7 +166,7 @@ class SharedParameters:
             self.accept()
 
     def _drop_replaced(self) -> None:
-        """Drops parameters whose memory was replaced, for example by `module.to(dtype)`, or narrowed."""
+        """Drops parameters whose memory was replaced or narrowed, for example by `module.to(dtype)`."""
         pairs = zip(self._params, self._shared, strict=True)
         kept = [index for index, (param, shared) in enumerate(pairs) if memory_layout(param) == memory_layout(shared)]
         self._params = [self._params[index] for index in kept]
@@ -178,7 +178,7 @@ class SharedParameters:
             param.data = tensor
 
     def _write(self, values: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> None:
-        """Copies this rank's part of the values, which are the same on all ranks of the host, to the shared memory."""
+        """Copies this rank's part of the values to shared memory; the values are equal on all ranks of the host."""
         host_ranks = self._ranks.here
         part, parts = host_ranks.index(self._ranks.rank), len(host_ranks)
         for value, tensor in zip(values, shared, strict=True):
@@ -200,9 +200,9 @@ class SharedParameters:
 
 
 def private_parameters_of(module: nn.Module) -> AbstractContextManager[None]:
-    """Returns `SharedParameters.private` of the module, or a context without effect if its parameters are not shared.
+    """Returns `SharedParameters.private` for a module, or a context without effect if its parameters are not shared.
 
-    Every rank enters it.
+    All ranks must enter the context.
     """
     known = _of_modules.get(module)
     return nullcontext() if known is None else known.private()
@@ -213,12 +213,12 @@ def _torn_reason(group: ProcessGroup, how: str) -> str:
 
 
 def is_shared(module: nn.Module) -> bool:
-    """Returns whether the ranks of a host share the parameters of the module."""
+    """Returns whether the ranks on a host share the module's parameters."""
     return module in _of_modules
 
 
 def named_with(module: nn.Module, others: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns, by name, the parameters of the module and those of `others` that it does not have."""
+    """Returns the module's parameters, and tensors in `others` that are outside the module, by name."""
     named: dict[str, torch.Tensor] = dict(module.named_parameters())
     known = {id(param) for param in named.values()}
     outside = [param for param in others if id(param) not in known]
@@ -226,7 +226,7 @@ def named_with(module: nn.Module, others: Sequence[torch.Tensor]) -> dict[str, t
 
 
 def unshareable_reason(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Exception | None:
-    """Returns the error if these parameters cannot be shared, or None."""
+    """Returns an error if the parameters cannot be shared, or None."""
     for name in collect_tracked(module).sparse:
         return ValueError(f"{name!r} has sparse gradients, of which no rank can own a slice; use sparse=False")
     ends: list[tuple[int, int, str]] = []

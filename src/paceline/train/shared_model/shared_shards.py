@@ -1,8 +1,8 @@
 """SharedShards: the shards of a model that ranks share, and the rounds in which they are averaged and updated.
 
-Parameters of one type form one long row, which is cut into rounds, and each round into one slice per rank. In a round
-every rank reads the gradients of its slice from the others and updates the slice immediately, while they are in the
-cache. `RoundLayout` holds the memory of a step's averages.
+Parameters of one dtype are concatenated and divided into rounds, and each round is divided into one slice per rank. In
+a round, every rank reads the gradients for its slice from the other ranks and updates the slice immediately, while the
+data is in the cache. `RoundLayout` holds the memory for a step's averages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from paceline.comm.engine.codes import DTYPE_CODES
 from paceline.train.zero.shards import ALIGNMENT_BYTES, OwnedBytes, Shard, Shards, assign_to_ranks
 
-# More rounds need less memory for the averages, and more of it stays in the cache; but ranks wait for each other in
+# With more rounds, the averages need less memory, and more of it fits in the cache; but ranks wait for each other in
 # each round.
 _ROUNDS = 5
 _MOST_ROUND_BYTES = 32 << 20
@@ -39,20 +39,20 @@ class ElementRun(NamedTuple):
         return self.stop - self.start
 
 
-Round = list[list[ElementRun]]  # the runs of each rank
+Round = list[list[ElementRun]]  # one list of runs per rank
 
 
 def cut_evenly(sizes: Sequence[int], ranks: int, round_size: int, alignment: int) -> list[Round]:
-    """Cuts parameters into rounds of about `round_size` elements, and each round into equal slices.
+    """Divides parameters into rounds of about `round_size` elements, and each round into slices of about equal size.
 
-    A parameter is cut only at multiples of `alignment` elements, so that two ranks never write to one cache line, and
-    kernels treat each element as they would in the whole parameter.
+    A parameter is cut only at multiples of `alignment` elements. Two ranks therefore never write to the same cache
+    line, and kernels compute each element as they would in the whole parameter.
 
     Args:
-        sizes: the number of elements of each parameter.
+        sizes: the number of elements in each parameter.
         ranks: the number of ranks.
         round_size: the number of elements of a round.
-        alignment: the number of elements of which cuts are multiples.
+        alignment: the number of elements between two permitted cuts.
 
     >>> cut_evenly([4, 12], 2, 16, 2)[0][0]
     [ElementRun(param=0, start=0, stop=4), ElementRun(param=1, start=0, stop=4)]
@@ -81,7 +81,7 @@ def divide_whole(sizes: Sequence[int], ranks: int) -> list[Round]:
 
 
 def _nearest_cut(wanted: int, sizes: Sequence[int], ends: Sequence[int], alignment: int) -> int:
-    """Returns the permitted cut of the row that is nearest to `wanted`."""
+    """Returns the permitted cut nearest to `wanted`, an index into the concatenated parameters."""
     param = bisect.bisect_right(ends, wanted)
     first = ends[param] - sizes[param]
     return first + min(sizes[param], (wanted - first + alignment // 2) // alignment * alignment)
@@ -102,20 +102,20 @@ def _runs_between(first: int, stop: int, sizes: Sequence[int], ends: Sequence[in
 
 @dataclass(frozen=True)
 class SumRound:
-    """Gradients of one type that are summed together; `runs[r]` are those of rank r, with the indices of parameters."""
+    """Gradients of one dtype that are summed together; `runs[r]` lists the runs that rank r owns."""
 
     dtype: torch.dtype
     runs: Sequence[Sequence[ElementRun]]
 
 
 class SharedShards(Shards):
-    """The shards of an optimizer's parameters, which are the same on every host.
+    """The shards of an optimizer's parameters; the division into shards is the same on every host.
 
     Args:
-        rank: the index of this rank among those of its host.
+        rank: the index of this rank on its host.
         size: the number of ranks on a host.
-        cuts: whether parameters may be cut; otherwise each has one owner.
-        least_round_bytes: the least size of a round, where parameters may be cut.
+        cuts: whether parameters may be cut. If False, each parameter has one owner.
+        least_round_bytes: the minimum size of a round in bytes, if parameters may be cut.
     """
 
     def __init__(self, rank: int, size: int, cuts: bool, least_round_bytes: int) -> None:
@@ -125,10 +125,10 @@ class SharedShards(Shards):
         self.rounds: list[SumRound] = []
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
-        """Adds the parameters of a group; earlier parameters keep their owners."""
+        """Adds a group's parameters; parameters that were added earlier keep their owners."""
         first = len(self.by_param)
         parts: list[list[OwnedBytes]] = [[] for _ in params]
-        for trained in (True, False):  # separately, so that states and the memory of gradients are divided evenly
+        for trained in (True, False):  # separate division keeps states and gradients balanced
             for dtype in dict.fromkeys(param.dtype for param in params):
                 chosen = [i for i, p in enumerate(params) if p.requires_grad == trained and p.dtype == dtype]
                 for runs in self._divide([params[i].numel() for i in chosen], dtype):
@@ -151,16 +151,16 @@ class SharedShards(Shards):
 
     def _shard(self, param: torch.Tensor, part: OwnedBytes) -> Shard:
         shard = Shard(param, part, self.rank)
-        # Not the parameter itself: that has this rank's own gradient, and its version reveals writes by others.
+        # A separate tensor: the parameter has this rank's own gradient, and its version reveals foreign writes.
         shard.updated = nn.Parameter(shard.run(param.data), param.requires_grad) if shard.is_mine else None
         return shard
 
 
 @dataclass(frozen=True)
 class SliceReads:
-    """The runs of gradients that a rank contributes to one rank's slice: parameters, and offsets and sizes in bytes.
+    """The gradient runs that a rank contributes to one slice: parameter indices, and offsets and sizes in bytes.
 
-    `padding` bytes of zeros follow, since all slices of a round have the same length.
+    The runs are followed by `padding` zero bytes, because all slices in a round have the same length.
     """
 
     params: Sequence[int]
@@ -169,11 +169,11 @@ class SliceReads:
     padding: int
 
     def pieces(self, addresses: Sequence[int], zeros: int) -> list[int]:
-        """Returns the address and the number of bytes of each run, given the addresses of the gradients.
+        """Returns the address and the size in bytes of each run, alternating.
 
         Args:
             addresses: the address of each parameter's gradient, or 0.
-            zeros: the address of the zeros that replace missing gradients.
+            zeros: the address of zeros, which replace missing gradients.
         """
         pieces = [0] * (2 * len(self.params))
         pieces[0::2] = [
@@ -188,13 +188,13 @@ class SliceReads:
 
 @dataclass(frozen=True, eq=False)
 class ReadyRound:
-    """A round, with the memory for its results.
+    """A round together with the memory for its results.
 
     Attributes:
-        dtype_code: the code of the dtype.
+        dtype_code: the core's code for the dtype.
         reads: this rank's contribution to each rank's slice.
         sums: this rank's slice of the results.
-        averages: the tensors that this rank updates, each with its gradient, a part of `sums`.
+        averages: pairs of a tensor that this rank updates and its gradient, which is a view of `sums`.
     """
 
     dtype_code: int
@@ -210,7 +210,7 @@ class ReadyRound:
 
 @dataclass(frozen=True)
 class RoundLayout:
-    """The rounds of a step, and the sizes in bytes of their longest padding and longest run."""
+    """The rounds of a step, and the sizes in bytes of the longest padding and the longest run."""
 
     rounds: Sequence[ReadyRound]
     longest_padding: int
@@ -218,12 +218,12 @@ class RoundLayout:
 
 
 def lay_out(shards: SharedShards, present: Sequence[bool], whole: bool) -> RoundLayout:
-    """Returns the rounds for those parameters that have a gradient on some rank.
+    """Allocates the rounds for the parameters that have a gradient on any rank.
 
     Args:
         shards: the slices that each rank owns.
         present: whether each parameter has a gradient.
-        whole: whether the results of every round have separate memory; otherwise all rounds share it.
+        whole: whether the results of each round have separate memory. If False, all rounds share the same memory.
     """
     rounds = [
         SumRound(part.dtype, [[run for run in owned if present[run.param]] for owned in part.runs])

@@ -193,7 +193,7 @@ class Shard:
 
     @torch.no_grad()
     def round_master(self) -> None:
-        """Rounds the master copy to the parameter's dtype, writes it to the parameter, and clears the copy's gradient."""
+        """Writes the master copy, rounded to the parameter's dtype, to the parameter; clears the copy's gradient."""
         if self.master is not None and self.updated is not None:
             if self.pinned is None:
                 self.updated.copy_(self.master)

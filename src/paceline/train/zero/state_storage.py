@@ -1,9 +1,8 @@
-"""StateStorage: the type and the memory of a rank's optimizer state.
+"""StateStorage: selects the dtype and memory of a rank's optimizer state.
 
-An optimizer may update copies of the parameters in a type of higher precision ("master weights", Micikevicius et al.
-2018, "Mixed Precision Training"), from which the parameters are rounded. These copies and the state may be in the CPU's
-memory while the parameters are on a GPU, or in a memory-mapped file (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et
-al. 2021, "ZeRO-Infinity").
+An optimizer may update higher-precision copies of the parameters ("master weights", Micikevicius et al. 2018, "Mixed
+Precision Training"), from which the parameters are rounded. The copies and the state can be offloaded from a GPU to CPU
+memory, or to a memory-mapped file (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et al. 2021, "ZeRO-Infinity").
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from paceline.train.module_tensors import pinned_like
 from paceline.train.zero.shards import Shard
 
 MASTER = "master"
-"""The key of a parameter's master copy in the saved state of the optimizer."""
+"""The key of a parameter's master copy in a saved optimizer state."""
 
 _CPU = "cpu"
-_CHUNK_NBYTES = 16 << 20  # the size of a chunk of the file that small tensors share
+_CHUNK_NBYTES = 16 << 20  # small tensors are allocated from chunks of this size
 _ALIGNMENT_NBYTES = 64
 
 
 class FileMemory:
     """Allocates tensors in an unnamed memory-mapped file, which the kernel frees even if the process is killed.
 
-    Disk space is reserved before it is used, since a write to memory could not report that the disk is full.
+    Disk space is reserved in advance, because a write to mapped memory cannot report a full disk.
 
     Args:
         directory: the directory of the file.
@@ -58,8 +57,8 @@ class FileMemory:
             ) from error
         weakref.finalize(self, self._file.close)
         self._nbytes = 0
-        self._mappings: list[tuple[int, int]] = []  # the addresses at which mappings begin and end
-        self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")  # the unused rest of the last chunk
+        self._mappings: list[tuple[int, int]] = []  # the start and end address of each mapping
+        self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")  # the unused remainder of the last chunk
 
     @property
     def nbytes(self) -> int:
@@ -104,15 +103,15 @@ class FileMemory:
 
 
 class StateStorage:
-    """Allocates an optimizer's master copies of parameters and its state.
+    """Allocates memory for an optimizer's state and its master copies of parameters.
 
     Args:
-        dtype: the type of the copies; None to update the parameters themselves.
-        offload: `"cpu"`, or the directory of a file; None to keep the state on the parameters' device.
+        dtype: the dtype of the master copies; None to update the parameters themselves.
+        offload: "cpu", or a directory for a memory-mapped file; None to keep the state on the parameters' device.
         me: this rank, for messages.
 
     Raises:
-        TypeError: `dtype` is not a floating-point type.
+        TypeError: `dtype` is not a floating-point dtype.
     """
 
     def __init__(self, dtype: torch.dtype | None, offload: str | os.PathLike[str] | None, me: str) -> None:
@@ -120,16 +119,16 @@ class StateStorage:
             raise TypeError(f"{me}: master_dtype is {dtype}; it must be a floating-point type such as torch.float32")
         self._dtype, self._offload, self._me = dtype, offload, me
         self._file: FileMemory | None = None
-        self._tensors: dict[tuple[int, object], torch.Tensor] = {}  # the state in the file, by parameter and key
+        self._tensors: dict[tuple[int, object], torch.Tensor] = {}  # state tensors in the file, by parameter id and key
 
     @property
     def arguments(self) -> dict[str, object]:
-        """The settings that must be the same on every rank; the directories may differ."""
+        """The settings that must be the same on every rank; directories may differ."""
         offload = self._offload if self._offload in (None, _CPU) else "a directory"
         return {"master_dtype": str(self._dtype), "offload": offload}
 
     def open(self, params: Iterable[torch.Tensor]) -> Exception | None:
-        """Creates the file, if one is needed; returns the error if the settings do not work for these parameters."""
+        """Creates the file if needed; returns an error if that fails or the settings do not suit the parameters."""
         if self._offload == _CPU and any(param.is_cpu for param in params):
             return ValueError(
                 f"{self._me}: offload='cpu' has no meaning for parameters that are on the CPU; give a directory, to "
@@ -147,7 +146,7 @@ class StateStorage:
         return self._dtype_for(param) != param.dtype or (self._offload is not None and not param.is_cpu)
 
     def make_masters(self, shards: Iterable[Shard]) -> None:
-        """Creates master copies for the shards of this rank that need one.
+        """Creates master copies for those of this rank's shards that need one.
 
         Raises:
             OSError: the disk is full.
@@ -163,11 +162,11 @@ class StateStorage:
                     shard.pinned = pinned_like(updated)
 
     def gradient_device(self, params: Sequence[torch.Tensor]) -> torch.device:
-        """Returns the device of the gradients that the optimizer uses, or the first one of several."""
+        """Returns the device of the gradients that the optimizer uses; the first parameter's if there are several."""
         return torch.device(_CPU) if self._offload is not None else params[0].device
 
     def step(self, inner: Optimizer) -> None:
-        """Makes a step of the optimizer, whose new state is created in the file, if there is one.
+        """Steps the optimizer; if there is a file, new state is allocated in it.
 
         Raises:
             OSError: the disk is full.
@@ -182,7 +181,7 @@ class StateStorage:
         self.settle(inner)
 
     def settle(self, inner: Optimizer) -> None:
-        """Moves state that the optimizer has in other memory, for example after loading, into the file, if any.
+        """Moves state outside the file, for example after loading, into the file; does nothing without a file.
 
         Raises:
             OSError: the disk is full.
@@ -207,7 +206,7 @@ class StateStorage:
         return wide
 
     def _like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Allocates a tensor with the layout of `tensor` in the memory of the optimizer's state."""
+        """Allocates a tensor with the layout of `tensor` in the file or on the state's device."""
         strides = torch.empty_like(tensor, device="meta").stride()
         if self._file is not None:
             return self._file.zeros(tensor.shape, strides, dtype)
@@ -216,7 +215,7 @@ class StateStorage:
 
 
 class _AllocationIn(TorchFunctionMode):
-    """Redirects `zeros_like` of an optimizer's parameters, with which optimizers create their state, to a file."""
+    """Redirects `zeros_like` on an optimizer's parameters, which optimizers use to create state, to a file."""
 
     def __init__(self, memory: FileMemory, updated: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -234,7 +233,7 @@ class _AllocationIn(TorchFunctionMode):
 
 
 def state_of_shard(shard: Shard, inner: Optimizer) -> dict[str, object]:
-    """Returns an optimizer's state for a shard, including the master copy if its type is not the parameter's."""
+    """Returns an optimizer's state for a shard, with the master copy if its dtype differs from the parameter's."""
     target = shard.target
     assert target is not None
     state = dict(inner.state.get(target, {}))
@@ -245,9 +244,9 @@ def state_of_shard(shard: Shard, inner: Optimizer) -> dict[str, object]:
 
 @torch.no_grad()
 def load_masters(states: Mapping[int, dict[str, Any]], shards: Sequence[Shard]) -> None:
-    """Moves the master copies from the states into the shards, which have the same order.
+    """Moves master copies from `states`, whose keys are indices into `shards`, into the shards.
 
-    A master copy that is missing in the state takes its parameter's value in the next step.
+    If a state lacks a master copy, the next step initializes the copy from the parameter.
     """
     for number, state in states.items():
         loaded = state.pop(MASTER, None)

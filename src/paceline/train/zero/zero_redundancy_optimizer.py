@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: shards its state over the ranks, and optionally gradients and parameters too."""
+"""ZeroRedundancyOptimizer: shards its state, and optionally gradients and parameters, over the ranks."""
 
 from __future__ import annotations
 
@@ -35,39 +35,40 @@ from paceline.train.zero.state_storage import StateStorage
 
 
 class ZeroRedundancyOptimizer(PartitionedOptimizer):
-    """Runs `optimizer_class` on every rank for a part of the parameters, so that each rank holds a part of the state.
+    """Shards the state of an optimizer over the ranks: each rank runs `optimizer_class` on a part of the parameters.
 
-    Every parameter has an owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020). A parameter that exceeds a
+    Every parameter is owned by the rank that updates it (ZeRO, Rajbhandari et al. 2020). A parameter that exceeds a
     rank's even share is cut if the optimizer is `paceline.Lion` or one of torch's elementwise optimizers. Stage 1
-    shards the optimizer's state. Stage 2 also shards the gradients, which are averaged on their owners and freed
-    elsewhere. Stage 3 also shards the parameters, which other ranks hold only while a layer needs them.
+    shards the optimizer's state. Stage 2 additionally shards the gradients, which are averaged on their owners and
+    freed elsewhere. Stage 3 additionally shards the parameters, which other ranks hold only while a layer needs them.
 
     Args:
-        params: the module, plain or in a `DistributedDataParallel`; or parameters or parameter groups, as for any
-            optimizer. Given the module, this optimizer averages the gradients, except in stage 1 with a
-            `DistributedDataParallel`, which does so itself. Given parameters, the gradients must have been averaged
-            before `step`, for example by a wrapper around their module; stage 2 then frees them in `step`, not earlier.
+        params: a module, plain or wrapped in `DistributedDataParallel`; or parameters or parameter groups, as for any
+            optimizer. Given a module, this optimizer averages the gradients, except in stage 1 with a
+            `DistributedDataParallel`, which averages them itself. Given parameters, the program must average the
+            gradients before `step`, for example with a module wrapper; stage 2 then frees gradients only in `step`.
         optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`.
         process_group: the ranks; the default group if None.
-        parameters_as_bucket_view: no effect; accepted for compatibility with torch.
-        overlap: whether to average gradients on the group's progress thread during backward; in stage 3 also to
-            gather the next layer's parameters there.
+        parameters_as_bucket_view: has no effect; accepted for compatibility with torch.
+        overlap: whether to average gradients on the group's progress thread during backward. In stage 3, this thread
+            additionally prefetches the next layer's parameters.
         stage: the stage, 1, 2 or 3; stage 3 requires the module.
         module: the module, if `params` are groups of its parameters.
-        bucket_cap_mb: the size in MiB of the buckets in which gradients are averaged.
-        master_dtype: the type, such as `torch.float32`, of master copies of parameters with lower precision, such as
+        bucket_cap_mb: the maximum size in MiB of the buckets in which gradients are averaged.
+        master_dtype: the dtype, such as `torch.float32`, of master copies of parameters with lower precision, such as
             bfloat16. The optimizer updates the copies, and the parameters are rounded from them. None to update the
             parameters themselves.
-        offload: a directory for a memory-mapped file that holds the copies and the state; or `"cpu"` to keep them in
-            the CPU's memory, for parameters on a GPU; gradients and parameters then pass through page-locked memory.
+        offload: a directory for a memory-mapped file that holds the master copies and the state, or "cpu" to hold them
+            in CPU memory if the parameters are on a GPU. With "cpu", gradients and parameters are transferred through
+            page-locked memory.
         defaults: keyword arguments for `optimizer_class`.
 
     Raises:
         CollectiveMismatchError: parameters or arguments differ between ranks; raised on every rank.
         TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a Paceline
             group.
-        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module or with parameters on several devices, or
-            `offload` is `"cpu"` with parameters on the CPU.
+        ValueError: `stage` is not 1, 2 or 3; `stage` is 3 and there is no module, or its parameters are on several
+            devices; or `offload` is "cpu" and parameters are on the CPU.
         OSError: no file can be created in the directory `offload`, or the disk is full.
 
     Example::
@@ -101,19 +102,19 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         if isinstance(module, DistributedDataParallel):
             self._averages = stage > 1
             if self._averages:
-                module.require_backward_grad_sync = False  # from now on this optimizer averages the gradients
+                module.require_backward_grad_sync = False  # this optimizer averages the gradients instead
             module = module.module
         self._module = module
         self._rank = self.process_group.rank()
         self._shards = Shards(self._rank, self.process_group.size(), cuts=is_elementwise(optimizer_class))
         self._storage = StateStorage(master_dtype, offload, f"rank {self.process_group.me.rank}")
-        self._copies = False  # whether the inner optimizer updates copies of parameters, on any rank
+        self._copies = False  # whether the inner optimizer updates master copies on any rank
         self._ends = BackwardEnd()
         self._reducer: ShardedGradientReducer | None = None
         self._watch: ClippingWatch | None = None
         self._sharded: ShardedParameters | None = None
         Joinable.__init__(self)
-        Optimizer.__init__(self, params, {})  # calls add_param_group for each
+        Optimizer.__init__(self, params, {})  # calls `add_param_group` for each group
         synchronize_parameters(
             self._module,
             self.param_groups,
@@ -126,7 +127,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._start()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that this rank owns, and copies them to all ranks. Every rank calls this.
+        """Updates the parameters that this rank owns and copies them to all ranks. Every rank must call this method.
 
         Args:
             closure: a function that computes the loss and its gradients; it is called once.
@@ -146,7 +147,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     @property
     def owns_gradients(self) -> bool:
-        """Whether only the owner of a shard has its averaged gradient."""
+        """Whether a shard's averaged gradient exists only on the owner of the shard."""
         return self.stage > 1 or self._copies
 
     @torch.no_grad()
@@ -160,7 +161,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         if self._sharded is None:
             self._shards.follow()
         else:
-            self._sharded.free_all()  # the parameters that were gathered ahead will be out of date
+            self._sharded.free_all()  # prefetched parameters would be outdated after the step
         self._shards.refresh_masters()
         self._storage.step(self._inner)
         for shard in self._shards.mine():
@@ -170,7 +171,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._shards.copy_from_owners(self.process_group)
         else:
             self._sharded.refresh()
-        count_writes(shards[0].param for shards in self._shards.by_param)  # also if another rank wrote them
+        count_writes(shards[0].param for shards in self._shards.by_param)  # includes writes by other ranks
         if self.stage == 1:
             self._shards.forget_run_gradients()
         if self._averages and self._module is not None:
@@ -178,7 +179,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             broadcast_tensors(list(self._module.buffers()), self.process_group, root)
 
     def own_part(self) -> Optimizer:
-        """Returns the inner optimizer, which holds this rank's part of the parameters and of the gradients."""
+        """Returns the inner optimizer, which holds this rank's parameters and gradients."""
         assert self._inner is not None
         if self._watch is not None:
             self._watch.check()
@@ -187,7 +188,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         return self._inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients and the state that a failed backward left."""
+        """Clears the gradients, and any state that a failed backward has left."""
         super().zero_grad(set_to_none)
         self._shards.forget_run_gradients(set_to_none)
         self._ends.forget()
@@ -195,7 +196,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._reducer.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, the same on every rank; earlier parameters keep their owners."""
+        """Adds a group, which must be the same on every rank; parameters that were added earlier keep their owners."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._shards.add(group["params"])
@@ -209,9 +210,9 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._start()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the gradients so that their norm, over all ranks' parts, is at most `max_norm`; returns the norm.
+        """Clips the total norm of the gradients over all ranks to `max_norm`; returns the norm before clipping.
 
-        `torch.nn.utils.clip_grad_norm_` would see only this rank's gradients in stages 2 and 3.
+        In stages 2 and 3, `torch.nn.utils.clip_grad_norm_` would use only this rank's gradients.
         """
         self.own_part()
         gradients = self._shards.gradients()
@@ -222,10 +223,10 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         return total.float()
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Returns the hook for `Join`; accepts `divide_by_initial_world_size`, for gradients that this object averages.
+        """Returns the hook for `Join`; accepts `divide_by_initial_world_size` if this object averages the gradients.
 
         Raises:
-            ValueError: the stage is 3, which gathers parameters in forward; a rank without inputs makes no forward.
+            ValueError: the stage is 3, which gathers parameters in forward; a rank without inputs runs no forward.
         """
         if self.stage == 3:
             raise ValueError(
@@ -245,9 +246,9 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._reducer.divide_by_initial_world_size = divides
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Returns a context in which every rank holds all parameters, to save or load the module in stage 3.
+        """Returns a context in which every rank holds all parameters, for saving or loading the module in stage 3.
 
-        Every rank enters it.
+        All ranks must enter the context.
         """
         return nullcontext() if self._sharded is None else self._sharded.all_present()
 
