@@ -1,7 +1,7 @@
-"""DataParallel: training on several devices in one process, with a replica of the module and a thread for each device.
+"""DataParallel: single-process training on several devices, with one module replica and one thread per device.
 
-`scatter` and `gather` divide and concatenate the arguments and outputs, `replicate` copies the module so that gradients
-flow back to it, and `parallel_apply` runs the replicas in threads.
+`scatter` splits arguments and `gather` concatenates outputs. `replicate` creates differentiable copies of the module,
+through which gradients flow back to the original. `parallel_apply` runs the replicas in threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Device = torch.device | str | int
 
 
 def to_device(device: Device) -> torch.device:
-    """Returns the device; an integer is the index of a GPU, or of another accelerator on a machine that has one."""
+    """Converts a device argument to torch.device; an integer is the index of a GPU or other accelerator."""
     chosen = torch.device(_accelerator_type(), device) if isinstance(device, int) else torch.device(device)
     if chosen.type != "cpu" and chosen.index is None and torch.accelerator.is_available():
         return with_index(chosen)
@@ -40,16 +40,16 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
     """Splits every tensor in `value` along `dim` into one part for each device.
 
     Tensors may be nested in lists, tuples, named tuples, mappings and dataclasses. All other values are passed to every
-    device. A PackedSequence is moved to a single device as `PackedSequence.to` does.
+    device. If there is a single device, a PackedSequence is moved to it.
 
     Args:
-        value: any object.
-        devices: the devices, which may repeat.
-        dim: the batch dimension; tensors with fewer dimensions are copied whole to every device.
+        value: an arbitrary object.
+        devices: the devices; a device may be listed several times.
+        dim: the batch dimension. Tensors without this dimension are copied whole to every device.
 
     Returns:
-        A list with one value for each device. It is shorter, but never empty, if the batch has fewer samples than there
-        are devices.
+        A list with one value for each device. The list is shorter, but never empty, if there are fewer samples than
+        devices.
 
     Raises:
         TypeError: `value` contains a PackedSequence, and there are several devices.
@@ -69,15 +69,15 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
 def scatter_arguments(
     args: Sequence[object], kwargs: Mapping[str, object], devices: Sequence[Device], dim: int = 0
 ) -> list[tuple[tuple[object, ...], dict[str, object]]]:
-    """Returns positional and keyword arguments for each device; see `scatter`."""
+    """Splits positional and keyword arguments into a pair for each device; see `scatter`."""
     parts = scatter((tuple(args), dict(kwargs)), devices, dim)
     return cast("list[tuple[tuple[object, ...], dict[str, object]]]", parts)
 
 
 def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> object:
-    """Concatenates the tensors that replicas returned, nested in any way, along `dim`.
+    """Concatenates the outputs of replicas, which may be nested, along `dim`.
 
-    Tensors without dimensions become a vector. Values other than tensors must be equal in all outputs.
+    Scalar tensors are stacked into a vector. Values other than tensors must be equal in all outputs.
 
     Raises:
         TypeError: values other than tensors differ, or the outputs have different types.
@@ -86,7 +86,7 @@ def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> ob
 
 
 def concatenate(outputs: Sequence[object], device: torch.device | None, dim: int) -> object:
-    """Concatenates as `gather` does; if `device` is None, a result is on the device of the first of its tensors."""
+    """Implements `gather`; if `device` is None, each result is on the device of the first tensor that it contains."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
@@ -132,7 +132,7 @@ def _map_leaves(value: object, change: Callable[[_Leaf], object]) -> object:
 
 
 def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
-    """Returns a copy of a nest of lists, tuples, mappings and dataclasses, with `change` applied to its tensors."""
+    """Copies a nested structure of lists, tuples, mappings and dataclasses, applying `change` to its tensors."""
     if isinstance(value, torch.Tensor):
         return change(value)
     children = _children(value)
@@ -142,7 +142,7 @@ def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _chunks(size: int, count: int) -> int:
-    """Returns the number of chunks that torch.chunk makes of a dimension of length `size` for a request of `count`."""
+    """Returns the number of chunks into which `torch.chunk(count)` splits a dimension of length `size`."""
     return -(-size // -(-size // count)) if size else 1
 
 
@@ -153,19 +153,19 @@ def _part(tensor: _Leaf, index: int, count: int, dim: int, device: torch.device)
                 f"a PackedSequence cannot be divided between {count} devices, since its rows are ordered by time; name "
                 "one device in device_ids, or pass padded sequences and pack them in forward"
             )
-        # Its `batch_sizes` stay on the CPU, as nn.LSTM requires.
+        # PackedSequence.to keeps `batch_sizes` on the CPU, as nn.LSTM requires.
         return cast("PackedSequence", cast(Any, tensor).to(device))
     if tensor.dim() <= dim:
         return tensor.to(device)
     parts = tensor.chunk(count, dim)
     if len(parts) != count:
-        # Another tensor of the call, with a smaller batch, has determined the number of parts.
+        # Another argument with fewer samples has determined the number of parts.
         parts = tensor.tensor_split(count, dim)
     return _moved(parts[index], device)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # The host could read a copy to the CPU before it is complete.
+    # A copy to the CPU must be blocking, because the host could otherwise read it before it is complete.
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -179,7 +179,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 
 def _children(value: object) -> dict[object, object] | None:
-    """Returns the children of a nest by key; None if `value` is not a nest."""
+    """Returns the entries of a list, tuple, mapping or dataclass by key; None for other values."""
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
     if isinstance(value, Mapping):
@@ -190,7 +190,7 @@ def _children(value: object) -> dict[object, object] | None:
 
 
 def _with_children(value: object, children: dict[object, object]) -> object:
-    """Returns a copy of the nest `value` with `children` in place of its own."""
+    """Returns a copy of a list, tuple, mapping or dataclass whose entries are replaced with `children`."""
     make: Callable[..., object] = type(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return make(*children.values())
@@ -198,7 +198,7 @@ def _with_children(value: object, children: dict[object, object]) -> object:
         return make(children.values())
     if isinstance(value, Mapping):
         return make(children.items())
-    copied = object.__new__(type(value))  # works regardless of the arguments of its __init__
+    copied = object.__new__(type(value))  # a dataclass's __init__ may take other arguments
     copied.__dict__.update(value.__dict__)
     for name, child in children.items():
         object.__setattr__(copied, str(name), child)  # the dataclass may be frozen
@@ -211,20 +211,20 @@ def parallel_apply(
     kwargs_tup: Sequence[Mapping[str, object]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[object]:
-    """Calls each module with its inputs in a separate thread, and returns their outputs.
+    """Calls each module with its inputs in a separate thread, and returns the outputs.
 
-    The threads inherit the caller's grad mode, inference mode, autocast, and current stream on each device.
+    The threads inherit the caller's grad mode, inference mode, autocast state, and current stream on each device.
 
     Args:
         modules: the modules, one for each device.
-        inputs: the inputs of each module: a tuple of arguments, or a single argument.
-        kwargs_tup: the keyword arguments of each module.
-        devices: the modules' devices, which error messages contain; an accelerator becomes the current device of its
-            thread.
+        inputs: for each module, a tuple of arguments or a single argument.
+        kwargs_tup: for each module, the keyword arguments.
+        devices: the modules' devices. An accelerator becomes its thread's current device, and error messages contain
+            the device.
 
     Raises:
         ValueError: the arguments have different lengths.
-        Exception: the error that a module raised; its message contains the replica, its device, and the traceback.
+        Exception: an error from a module; the message contains the replica, its device, and the traceback.
     """
     keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
     chosen: Sequence[Device] = ["cpu"] * len(modules) if devices is None else list(devices)
@@ -261,7 +261,7 @@ def parallel_apply(
 
 
 class _ThreadModes:
-    """The grad mode, inference mode, autocast and streams of the thread that creates this object.
+    """Captures the grad mode, inference mode, autocast state and streams of the current thread.
 
     Args:
         devices: the devices whose current streams are recorded.
@@ -277,9 +277,9 @@ class _ThreadModes:
 
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
-        """Applies these modes in another thread, whose current device becomes `device`."""
+        """Returns a context that applies the captured modes in another thread, with `device` as its current device."""
         with ExitStack() as stack:
-            # The parameters and inputs were copied on the caller's stream, and its later work runs on that stream too.
+            # The caller copies parameters and inputs, and uses the outputs, on its own stream.
             if device in self._streams:
                 stack.enter_context(activated(device))
                 stack.enter_context(on_stream(device, self._streams[device]))
@@ -294,9 +294,9 @@ class _ThreadModes:
 def replicate(module: nn.Module, devices: Sequence[Device], detach: bool = False) -> list[nn.Module]:
     """Returns a replica of `module` for each device.
 
-    The replicas have copies in place of parameters. Backward passes through these to the parameters of the module,
-    where the gradients of all replicas are added. The first replica has the module's own buffers, so updates that
-    forward makes (for example BatchNorm's) persist; the others have copies.
+    Replicas contain differentiable copies of the parameters. Backward propagates through the copies to the module's
+    parameters, which accumulate the gradients of all replicas. The first replica uses the module's own buffers, so
+    buffer updates in forward (for example in BatchNorm) persist; all other replicas use copies.
 
     Args:
         module: the module, with all parameters and buffers on the first device.
@@ -327,7 +327,7 @@ def _fill(
         if param is None:
             replica._parameters[name] = None
         else:
-            # A plain attribute, since only a leaf can be a parameter.
+            # A plain attribute, because the copy is not a leaf and cannot be a parameter.
             setattr(replica, name, copies[id(param)])
             former[name] = copies[id(param)]
     for name, buffer in original._buffers.items():
@@ -340,22 +340,23 @@ def _copy_of(param: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class DataParallel(nn.Module):
-    """Splits the batch between devices, runs a replica of `module` on each in a thread, and concatenates the outputs.
+    """Splits the batch between devices, runs a replica of `module` on each device, and concatenates the outputs.
 
-    Replicas are created for each forward, and their gradients are added in the module. The threads share one Python
-    interpreter, and the module is copied in every step: `DistributedDataParallel`, with a process for each device, is
-    faster.
+    Each forward creates the replicas, whose gradients accumulate in the module. The replicas run in threads of one
+    Python interpreter, and the module is copied in every step. `DistributedDataParallel`, with one process per device,
+    is faster.
 
     Args:
         module: a module whose parameters are on the first device.
-        device_ids: the devices, which may repeat, as in `["cpu", "cpu"]`; a number means a GPU. None means all GPUs, or
-            all devices of another accelerator; if there are none, the module is called directly.
+        device_ids: the devices; an integer is a GPU index, and a device may be listed several times, as in
+            `["cpu", "cpu"]`. If None, all GPUs (or other accelerators) are used, or the module is called directly if
+            there are none.
         output_device: the device of the concatenated outputs; the first device if None.
         dim: the batch dimension.
 
     Raises:
         RuntimeError: a parameter or buffer is not on the first device.
-        ValueError: `device_ids` or `output_device` names a GPU that does not exist.
+        ValueError: a GPU in `device_ids` or `output_device` does not exist.
 
     Example::
 
@@ -383,7 +384,7 @@ class DataParallel(nn.Module):
             raise ValueError(absent)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Calls the replicas with parts of the batch; arguments other than tensors are passed to every replica."""
+        """Calls the replicas with parts of the batch; non-tensor arguments are passed to every replica."""
         if not self.device_ids:
             return self.module(*args, **kwargs)
         require_on(self.module, self.device_ids[0])
@@ -398,12 +399,12 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, object] | None = None,
 ) -> object:
-    """Calls a module once as `DataParallel` does.
+    """Calls a module once on several devices; the functional form of `DataParallel`.
 
     Args:
-        module, device_ids, output_device, dim: the arguments of `DataParallel`.
-        inputs: the inputs of the module: a tuple of arguments, or a single argument.
-        module_kwargs: the keyword arguments of the module.
+        module, device_ids, output_device, dim: see `DataParallel`.
+        inputs: the arguments for the module, as a tuple or a single argument.
+        module_kwargs: the keyword arguments for the module.
     """
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     return DataParallel(module, device_ids, output_device, dim)(*arguments, **(module_kwargs or {}))
@@ -418,7 +419,7 @@ def apply_on_devices(
     kwargs: Mapping[str, object],
     call: Callable[..., object] | None = None,
 ) -> object:
-    """Calls replicas of the module with parts of the batch; a single part is passed to `call`, or to the module."""
+    """Calls replicas with parts of the batch; a single part is passed directly to `call`, by default the module."""
     parts = scatter_arguments(args, kwargs, devices, dim)
     used = devices[: len(parts)]
     if len(used) == 1:
@@ -429,7 +430,7 @@ def apply_on_devices(
 
 
 def require_on(module: nn.Module, device: torch.device) -> None:
-    """Requires that the module is on `device`.
+    """Checks that all parameters and buffers of the module are on `device`.
 
     Raises:
         RuntimeError: a parameter or buffer is not on `device`; the message contains its name.

@@ -1,7 +1,7 @@
-"""Join: a context for training on uneven inputs, in which a rank without inputs keeps making the others' collectives.
+"""Join: a context for training on uneven inputs, in which ranks without inputs still take part in collectives.
 
-The protocol is that of `torch.distributed.algorithms.join`: each object that communicates in a training step is a
-`Joinable`. Its `JoinHook` makes the same calls, without effect, on a rank that has run out of inputs.
+The protocol is the same as in `torch.distributed.algorithms.join`: each object that communicates in a training step is
+a `Joinable`. On a rank that has run out of inputs, its `JoinHook` runs the same collectives without contributing data.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
 
-_FAR_BEHIND = 1000  # the number of steps without inputs after which a rank warns
+_FAR_BEHIND = 1000  # a rank warns after this number of steps without inputs
 
 
 class JoinHook:
-    """The collectives that a rank makes after it has run out of inputs."""
+    """Runs the collectives of a joinable on a rank that has run out of inputs."""
 
     def main_hook(self) -> None:
-        """Makes the collectives of one training step; called repeatedly while any rank has inputs."""
+        """Runs the collectives of one training step; called repeatedly while any rank has inputs."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Completes the training when all ranks have run out of inputs; called once.
+        """Runs once, when all ranks have run out of inputs.
 
         Args:
             is_last_joiner: whether this rank was among the last to run out of inputs.
@@ -36,7 +36,7 @@ class JoinHook:
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """The settings of a joinable's context."""
+    """The settings of the `Join` context that a joinable is in."""
 
     enable: bool = False
     throw_on_early_termination: bool = False
@@ -44,7 +44,7 @@ class JoinConfig:
 
 
 class Joinable(ABC):
-    """An object that communicates in each training step, after calling `Join.notify_join_context`."""
+    """Base class for objects that communicate in each training step, after calling `Join.notify_join_context`."""
 
     @abstractmethod
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Returns the hook; `kwargs` are those of `Join`, which passes them to all joinables."""
+        """Returns the hook; `Join` passes its own `kwargs` to all joinables."""
 
     @property
     @abstractmethod
@@ -63,21 +63,22 @@ class Joinable(ABC):
     @property
     @abstractmethod
     def join_process_group(self) -> ProcessGroup:
-        """The process group of the collectives."""
+        """The process group in which the joinable calls its collectives."""
 
 
 class Join:
     """A context in which ranks may run out of inputs at different times.
 
     Args:
-        joinables: the objects that communicate in a step, all in one process group; hooks are called in this order.
+        joinables: the objects that communicate in a step, all in the same process group. Hooks are called in this
+            order.
         enable: whether the context has any effect.
-        throw_on_early_termination: whether all ranks raise an error as soon as one has run out.
-        kwargs: the arguments of the joinables' `join_hook`.
+        throw_on_early_termination: whether all ranks raise an error as soon as one rank has run out of inputs.
+        kwargs: keyword arguments for each joinable's `join_hook`.
 
     Raises:
         ValueError: there are no joinables, or they have different process groups.
-        RuntimeError: a rank has run out, with `throw_on_early_termination`.
+        RuntimeError: a rank has run out of inputs, and `throw_on_early_termination` is set.
 
     Example::
 
@@ -152,14 +153,14 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """Announces a step of this rank; a joinable calls this before its own collectives of the step.
+        """Announces a step of this rank; a joinable calls this method before its own collectives in the step.
 
         Returns:
-            The work of the collective that counts active ranks if `joinable` is the context's first joinable, otherwise
-            None.
+            The work of the collective that counts active ranks, if `joinable` is the first one in the context;
+            otherwise None.
 
         Raises:
-            RuntimeError: another rank has run out, with `throw_on_early_termination`.
+            RuntimeError: another rank has run out of inputs, and `throw_on_early_termination` is set.
         """
         config = joinable._join_config
         if not (config.enable and config.is_first_joinable):

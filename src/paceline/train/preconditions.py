@@ -1,4 +1,4 @@
-"""Checks before a module is wrapped: the same model on all ranks, supported tensors, existing devices, spare cores."""
+"""Checks before a module is wrapped: equal models on all ranks, supported tensors, existing devices, spare cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.train.module_tensors import TrackedTensors
 
 
 def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.device | None) -> str | None:
-    """Returns the text of an error about a GPU that this machine does not have; None if it has all of them."""
+    """Returns the error message about a GPU that does not exist on this machine, or None if all GPUs exist."""
     named = {"device_ids": device_ids, "output_device": [] if output_device is None else [output_device]}
     for argument, devices in named.items():
         for device in devices:
@@ -45,7 +45,7 @@ def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.
 
 
 def wrong_device_text(name: str, tensor: torch.Tensor, device: torch.device) -> str:
-    """Returns the text of an error about a parameter or buffer that is not on the first of `device_ids`."""
+    """Returns the error message about a parameter or buffer that is not on the first device in `device_ids`."""
     if tensor.is_meta:
         move = f"module.to_empty(device={str(device)!r}) gives it memory, which must then be filled"
     elif tensor.is_cpu:
@@ -60,15 +60,16 @@ Entry = list[object]
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The facts that a rank reports to all ranks.
+    """Information that each rank sends to all ranks before wrapping.
 
     Attributes:
-        overlaps: whether reduction overlaps with backward on this rank; None if that depends on the number of cores.
+        overlaps: whether this rank requests that reduction overlaps with backward; None to decide by the number of
+            cores.
         host: the name of the host.
-        local_ranks: the number of ranks on the host, including those of other groups; 0 if unknown.
-        cores: the cores that the rank may run on.
+        local_ranks: the number of ranks on the host, including ranks of other groups; 0 if unknown.
+        cores: the cores on which the rank may run.
         quota: the limit of the cgroup's CPU time, in cores; 0 for no limit.
-        cgroup: the number of the cgroup.
+        cgroup: a number that identifies the cgroup.
         threads: the number of threads that torch uses.
     """
 
@@ -99,18 +100,18 @@ def require_same_module(
     problem: Exception | None,
     group: ProcessGroup,
 ) -> list[RankFacts]:
-    """Compares the model and the options of its wrapper across ranks; returns the facts of every rank.
+    """Compares the model and its wrapper's options across ranks; returns every rank's facts.
 
     Args:
         tracked: the tensors of the module that this rank wraps.
         options: the arguments that must be equal on every rank.
         facts: the facts about this rank.
-        problem: the reason why this rank cannot wrap its module, or None. It is raised here, after the other ranks have
+        problem: an error that keeps this rank from wrapping its module, or None. It is raised after all ranks have
             received it.
 
     Raises:
-        CollectiveMismatchError: models or options differ; raised on every rank. The message contains the first
-            difference and the ranks on each side of it.
+        CollectiveMismatchError: models or options differ, or another rank has a problem; raised on every rank. For a
+            difference, the message lists the differing values and the ranks that have each value.
     """
     description = [] if problem is not None else describe_tensors(tracked)
     digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
@@ -150,7 +151,7 @@ def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int])
 
 
 def _sides(values: Sequence[str], ranks: Sequence[int], most: int = 8) -> str:
-    """Returns a text with the ranks that have each value, beginning with the value of rank 0."""
+    """Formats each value with the ranks that have it, beginning with rank 0's value."""
     holders: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
@@ -167,7 +168,7 @@ def _entry_text(entry: Entry | None) -> str:
     return f"{kind} {name!r} of shape {shape}, strides {stride}, {dtype}, requires_grad={requires_grad}"
 
 
-_warned = False  # whether this process has warned that there are too many threads
+_warned = False  # whether this process has already warned about too many threads
 
 
 def unsupported_reason(
@@ -182,10 +183,9 @@ def unsupported_reason(
     Args:
         tracked: the module's tensors.
         group: the ranks.
-        device_ids: the devices of the wrapper; the module must be on the first one.
+        device_ids: the devices of the wrapper; the module must be on the first device.
         output_device: the device of the outputs.
-        has_delayed: whether parameters other than the tracked ones are averaged, in which case there may be no tracked
-            ones.
+        has_delayed: whether untracked parameters are averaged too; if so, tracked parameters are not required.
     """
     absent = absent_device_text(device_ids, output_device)
     if absent is not None:
@@ -223,7 +223,7 @@ def unsupported_reason(
 
 
 def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> RankFacts:
-    """Returns the facts about this rank; with parameters on a GPU, reducing during backward requires no core."""
+    """Collects the facts about this rank; if all parameters are on GPUs, overlap is on by default."""
     named = os.environ.get("LOCAL_WORLD_SIZE", "")
     quota, cgroup = _core.cpu_quota()
     return RankFacts(
@@ -238,7 +238,7 @@ def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -
 
 
 def reduces_during_backward(everyones: Sequence[RankFacts]) -> bool:
-    """Returns whether every rank requests that reduction overlaps with backward, or has a core to spare for it."""
+    """Returns whether every rank requests overlap or, by default, has a spare core for reducing during backward."""
     return all(
         _has_core_to_spare(facts, everyones) if facts.overlaps is None else facts.overlaps for facts in everyones
     )
@@ -250,14 +250,14 @@ def _has_core_to_spare(mine: RankFacts, everyones: Sequence[RankFacts]) -> bool:
     sharing = [facts for facts in on_host if facts.cgroup == mine.cgroup]
     if mine.quota and sum(facts.threads + 1 for facts in sharing) > mine.quota:
         return False
-    # Ranks of other groups compete for the cores too, unless each rank of this host has cores of its own.
+    # Ranks in other groups also use these cores, unless each rank on this host is pinned to different cores.
     absent = max(0, mine.local_ranks - len(on_host)) if len(beside) == len(on_host) else 0
     needed = sum(facts.threads + 1 for facts in beside) + absent * (mine.threads + 1)
     return len({core for facts in beside for core in facts.cores}) >= needed
 
 
 def warn_of_torchs_sync_batch_norm(module: nn.Module, group: ProcessGroup) -> None:
-    """Warns on one rank if the module has PyTorch's SyncBatchNorm, which only works with torch.distributed."""
+    """Warns on one rank if the module contains PyTorch's SyncBatchNorm, which requires torch.distributed."""
     named = [name for name, layer in module.named_modules() if type(layer) is nn.SyncBatchNorm]
     if not named or group.size() == 1 or group.rank() != 0:
         return
@@ -272,7 +272,7 @@ def warn_of_torchs_sync_batch_norm(module: nn.Module, group: ProcessGroup) -> No
 
 
 def warn_of_too_many_threads(everyones: Sequence[RankFacts], group: ProcessGroup) -> None:
-    """Warns once, on one rank of each host, if the host's ranks have more threads than cores."""
+    """Warns once, on one rank per host, if the host's ranks use more threads than there are cores."""
     global _warned
     mine = everyones[group.rank()]
     on_host = [rank for rank, facts in enumerate(everyones) if facts.host == mine.host]

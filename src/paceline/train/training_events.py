@@ -1,6 +1,6 @@
-"""Training events in the recording: steps, backwards, buckets and optimizers.
+"""Recording of training events: steps, backwards, gradient buckets and optimizer steps.
 
-On an accelerator, forwards, backwards and optimizer steps are also recorded with device timestamps
+On an accelerator, forwards, backwards and optimizer steps are additionally recorded with device timestamps
 (`EventKind.DEVICE`).
 """
 
@@ -25,7 +25,7 @@ _are_optimizers_recorded = False
 
 
 class RecordedSteps:
-    """The steps and backwards of one wrapped module.
+    """Records the steps and backwards of one wrapped module.
 
     Args:
         name: the name of the wrapper, such as "ddp".
@@ -35,25 +35,25 @@ class RecordedSteps:
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
         self._phases = None if device.type == "cpu" else phases_of(device)
-        self._is_new = True  # no forward has run since the gradients were averaged
+        self._is_new = True  # whether the next forward starts a new step
         self._backward = 0
         record_optimizers()
 
     def forward_begins(self) -> None:
-        """Begins a step, if the gradients of the previous one were averaged."""
+        """Records a forward, and starts a new step if the previous step's gradients were averaged."""
         if self._is_new:
             self._is_new = False
             STEPS.begin(self, self._name)
         self._mark("forward")
 
     def backward_begins(self) -> None:
-        """Records the first gradient of a backward."""
+        """Records the start of a backward, when its first gradient is computed."""
         if not self._backward:
             self._backward = begin_event(_BACKWARD, self._name)
             self._mark("backward")
 
     def backward_ended(self, *, averaged: bool) -> None:
-        """Records the end of a backward; if it averaged gradients, the next forward begins another step."""
+        """Records the end of a backward; if the backward averaged gradients, the next forward starts a new step."""
         _core.record_end(self._backward)
         self._backward = 0
         self._is_new = self._is_new or averaged
@@ -65,7 +65,7 @@ class RecordedSteps:
 
 
 class RecordedBuckets:
-    """The buckets of gradients that have not been averaged yet, by number.
+    """Records the progress of gradient buckets from computed to averaged.
 
     Args:
         name: the name of the wrapper, such as "ddp".
@@ -81,21 +81,21 @@ class RecordedBuckets:
             self._stamps[bucket] = begin_event(_BUCKET, self._name, bucket, nbytes)
 
     def sent(self, bucket: int) -> None:
-        """Records that the average of a bucket was requested."""
+        """Records that the reduction of a bucket has started."""
         _core.record_sent(self._stamps.get(bucket, 0))
 
     def done(self, bucket: int) -> None:
-        """Records that a bucket was averaged."""
+        """Records that a bucket has been averaged."""
         _core.record_end(self._stamps.pop(bucket, 0))
 
     def forget(self) -> None:
-        """Ends the events that a failed backward left open."""
+        """Ends events that a failed backward has left open."""
         for bucket in list(self._stamps):
             self.done(bucket)
 
 
 def record_optimizers() -> None:
-    """Records the steps of all optimizers of this process from now on."""
+    """Starts recording the steps of all optimizers in this process; idempotent."""
     global _are_optimizers_recorded
     if not _are_optimizers_recorded:
         _are_optimizers_recorded = True

@@ -1,4 +1,4 @@
-"""StatefulLoader: a loader that can resume in mid-epoch, even with a different number of ranks."""
+"""StatefulLoader: a loader that can resume in the middle of an epoch, even with a different number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Sample = TypeVar("Sample")
 
 
 def require_readable(dataset: object, shuffle: bool | None, dataset_state: bool) -> None:
-    """Raises if the loader cannot read the dataset with these arguments; see `StatefulLoader`."""
+    """Raises an error if the loader cannot read the dataset with these arguments; see `StatefulLoader`."""
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         if shuffle:
@@ -49,7 +49,7 @@ def require_readable(dataset: object, shuffle: bool | None, dataset_state: bool)
 
 
 def require_divisible(batch_size: int, remainder: str) -> None:
-    """Raises if the batch size or the treatment of the last samples is invalid."""
+    """Raises an error if `batch_size` or `remainder` is invalid."""
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
     if remainder not in get_args(Remainder):
@@ -57,53 +57,54 @@ def require_divisible(batch_size: int, remainder: str) -> None:
 
 
 class StatefulLoader(Generic[Sample]):
-    """Yields batches of this rank's part of `dataset`; an epoch can be resumed, even with a different number of ranks.
+    """Yields batches from this rank's part of `dataset`; can resume an epoch, even with a different number of ranks.
 
-    An iteration yields the rest of the epoch; the next iteration is the next epoch, in a different order. A batch
-    counts as used once it has been yielded; batches that the workers have read ahead do not count. In a step the ranks
-    together take the next `world_size * batch_size` samples of the epoch's order, so a state that is taken at the same
-    step on every rank is a single position. Any number of ranks, with any batch size, can resume from there, and each
-    sample is used exactly once.
+    An iteration yields the rest of the epoch, and the next iteration starts the next epoch in a different order. A
+    batch counts as used once it has been yielded; prefetched batches do not count. In a step, the ranks together read
+    the next `world_size * batch_size` samples in the epoch's order. A state that all ranks save at the same step is
+    therefore a single position, from which any number of ranks can resume with any batch size. Each sample is used
+    exactly once.
 
-    The samples of a stream (an `IterableDataset`) are divided in the stream's own order, by the same rules and without
-    communication. Every rank, and every loader worker, reads the whole stream and keeps its own part, unless the stream
+    The samples in a stream (an `IterableDataset`) are divided in the stream's own order, by the same rules and without
+    communication. Every rank and every loader worker reads the whole stream and keeps its own part, unless the stream
     supports one of these methods:
 
-    - `__iter__` returns an iterator with `advance(n)`, which moves past n samples without producing them and returns
-    their number. Other ranks' samples then cost no more than that call. - The dataset has `skip(n)`, which returns a
-    dataset without the first n samples. It is called when an epoch is
-      resumed; otherwise the samples before the position are read again, or advanced past.
-    - The dataset, or its iterator, has `state_dict` and `load_state_dict`, and `dataset_state` is true. Resuming an
-    epoch then reads at most one step again. - The dataset has `set_epoch`. It is called with the epoch before each
-    reading, including in workers.
+    - `advance(n)` on the iterator skips n samples without producing them, and returns their number. The samples of
+      other ranks then cost no more than this call.
+    - `skip(n)` on the dataset returns a dataset without the first n samples. The loader calls it to resume an epoch;
+      without it, the loader reads earlier samples again or skips them with `advance`.
+    - `state_dict` and `load_state_dict` on the dataset or its iterator save and restore the position, if
+      `dataset_state` is True. Resuming an epoch then reads at most one step again.
 
-    In an epoch, a stream must yield the same samples in the same order to every rank and in every reading. While it is
-    read, `get_worker_info` returns None, even in workers, so that a dataset does not split itself.
+    If the dataset has `set_epoch`, it is called with the epoch before each reading, including in workers.
+
+    In an epoch, a stream must yield the same samples in the same order to every rank and in every reading. While a
+    stream is read, `get_worker_info` returns None even in workers, which keeps a dataset from splitting itself.
 
     Args:
-        dataset: a dataset with a length that can be indexed, or an `IterableDataset`.
-        batch_size: the number of samples of each rank in a step.
-        shuffle, seed: whether to permute the indices, seeded by `seed` plus the epoch; the same on every rank. By
-            default indexable datasets are shuffled. A stream always keeps its own order.
-        num_replicas, rank: the number of parts and the part to take; the default group's size and rank at each
-            iteration if None.
-        remainder: the treatment of the samples at the end that do not fill a step. "share": divide them; if there are
-            fewer than ranks, some ranks have one step less than others. "repeat": those ranks take a sample of another
-            rank. "drop": leave them out.
+        dataset: an indexable dataset with a length, or an `IterableDataset`.
+        batch_size: the number of samples per rank in a step.
+        shuffle, seed: whether to permute the indices, seeded with `seed` plus the epoch; the same on every rank. By
+            default, indexable datasets are shuffled. A stream always keeps its own order.
+        num_replicas, rank: the number of parts and the index of the part to read; the default group's size and rank at
+            each iteration if None.
+        remainder: the treatment of the last samples if they do not fill a step. "share" divides them; if there are
+            fewer samples than ranks, some ranks have one step less. "repeat" divides them, and ranks without a sample
+            repeat another rank's. "drop" skips them.
         dataset_state: whether to save the state of the stream with each position and resume from it. The state must be
-            exact: a state that was taken after n samples leads to sample n in any process that loads it. Workers send
-            it with each batch, so it should be small.
+            exact: after loading a state that was saved after n samples, any process must continue with sample n.
+            Workers send the state with each batch, so it should be small.
         num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor,
-        persistent_workers: the arguments of torch's DataLoader. `collate_fn` receives only this rank's samples, in the
-        worker. Use it for expensive work on the samples of a stream.
+        persistent_workers: see torch's DataLoader. `collate_fn` runs in the workers and receives only this rank's
+        samples, so use it for expensive work on a stream's samples.
 
     Raises:
-        TypeError: the dataset is not a stream, and does not have a length and an index.
-        ValueError: `batch_size` is not positive, `shuffle` is true for a stream, `dataset_state` is true for another
-            dataset, or the DataLoader rejects an argument.
+        TypeError: the dataset is neither a stream nor indexable with a length.
+        ValueError: `batch_size` is not positive, `shuffle` is True for a stream, `dataset_state` is True for an
+            indexable dataset, or the DataLoader rejects an argument.
 
     >>> loader = StatefulLoader(range(8), batch_size=2, shuffle=False, num_replicas=2, rank=0)
-    >>> batch = next(iter(loader))  # rank 1 has the samples 2 and 3
+    >>> batch = next(iter(loader))  # samples 0 and 1; rank 1 reads samples 2 and 3
     >>> alone = StatefulLoader(range(8), batch_size=4, shuffle=False, num_replicas=1, rank=0)
     >>> alone.load_state_dict(loader.state_dict())
     >>> [batch.tolist() for batch in alone]
@@ -144,11 +145,11 @@ class StatefulLoader(Generic[Sample]):
         self.dataset_state = dataset_state
         self.epoch = 0
         self._position = 0
-        self._returned: tuple[int, ...] = ()  # places before the position that are read again at the end of the epoch
-        self._bookmark = StreamPosition(0)  # at most a step before the position, if it has a state
+        self._returned: tuple[int, ...] = ()  # earlier places to read again at the end of the epoch
+        self._bookmark = StreamPosition(0)  # at most one step before the position if it has a state
         self._assigner: BatchAssigner | None = None
-        self._step: EpochStep | None = None  # the latest step with an assigner
-        self._ordered: tuple[tuple[int, bool, int, int], list[int]] | None = None  # the key and the order of an epoch
+        self._step: EpochStep | None = None  # the latest step in an elastic job
+        self._ordered: tuple[tuple[int, bool, int, int], list[int]] | None = None  # a key and its cached order
         self._iteration = 0
         self._reading = 0
         options = {
@@ -168,32 +169,32 @@ class StatefulLoader(Generic[Sample]):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the rest of the epoch; this ends an earlier iterator that was not exhausted."""
+        """Yields the rest of the epoch, and invalidates an earlier iterator that was not exhausted."""
         self._iteration += 1
         if self._assigner is not None:
             return self._iterate_assigned(self._iteration, self._assigner)
         return self._iterate(self._iteration)
 
     def __len__(self) -> int:
-        """Returns the number of batches that this rank has left in the epoch.
+        """Returns the number of batches that remain for this rank in the epoch.
 
         Raises:
-            TypeError: the dataset is a stream that has no length.
+            TypeError: the dataset is a stream without a length.
         """
         left = max(length_of(self.dataset) - self._position, 0) + len(self._returned)
         return self._sharding().batches(left)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch. A new epoch begins at its start; the current one keeps its position."""
+        """Sets the epoch. A different epoch starts from its beginning; the current epoch keeps its position."""
         if epoch != self.epoch:
             self._go_to(epoch, 0)
             self._iteration += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the epoch after the batches yielded so far, as a few numbers.
+        """Returns the position in the epoch after the batches yielded so far.
 
-        It is the same on every rank, except during a last step that some ranks do not have; rank 0 has all steps, so
-        save rank 0's. With `dataset_state`, it includes the state of the stream.
+        The state is the same on every rank, unless some ranks skip the last step. Rank 0 never skips a step, so save
+        the state of rank 0. With `dataset_state`, it includes the state of the stream.
         """
         state: dict[str, Any] = {
             "epoch": self.epoch,
@@ -209,10 +210,10 @@ class StatefulLoader(Generic[Sample]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from the position and the seed of `state`.
+        """Resumes from the position and the seed in `state`.
 
         Raises:
-            ValueError: the state was taken with a dataset of a different length, or with a different `shuffle`.
+            ValueError: the state was saved with a different dataset length or a different `shuffle`.
         """
         length = self._length()
         if state["length"] != length or state["shuffle"] != self.shuffle:
@@ -224,16 +225,16 @@ class StatefulLoader(Generic[Sample]):
         self._go_to(int(state["epoch"]), int(state["position"]))
         self._returned = tuple(state.get("returned", ()))
         if isinstance(self._batches, IndexedBatches) and length is not None:
-            self._order_of_epoch(length)  # before the ranks of an elastic job wait for the first batch
+            self._order_of_epoch(length)  # computed here because ranks of elastic jobs wait for the first batch
         if self.dataset_state and "stream" in state:
             self._bookmark = StreamPosition(**state["stream"])
         self._iteration += 1
 
     def use_batch_assigner(self, assigner: BatchAssigner) -> None:
-        """Divides all further batches among the ranks that `assigner` selects; each rank has a batch in every step.
+        """Divides all further batches among the ranks that `assigner` selects; each rank gets a batch in every step.
 
         Raises:
-            ValueError: the loader has fixed `num_replicas` or `rank`.
+            ValueError: the loader was created with `num_replicas` or `rank`.
         """
         if self.num_replicas is not None or self.rank is not None:
             raise ValueError(
@@ -243,13 +244,13 @@ class StatefulLoader(Generic[Sample]):
         self._assigner = assigner
 
     def return_samples_of(self, ranks: Iterable[int]) -> None:
-        """Schedules these ranks' samples of the latest step to be read again at the end of the epoch."""
+        """Schedules these ranks' samples in the latest step to be read again at the end of the epoch."""
         if self._step is not None:
             for rank in ranks:
                 self._returned += tuple(self._step.places_of(rank))
 
     def place(self) -> tuple[int, int, int]:
-        """Returns the epoch, the position in it, and the number of earlier samples that will be read again."""
+        """Returns the epoch, the position in the epoch, and the number of samples that will be read again."""
         return self.epoch, self._position, len(self._returned)
 
     def _sharding(self) -> BatchSharding:
@@ -259,7 +260,7 @@ class StatefulLoader(Generic[Sample]):
     def _length(self) -> int | None:
         try:
             return length_of(self.dataset)
-        except TypeError:  # torch's ChainDataset has a __len__ that works only if all its parts have one
+        except TypeError:  # for example a torch ChainDataset whose parts have no length
             return None
 
     def _go_to(self, epoch: int, position: int) -> None:
@@ -270,7 +271,7 @@ class StatefulLoader(Generic[Sample]):
         self._reading += 1
 
     def _read(self, sharding: BatchSharding) -> Iterator[ReadBatch]:
-        """Yields each batch of the rest of the epoch."""
+        """Yields this rank's batches in the rest of the epoch."""
         if isinstance(self._batches, StreamBatches):
             start = StreamPosition(self._position) if self._bookmark.state is None else self._bookmark
             request = StepRequest(self._reading, self.epoch, self._position, start, sharding)
@@ -285,7 +286,7 @@ class StatefulLoader(Generic[Sample]):
             used = end
 
     def _order_of_epoch(self, length: int) -> list[int]:
-        """Returns the order of the current epoch, which is cached for further readings of it."""
+        """Returns the order of the current epoch, computed on the first call and cached."""
         key = length, self.shuffle, self.seed, self.epoch
         if self._ordered is None or self._ordered[0] != key:
             self._ordered = key, epoch_order(*key)
@@ -301,7 +302,7 @@ class StatefulLoader(Generic[Sample]):
         for taken in self._read(self._sharding()):
             self._use(taken)
             yield taken.batch
-            if iteration != self._iteration:  # persistent workers serve the later iteration now
+            if iteration != self._iteration:  # a newer iterator uses the workers now
                 return
         self._go_to(self.epoch + 1, 0)
 
@@ -311,7 +312,7 @@ class StatefulLoader(Generic[Sample]):
         while iteration == self._iteration:
             now = assigner.begin_batch()
             if now != slot or (self._position, self._returned) != expected:
-                slot = now  # the batches that were read ahead belong to other ranks now
+                slot = now  # prefetched batches do not fit the new division
                 batches = self._read(sharding_for(slot, self.batch_size, self.remainder))
             taken = next(batches, None)
             if taken is None:

@@ -1,4 +1,4 @@
-"""DistributedSampler and DistributedEvalSampler: the indices of a rank's part of a dataset. Also means over samples."""
+"""DistributedSampler and DistributedEvalSampler: select a rank's samples; mean_over_samples: averages over ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from paceline.train.data.epoch_order import epoch_order
 
 
 class DistributedSampler(Sampler[int]):
-    """The indices of one rank's part of `dataset`; the same sequence as torch's DistributedSampler.
+    """Yields the indices of one rank's part of `dataset`, in the same sequence as torch's DistributedSampler.
 
-    All ranks get the same number of samples: the first ones are repeated or, with `drop_last`, the last ones are left
-    out. Call `set_epoch` before each epoch; otherwise every epoch has the same order. A program that never calls it
-    gets one warning, after reading more than half of the samples for the second time.
+    All ranks get the same number of samples: the first samples are repeated or, with `drop_last`, the last samples are
+    skipped. Call `set_epoch` before each epoch; without it, every epoch has the same order. A program that never calls
+    `set_epoch` gets one warning, after reading more than half of the samples for the second time.
 
     Args:
         dataset: an object with a length.
         num_replicas, rank: the number of parts and the part to take; the default group's world size and rank if None.
-        shuffle: whether to permute the indices, seeded by `seed` plus the epoch.
+        shuffle: whether to permute the indices, seeded with `seed` plus the epoch.
         seed: the seed, the same on every rank.
-        drop_last: whether to leave out samples that cannot be divided evenly.
+        drop_last: whether to skip samples that cannot be divided evenly.
 
     Raises:
         ValueError: `rank` is not from 0 to `num_replicas` - 1, or one is None and there is no default group.
@@ -53,8 +53,8 @@ class DistributedSampler(Sampler[int]):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self._passes = 0  # the number of iterations over more than half of the samples
-        self._warned = False  # also true if no warning is needed, since the program calls set_epoch
+        self._passes = 0  # the number of iterations that passed half of the samples
+        self._warned = False  # also True if the program calls `set_epoch` and needs no warning
         length = len(dataset)
         if drop_last and length % num_replicas:
             self.num_samples = math.ceil((length - num_replicas) / num_replicas)
@@ -63,7 +63,7 @@ class DistributedSampler(Sampler[int]):
         self.total_size = self.num_samples * num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Yields this rank's indices of this epoch."""
+        """Yields this rank's indices in the current epoch."""
         length = len(self.dataset)
         indices = epoch_order(length, self.shuffle, self.seed, self.epoch)
         if self.drop_last:
@@ -74,7 +74,7 @@ class DistributedSampler(Sampler[int]):
         return self._read(indices[self.rank : self.total_size : self.num_replicas])
 
     def __len__(self) -> int:
-        """Returns the number of samples of each rank."""
+        """Returns the number of samples per rank."""
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
@@ -102,7 +102,7 @@ class DistributedSampler(Sampler[int]):
 
 
 def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Returns the number of parts and the part to take, by default the default group's size and rank.
+    """Returns `num_replicas` and `rank`, or the default group's size and rank where they are None.
 
     Raises:
         ValueError: `rank` is not from 0 to `num_replicas` - 1.
@@ -115,11 +115,11 @@ def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 
 class DistributedEvalSampler(Sampler[int]):
-    """The indices of one rank's part of `dataset`, in order, with nothing repeated and nothing left out.
+    """Yields the indices of one rank's part of `dataset`, in order, without repeating or skipping samples.
 
-    Every sample is on exactly one rank. The lengths differ by at most one between ranks, so evaluate without
-    collectives (`DistributedDataParallel` makes none in `eval` or `no_grad`), and combine the results with `gather` or
-    `mean_over_samples`.
+    Every sample belongs to exactly one rank. Lengths differ by at most one between ranks, so evaluate without
+    collectives (`DistributedDataParallel` calls none in `eval` mode under `no_grad`), and combine the results with
+    `gather` or `mean_over_samples`.
 
     Args:
         dataset: an object with a length.
@@ -141,21 +141,21 @@ class DistributedEvalSampler(Sampler[int]):
         return iter(range(self.rank, len(self.dataset), self.num_replicas))
 
     def __len__(self) -> int:
-        """Returns the number of samples of this rank."""
+        """Returns the number of samples for this rank."""
         return len(range(self.rank, len(self.dataset), self.num_replicas))
 
     def gather(self, values: torch.Tensor, group: Group = None) -> torch.Tensor:
-        """Gathers a value for each sample of the dataset, in the order of the dataset, on every rank.
+        """Gathers one value per sample, in the order of the dataset, on every rank.
 
-        A mean or a ranking of the result is bitwise equal for every number of ranks.
+        The result, and any metric computed from it, does not depend on the number of ranks.
 
         Args:
-            values: a tensor of shape (len(self), ...) with this rank's values, in the order of iteration; the other
-                dimensions and the dtype are the same on every rank.
-            group: a group of `num_replicas` ranks.
+            values: a tensor of shape (len(self), ...) with this rank's values, in the order of iteration; the trailing
+                dimensions and the dtype must be the same on every rank.
+            group: a group with `num_replicas` ranks; the default group if None.
 
         Raises:
-            ValueError: `values` does not have one value for each sample of this rank.
+            ValueError: `values` does not have one value per sample on this rank, or `group` has a different size.
         """
         if values.shape[:1] != (len(self),):
             raise ValueError(
@@ -175,18 +175,18 @@ class DistributedEvalSampler(Sampler[int]):
 
 
 def mean_over_samples(total: torch.Tensor | float, count: int, group: Group = None) -> torch.Tensor:
-    """Returns the mean over the samples of all ranks, with equal weights.
+    """Returns the mean over all ranks' samples, with equal weight for each sample.
 
-    The mean of the ranks' means is wrong if ranks have different numbers of samples. This function divides the sum of
-    all totals by the sum of all counts, in float64.
+    An average of the ranks' means would be wrong if ranks have different numbers of samples. This function divides the
+    sum of all totals by the sum of all counts, in float64.
 
     Args:
-        total: a number or a tensor, the sum over this rank's samples; the shape is the same on every rank.
-        count: the number of this rank's samples; it may be 0.
+        total: the sum over this rank's samples, as a number or a tensor; the shape must be the same on every rank.
+        count: the number of samples on this rank; may be 0.
         group: the ranks; the default group if None.
 
     Returns:
-        A float64 tensor of the shape of `total`, the same on every rank.
+        A float64 tensor with the shape of `total`; the same on every rank.
 
     Raises:
         ZeroDivisionError: no rank had a sample.

@@ -1,4 +1,4 @@
-"""StreamReader: reads a stream from front to back, and takes one rank's part of each step."""
+"""StreamReader: reads a stream sequentially and returns one rank's part of each step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from paceline.train.data.epoch_order import BatchSharding, StreamPosition
 
 
 class StreamReader:
-    """Reads an epoch of `dataset` once, from `start` on.
+    """Reads one epoch of `dataset`, beginning at `start`.
 
-    It reads a copy of the dataset, so that changes that an iteration or a loaded state makes to attributes do not
-    affect the next epoch.
+    The reader uses a shallow copy of the dataset. Iterating, or loading a state, may therefore set attributes without
+    affecting the next epoch.
 
     Args:
         dataset: the whole stream, which yields the same samples in every process.
         epoch: the argument for the dataset's `set_epoch`, if it has one.
-        start: the position at which to begin. To reach it, the reader uses the state in `start`, the dataset's `skip`
-            or the iterator's `advance`, whichever exists first in this order; otherwise it reads up to the position.
+        start: the position at which to begin. To reach it, the reader uses the first of these that exists: the state in
+            `start`, the dataset's `skip`, the iterator's `advance`. If none exists, it reads all earlier samples.
         keeps_states: whether a bookmark includes the state of the stream.
 
     Raises:
-        TypeError: the stream has no state, or one of its methods returned an unexpected value.
+        TypeError: a state is needed but the stream provides none, or a method returned an unexpected value.
         ValueError: the stream ended before `start`.
     """
 
@@ -52,11 +52,11 @@ class StreamReader:
             )
 
     def bookmark(self) -> StreamPosition:
-        """Returns the reader's position."""
+        """Returns the current position, with the stream's state if `keeps_states` is set."""
         return StreamPosition(self.position, copy.deepcopy(self._owner().state_dict()) if self._keeps_states else None)
 
     def skip_samples(self, count: int) -> int:
-        """Moves past `count` samples, or to the end of the stream, and returns the number of skipped samples."""
+        """Skips up to `count` samples, and returns the number skipped, which is smaller at the end of the stream."""
         if self._advances:
             passed: int = self._samples.advance(count)
             if not isinstance(passed, int):
@@ -77,7 +77,7 @@ class StreamReader:
         return self._take_own(sharding, start) if self._advances else self._take_among_all(sharding)
 
     def pick(self, places: tuple[int, ...]) -> list[Any]:
-        """Reads forward to the samples at `places`, which are in ascending order, and returns them.
+        """Returns the samples at `places`, which must be in ascending order, skipping all others.
 
         Raises:
             ValueError: the stream ended before the last place.
@@ -94,14 +94,14 @@ class StreamReader:
         return samples
 
     def _take_among_all(self, sharding: BatchSharding) -> list[Any]:
-        """Reads every sample of the step.
+        """Reads every sample in the step, and keeps those that belong to this rank.
 
-        A rank's part of the last step depends on the number of samples that are left. Until it is known, the samples
-        that may be this rank's are kept: at most about a quarter of a step, or a batch if that is more.
+        This rank's part of the last step depends on the number of remaining samples. Until this number is known, all
+        samples that may belong to this rank are kept: at most about a quarter of a step, or one batch if that is more.
         """
         kept: deque[Any] = deque()
         end = sharding.places(sharding.step).stop
-        first = count = 0  # `kept` has the places from `first` on
+        first = count = 0  # `kept` starts at place `first`
         for sample in islice(self._samples, sharding.step):
             if count < end:
                 kept.append(sample)
@@ -113,7 +113,7 @@ class StreamReader:
         return [kept[place - first] for place in sharding.places(count)]
 
     def _take_own(self, sharding: BatchSharding, start: StreamPosition) -> list[Any]:
-        """Reads this rank's samples of the step and advances past the others; a short step is read a second time."""
+        """Reads this rank's samples in the step and advances past all others; reads an incomplete step twice."""
         places = sharding.places(sharding.step)
         self.skip_samples(places.start)
         samples = self._next(len(places))
@@ -141,7 +141,7 @@ class StreamReader:
         self.position = start.position
 
     def _owner(self) -> Any:
-        """Returns the object that has the state of the stream: the iterator or the dataset."""
+        """Returns the object that provides the stream's state: the iterator or the dataset."""
         for owner in (self._samples, self._dataset):
             if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
                 return owner
@@ -153,7 +153,7 @@ class StreamReader:
 
 def _copied(dataset: IterableDataset[Any]) -> IterableDataset[Any]:
     copied = copy.copy(dataset)
-    if vars(copied) is vars(dataset):  # its __setstate__ does not copy the dictionary, as in Hugging Face's streams
+    if vars(copied) is vars(dataset):  # Hugging Face's streams share the dictionary with their copy
         copied.__dict__ = dict(vars(dataset))
     return copied
 

@@ -1,4 +1,4 @@
-"""Execution, which runs a rank's part of a program for one batch, and StageTransport, which exchanges its messages."""
+"""Execution: runs a rank's part of a program for one batch; StageTransport: sends and receives its messages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from paceline.train.pipeline.stage import Stage, Value
 
 _MOST_TENSORS = 8
 _MOST_DIMENSIONS = 8
-_TENSOR_LENGTH = 3 + _MOST_DIMENSIONS  # the dtype, whether a gradient is needed, the number of dimensions, the shape
-_HEADER_LENGTH = 1 + _MOST_TENSORS * _TENSOR_LENGTH  # the number of tensors, and the description of each
+_TENSOR_LENGTH = 3 + _MOST_DIMENSIONS  # dtype, needs_grad, number of dimensions, shape
+_HEADER_LENGTH = 1 + _MOST_TENSORS * _TENSOR_LENGTH  # number of tensors, then a description of each
 
 Ending = Callable[[Value], torch.Tensor]
 """A function that computes a micro-batch's loss from the last stage's output."""
@@ -26,7 +26,7 @@ Ending = Callable[[Value], torch.Tensor]
 
 @dataclass(frozen=True)
 class TensorForm:
-    """The shape and type of a tensor in a message."""
+    """The shape and dtype of a tensor in a message, and whether it needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,19 +35,19 @@ class TensorForm:
 
 @dataclass
 class Forms:
-    """The forms of the messages of a step, for one size of a batch; the first such step fills them in."""
+    """The forms of a step's messages for one batch size, recorded in the first step with this batch size."""
 
     is_known: bool = False
     of: dict[StageMessage, tuple[TensorForm, ...]] = field(default_factory=dict)
 
 
 class StageTransport:
-    """Sends and receives the messages of a rank.
+    """Sends and receives a rank's messages.
 
     Args:
-        group: the ranks of the pipeline.
-        micro_batches: the number of micro-batches, from which the messages' tags are computed.
-        device: the device of received tensors.
+        group: the ranks in the pipeline.
+        micro_batches: the number of micro-batches, which is used to compute message tags.
+        device: the device for received tensors.
     """
 
     def __init__(self, group: ProcessGroup, micro_batches: int, device: torch.device) -> None:
@@ -59,11 +59,11 @@ class StageTransport:
         self._left: list[Work] = []
 
     def send(self, message: StageMessage, value: Value, forms: Forms) -> None:
-        """Starts sending the tensors of a message.
+        """Starts sending the tensors in a message.
 
         Raises:
             ValueError: there are too many tensors, or they have too many dimensions.
-            RuntimeError: their form differs from that in an earlier step with a batch of this size.
+            RuntimeError: the form differs from an earlier step with the same batch size.
         """
         form = tuple(TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in value)
         works: list[Work] = []
@@ -80,12 +80,12 @@ class StageTransport:
         self._sending.append(tuple(works))
 
     def post(self, message: StageMessage, forms: Forms) -> None:
-        """Starts receiving the tensors of a message, if their form is known."""
+        """Starts receiving the tensors in a message if their form is known."""
         if forms.is_known:
             self._posted[message] = self._irecv(message, forms.of[message])
 
     def take(self, message: StageMessage, forms: Forms) -> Value:
-        """Returns the tensors of a message that was posted."""
+        """Waits for a message that was posted, and returns its tensors."""
         if not forms.is_known:
             header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device="cpu")
             self._group.recv(header, message.source, self._tag(message, 0)).wait()
@@ -97,13 +97,13 @@ class StageTransport:
         return value
 
     def finish(self) -> None:
-        """Waits until all messages are sent."""
+        """Waits until all messages have been sent."""
         while self._sending:
             for work in self._sending.popleft():
                 work.wait()
 
     def forget(self) -> None:
-        """Sets aside the calls of a failed step, since dropping a `Work` would wait for the other rank."""
+        """Discards a failed step. Its `Work` objects are kept, because deleting one would wait for the other rank."""
         self._left += [work for works in self._sending for work in works]
         self._left += [work for _, works in self._posted.values() for work in works]
         self._sending.clear()
@@ -152,17 +152,17 @@ def _form_text(form: tuple[TensorForm, ...]) -> str:
 
 
 class Execution:
-    """Runs one batch through the stages of a rank.
+    """Runs one batch through a rank's stages.
 
     Args:
         program: the program of the pipeline.
-        rank: the number of this rank in the pipeline.
-        stages: the stages of this rank, by number.
-        transport: the transport of messages.
-        forms: the forms of the messages with a batch of this size.
+        rank: the index of this rank in the pipeline.
+        stages: this rank's stages, by stage number.
+        transport: the transport for messages.
+        forms: the message forms for this batch size.
         inputs: the micro-batches, if this rank has the first stage.
-        endings: the loss function of each micro-batch, if this rank has the last stage and a backward will follow.
-        has_gradients: a function that is called with a stage when its gradients are complete.
+        endings: the loss function for each micro-batch, if this rank has the last stage and a backward will follow.
+        has_gradients: a function that is called with a stage when the stage's gradients are complete.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Execution:
         self._last_adds = set({task.stage: task for task in adds}.values())
 
     def run(self) -> list[Value]:
-        """Returns the last stage's output or loss for each micro-batch, or [] if another rank has the last stage."""
+        """Runs all steps; returns each micro-batch's output or loss if this rank has the last stage, otherwise []."""
         for step in self._steps:
             if isinstance(step, StageTransfer):
                 self._transfer(step)

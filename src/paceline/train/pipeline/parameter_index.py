@@ -1,4 +1,4 @@
-"""UndividedModel and ParameterIndex: names and numbers of a divided model's parameters in the whole model."""
+"""UndividedModel and ParameterIndex: map a divided model's parameters to names and indices in the whole model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INDEX = "_paceline_place_in_whole"
 
 @dataclass(frozen=True)
 class ParameterIndex:
-    """The index of a parameter in the whole model's `parameters()`, and the number of these parameters."""
+    """The index `number` of a parameter in the whole model's `parameters()`, out of `of` parameters."""
 
     number: int
     of: int
@@ -21,29 +21,29 @@ class ParameterIndex:
 
 @dataclass(frozen=True)
 class UndividedModel:
-    """A model before its layers were divided among ranks.
+    """The names in a model before its layers were divided among ranks.
 
     Attributes:
-        names: the names of the layers in this model, by their names in the `Pipeline`.
-        keys: the keys of the model's `state_dict()`.
+        names: a mapping from layer names in the `Pipeline` to names in this model.
+        keys: the keys in the model's `state_dict()`.
     """
 
     names: Mapping[str, str]
     keys: frozenset[str]
 
     def key_of(self, key: str) -> str:
-        """Returns the key in the whole model's `state_dict` for a key in the Pipeline's."""
+        """Converts a key in the Pipeline's `state_dict` to the key in the whole model's."""
         layer, _, rest = key.partition(".")
         return _within(self.names[layer], rest)
 
 
 def describe_undivided(names: Sequence[str], layers: Sequence[nn.Module], whole: nn.Module | None) -> UndividedModel:
-    """Describes the whole model, and attaches its ParameterIndex to each parameter.
+    """Describes the whole model, and attaches a ParameterIndex to each parameter.
 
     Args:
         names: the names of the layers in the Pipeline.
         layers: all layers.
-        whole: the model from which they were taken; None if the layers have the same names in it.
+        whole: the model that contains the layers; None if the layers have the same names in it.
 
     Raises:
         ValueError: a layer is not in the whole model, or the layers lack a tensor of the whole model.
@@ -66,7 +66,7 @@ def describe_undivided(names: Sequence[str], layers: Sequence[nn.Module], whole:
 
 
 def index_in_model(parameter: torch.Tensor) -> ParameterIndex | None:
-    """Returns the index of a `Pipeline`'s parameter in the whole model, or None for other parameters."""
+    """Returns a parameter's index in the whole model, or None if the parameter belongs to no `Pipeline`."""
     index: ParameterIndex | None = getattr(parameter, _INDEX, None)
     return index
 

@@ -1,7 +1,7 @@
-"""Pipeline: a model whose layers are on different ranks.
+"""Pipeline: a model whose layers are divided among ranks.
 
-Layers are divided into stages and batches into micro-batches. All ranks agree on the size of a batch before they
-exchange any activations.
+Layers are grouped into stages, and batches are split into micro-batches. All ranks agree on the size of a batch before
+they exchange any activations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.train.pipeline.schedule import PipelineSchedule, forwards_only, ma
 from paceline.train.pipeline.stage import Stage, Value
 from paceline.train.training_events import RecordedSteps
 
-_NOT_NEEDED, _MISSING, _UNEVEN = -1, -2, -3  # in place of a number of rows
+_NOT_NEEDED, _MISSING, _UNEVEN = -1, -2, -3  # sent instead of a number of rows
 _STAGE_OF = {"inputs": "first", "targets": "last"}
 
 
@@ -36,16 +36,16 @@ def agreed_rows(
     inputs: Sequence[torch.Tensor] | None,
     targets: Sequence[torch.Tensor] | None,
 ) -> int:
-    """Returns the number of samples in the batch; all ranks call this.
+    """Returns the number of samples in the batch; all ranks must call this.
 
     Args:
-        group: the ranks of the pipeline.
+        group: the ranks in the pipeline.
         plan: the schedule.
-        inputs: the batch on the rank of the first stage, None on others.
-        targets: the targets on the rank of the last stage; None on others, and if no loss is computed.
+        inputs: the batch on the rank with the first stage; None on other ranks.
+        targets: the targets on the rank with the last stage; None on other ranks, and if no loss is computed.
 
     Raises:
-        ValueError: a batch is missing or the sizes do not match; raised on all ranks.
+        ValueError: inputs or targets are missing, or their sizes do not match; raised on all ranks.
     """
     mine = torch.tensor([_rows_of_batch(inputs), _rows_of_batch(targets)], device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
@@ -86,16 +86,16 @@ def _rows_of_batch(batch: Sequence[torch.Tensor] | None) -> int:
 
 
 def into_stages(layers: Sequence[nn.Module], stages: int, split: Sequence[int] | None) -> list[list[int]]:
-    """Divides layers into stages; returns the indices of each stage's layers.
+    """Groups layers into stages; returns a list of layer indices for each stage.
 
     Args:
         layers: the layers of the model.
         stages: the number of stages.
-        split: the number of layers of each stage. None minimizes the parameters of the largest stage, counting one more
-            for each layer than it has.
+        split: the number of layers in each stage. None minimizes the size of the largest stage, where a layer's size is
+            its number of parameters plus one.
 
     Raises:
-        ValueError: there are fewer layers than stages, or `split` does not match them.
+        ValueError: there are fewer layers than stages, or `split` does not match the layers and stages.
     """
     if split is not None:
         if len(split) != stages or sum(split) != len(layers) or min(split) < 1:
@@ -111,7 +111,7 @@ def into_stages(layers: Sequence[nn.Module], stages: int, split: Sequence[int] |
 
 
 def _balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Divides indices into consecutive parts so that the heaviest is as light as possible, by bisection."""
+    """Divides indices into consecutive parts, minimizing the weight of the heaviest part by bisection."""
     low, high = max(weights), sum(weights)
     while low < high:
         middle = (low + high) // 2
@@ -123,7 +123,7 @@ def _balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _filled(weights: Sequence[int], most: int, parts: int) -> list[list[int]]:
-    """Fills parts up to a weight of `most`, but leaves at least one element for each remaining part."""
+    """Fills parts up to weight `most` each, leaving at least one element for each remaining part."""
     filled: list[list[int]] = [[]]
     total = 0
     for index, weight in enumerate(weights):
@@ -137,44 +137,44 @@ def _filled(weights: Sequence[int], most: int, parts: int) -> list[list[int]]:
 
 
 def into_micro_batches(batch: tuple[torch.Tensor, ...], micro_batches: int) -> list[tuple[torch.Tensor, ...]]:
-    """Divides the rows of each tensor as evenly as possible."""
+    """Splits the rows of each tensor into micro-batches as evenly as possible."""
     return list(zip(*(part.tensor_split(micro_batches) for part in batch), strict=True))
 
 
 class LossFunction(Protocol):
-    """Computes a micro-batch's mean loss from the last layer's output and the target."""
+    """Interface of functions that compute a micro-batch's mean loss from the last layer's output and the target."""
 
     def __call__(self, output: Any, target: Any, /) -> torch.Tensor:
-        """Returns a scalar."""
+        """Returns the mean loss, a scalar."""
 
 
 class Pipeline(nn.Module):
-    """A model whose layers are divided among the ranks of a group, which pass micro-batches to one another.
+    """A model whose layers are divided among the ranks in a group; micro-batches are passed from rank to rank.
 
-    Each rank keeps only the layers of its stages, with their names in the whole model, so the ranks' `state_dict()`s
-    are parts of the whole model's. A step adds to `.grad`, as a backward does. Use optimizers, schedulers and
+    Each rank keeps only the layers in its stages, under their names in the whole model, so each rank's `state_dict()`
+    is a part of the whole model's. A step accumulates into `.grad` like a backward. Use optimizers, schedulers and
     `zero_grad` as usual, with `pipeline.parameters()`.
 
     Args:
         layers: the whole model, the same on every rank: an `nn.Sequential`, or a list of modules that are called
-            sequentially. A tuple of tensors is passed on as several arguments. The sizes of tensors between stages
-            may depend only on the sizes of the batch.
-        loss: a function that returns the mean loss for a micro-batch's output and target; it is called on the rank of
+            sequentially. If a module returns a tuple of tensors, the next module receives them as separate arguments.
+            The shapes of tensors between stages may depend only on the shape of the batch.
+        loss: a function that returns the mean loss for a micro-batch's output and target; it is called on the rank with
             the last stage.
-        micro_batches: the number of micro-batches of a batch. The bubble, in which ranks wait, is (p - 1) / (m + p - 1)
-            of a step with m micro-batches, p ranks and one stage per rank.
+        micro_batches: the number of micro-batches per batch. With m micro-batches, p ranks and one stage per rank, the
+            bubble (idle time) is (p - 1) / (m + p - 1) of a step.
         schedule: `1f1b`, `gpipe`, `interleaved` or `zero_bubble`; see docs/large-models.md.
         stages_per_rank: the number of stages per rank; more than 1 only with `interleaved`.
-        split: the number of layers of each stage; by default the parameters of the largest stage are minimized.
-        group: the ranks of the pipeline, such as `mesh.get_group("pp")`; the default group if None.
-        data_parallel_group: the ranks that have the same stages and train on other samples, such as
+        split: the number of layers in each stage; by default, the size of the largest stage is minimized.
+        group: the ranks in the pipeline, such as `mesh.get_group("pp")`; the default group if None.
+        data_parallel_group: the ranks that hold the same stages and train on different samples, such as
             `mesh.get_group("dp")`. Gradients are averaged over these ranks while other stages still compute.
-        whole: the model from which the layers of a list were taken, if it has other names for them, such as
-            `blocks.0` for layer 1. Checkpoints then use its names, and the order of its parameters.
+        whole: the model that contains the layers in the list, if their names in it differ, such as `blocks.0` for
+            layer 1. Checkpoints then use the names and the parameter order of this model.
 
     Raises:
-        ValueError: the schedule does not support these numbers, there are too few layers, two stages share a weight, or
-            `whole` has other layers.
+        ValueError: the schedule does not support the numbers of ranks, stages and micro-batches; there are too few
+            layers; two stages share a weight; or `whole` contains different layers.
 
     Example::
 
@@ -204,7 +204,7 @@ class Pipeline(nn.Module):
             raise ValueError("Pipeline: this rank is not in the group; make the pipeline on the group's ranks only")
         self._group: ProcessGroup = chosen
         self._replicas = None if data_parallel_group is None else resolve(data_parallel_group)
-        self._loss: LossFunction = partial(loss)  # a module would otherwise be registered as a submodule
+        self._loss: LossFunction = partial(loss)  # `partial` keeps a loss module from being registered as a submodule
         plan = make_pipeline_schedule(schedule, chosen.size(), micro_batches, stages_per_rank)
         self._train, self._infer = program_of(plan), program_of(forwards_only(plan))
         verify_program(self._train)
@@ -228,36 +228,37 @@ class Pipeline(nn.Module):
 
     @property
     def whole(self) -> UndividedModel:
-        """The names of the whole model."""
+        """The names in the whole model."""
         return self._whole
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the first stage, which takes the inputs."""
+        """Whether this rank has the first stage, which receives the inputs."""
         return 0 in self._stages
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage, which takes the targets."""
+        """Whether this rank has the last stage, which receives the targets."""
         return self.plan.stages - 1 in self._stages
 
     def step(
         self, inputs: Any = None, targets: Any = None, *, scaler: torch.amp.GradScaler | None = None
     ) -> torch.Tensor:
-        """Runs the forwards and backwards of a batch, and adds its gradients to `.grad`; all ranks call this.
+        """Runs the forwards and backwards for a batch, accumulating into `.grad`; all ranks must call this.
 
         Args:
-            inputs: a tensor, or a tuple of tensors, with the samples along dimension 0. The first stage uses it; other
-                ranks may pass None.
-            targets: the targets for the last stage's loss, in the same form; other ranks may pass None.
-            scaler: a scaler of the loss, such as `paceline.GradScaler(group=...)`.
+            inputs: a tensor, or a tuple of tensors, with the samples along dimension 0. Ranks without the first stage
+                may pass None.
+            targets: a tensor, or a tuple of tensors, with the samples along dimension 0. Ranks without the last stage
+                may pass None.
+            scaler: a gradient scaler, such as `paceline.GradScaler(group=...)`, or None.
 
         Returns:
             The unscaled mean loss over the batch, a detached scalar, on every rank.
 
         Raises:
-            ValueError: a batch is missing, has other sizes on the first and the last rank, or has fewer samples than
-                there are micro-batches; raised on all ranks.
+            ValueError: inputs or targets are missing, their sizes differ, or the batch has fewer samples than there are
+                micro-batches; raised on all ranks.
             CollectiveTimeoutError: a rank did not call this in time.
             PeerLostError: a rank died.
         """
@@ -277,13 +278,13 @@ class Pipeline(nn.Module):
         return mean
 
     def forward(self, inputs: Any = None) -> Any:
-        """Runs the forwards of a batch without gradients; all ranks call this.
+        """Runs the forwards for a batch without computing gradients; all ranks must call this.
 
         Returns:
-            The output for the whole batch on the rank of the last stage, and None on the others.
+            The output for the whole batch on the rank with the last stage; None on other ranks.
 
         Raises:
-            ValueError: as for `step`.
+            ValueError: see `step`.
         """
         rows = self._begin(inputs, None, False)
         with torch.no_grad():
@@ -299,7 +300,7 @@ class Pipeline(nn.Module):
         divided: Sequence[Sequence[int]],
         plan: PipelineSchedule,
     ) -> dict[int, Stage]:
-        """Registers this rank's layers under their names; returns its stages."""
+        """Registers this rank's layers under their names; returns this rank's stages by number."""
         stages = {}
         for stage, numbers in enumerate(divided):
             if plan.ranks_of_stages[stage] == self._group.rank():
@@ -309,13 +310,13 @@ class Pipeline(nn.Module):
         return stages
 
     def _begin(self, inputs: Any, targets: Any, needs_targets: bool) -> int:
-        """Returns the number of samples of the batch, on which all ranks agree."""
+        """Waits until all ranks have agreed on the number of samples in the batch, and returns it."""
         first = _several(inputs) if self.is_first else None
         last = _several(targets) if self.is_last and needs_targets else None
         return agreed_rows(self._group, self.plan, first, last)
 
     def _endings(self, targets: Any, weight: float) -> list[Ending]:
-        """Returns the micro-batches' loss functions on the last stage's rank; `weight` is the weight of a sample."""
+        """Returns a loss function for each micro-batch if this rank has the last stage; `weight` is per sample."""
         if not self.is_last:
             return []
         parts = self.plan.micro_batches
@@ -327,7 +328,7 @@ class Pipeline(nn.Module):
         return [partial(ending, target, size) for target, size in zip(divided, map(_rows, divided), strict=True)]
 
     def _average(self, averages: list[Work], stage: Stage) -> None:
-        """Starts averaging the gradients of a stage over the replicas."""
+        """Starts averaging a stage's gradients over the replicas."""
         if self._replicas is None:
             return
         if grads := [parameter.grad for parameter in stage.parameters if parameter.grad is not None]:
@@ -343,7 +344,7 @@ class Pipeline(nn.Module):
         endings: Sequence[Ending] = (),
         has_gradients: Callable[[Stage], None] = lambda stage: None,
     ) -> list[Value]:
-        """Runs a program; returns the losses or outputs of the last stage, or [] on other ranks."""
+        """Runs a program; returns losses or outputs on the rank with the last stage, and [] on other ranks."""
         divided = into_micro_batches(_several(inputs), self.plan.micro_batches) if self.is_first else []
         forms = self._forms.setdefault((program.plan.name, self.training, rows), Forms())
         rank, stages, transport = self._group.rank(), self._stages, self._transport

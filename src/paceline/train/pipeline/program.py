@@ -1,7 +1,7 @@
-"""PipelineProgram: a schedule with the messages between its ranks, their verification, and a simulation.
+"""PipelineProgram: a schedule with the messages between its ranks; functions that verify and simulate it.
 
 `verify_program` proves that a program computes all tasks in an order that cannot hang, and counts the activations that
-it keeps. `simulate` computes the duration of a schedule from the durations of its tasks and messages.
+each rank keeps. `simulate` computes the duration of a schedule from the durations of tasks and messages.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class StageMessage:
     """A message between two stages on different ranks.
 
     Attributes:
-        cargo: the content.
-        stage: the sending stage; an activation is its output, a gradient is the gradient of its input.
-        micro_batch: the number of the micro-batch.
+        cargo: the type of content.
+        stage: the sending stage. An activation is this stage's output; a gradient is the gradient of its input.
+        micro_batch: the index of the micro-batch.
         source: the sending rank.
         target: the receiving rank.
     """
@@ -45,12 +45,12 @@ class StageMessage:
 
 
 class Action(Enum):
-    """An action of a rank on a message."""
+    """The action that a rank performs on a message."""
 
     SEND = "send"
-    """Start to send the result of the previous task."""
+    """Start sending the result of the previous task."""
     POST = "post"
-    """Start to receive the message."""
+    """Start receiving the message."""
     AWAIT = "await"
     """Wait for a message that was posted."""
 
@@ -68,11 +68,11 @@ Step = Task | StageTransfer
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """All actions of the ranks in a step.
+    """All tasks and transfers of all ranks in a step.
 
     Attributes:
         plan: the schedule.
-        steps: the tasks and transfers of each rank, in order.
+        steps: for each rank, its tasks and transfers in order.
     """
 
     plan: PipelineSchedule
@@ -85,12 +85,12 @@ def message_needed_by(task: Task, plan: PipelineSchedule) -> StageMessage | None
 
 
 def message_made_by(task: Task, plan: PipelineSchedule) -> StageMessage | None:
-    """Returns the message with the result of a task, or None if it is used on the same rank."""
+    """Returns the message with a task's result, or None if the result is used on the same rank or not at all."""
     return _message(task, task.stage, task.stage + (1 if task.phase is PipelinePhase.FORWARD else -1), plan)
 
 
 def _message(task: Task, source: int, target: int, plan: PipelineSchedule) -> StageMessage | None:
-    """Returns the message of a task from stage `source` to stage `target`, if both exist, on different ranks."""
+    """Returns a task's message from stage `source` to stage `target`, or None unless both exist on different ranks."""
     if task.phase is PipelinePhase.WEIGHT or not (0 <= source < plan.stages and 0 <= target < plan.stages):
         return None
     cargo = Cargo.ACTIVATION if task.phase is PipelinePhase.FORWARD else Cargo.GRADIENT
@@ -99,13 +99,13 @@ def _message(task: Task, source: int, target: int, plan: PipelineSchedule) -> St
 
 
 def program_of(plan: PipelineSchedule, posted_ahead: int = 1) -> PipelineProgram:
-    """Returns the schedule with its messages.
+    """Adds messages to a schedule.
 
     Args:
         plan: the schedule.
-        posted_ahead: the number of messages whose receives a rank posts in advance. With 1, a message arrives while the
-            rank computes the previous tasks. With 0, a rank posts a receive only when it waits for that message next,
-            and the program completes even if the messages of a rank block one another.
+        posted_ahead: the number of receives that a rank posts in advance. With 1, a message can arrive while the rank
+            computes earlier tasks. With 0, a rank posts a receive immediately before it waits for the message, and the
+            program completes even if a rank's messages block one another.
     """
     return PipelineProgram(plan, tuple(_of_rank(order, plan, posted_ahead) for order in plan.orders))
 
@@ -128,7 +128,7 @@ def _of_rank(order: tuple[Task, ...], plan: PipelineSchedule, posted_ahead: int)
 
 
 class PipelineFaultError(Exception):
-    """A pipeline's schedule or program is wrong."""
+    """A pipeline's schedule or program is incorrect."""
 
 
 @dataclass(frozen=True)
@@ -136,24 +136,24 @@ class VerifiedProgram:
     """Properties of a correct program.
 
     Attributes:
-        most_kept: the largest number of activations, by micro-batch and stage, that each rank keeps.
+        most_kept: for each rank, the maximum number of activations (one per micro-batch and stage) that it keeps.
     """
 
     most_kept: tuple[int, ...]
 
 
 def verify_program(program: PipelineProgram, blocks: bool = False) -> VerifiedProgram:
-    """Checks that a program has all tasks, respects every dependence, passes each message once, and cannot hang.
+    """Checks that a program has all tasks, respects all dependencies, passes each message once, and cannot hang.
 
     Args:
         program: the program.
-        blocks: whether messages block one another, as in some libraries but not in Paceline. Each rank then executes
-            its sends in order, and its receives in order, and a send completes only when it is received. A program that
-            completes under these rules posts no receive too early.
+        blocks: whether messages block one another, as in some libraries but not in Paceline. If True, each rank's sends
+            complete in order, its receives complete in order, and a send completes only when it is received. A program
+            that completes under these rules posts no receive too early.
 
     Raises:
-        PipelineFaultError: a check fails. The message names the task or message, or for a hang the step at which each
-            rank waits.
+        PipelineFaultError: a check failed. The error message identifies the task or message or, if the program hangs,
+            the step at which each rank waits.
     """
     plan = program.plan
     _require_all_tasks(plan)
@@ -199,14 +199,14 @@ def _require_all_messages(program: PipelineProgram) -> None:
 
 
 def _transfers(task: Task, plan: PipelineSchedule) -> list[StageTransfer]:
-    """Returns a rank's actions on messages for a task."""
+    """Returns the transfers that a task requires on its rank."""
     taken, result = message_needed_by(task, plan), message_made_by(task, plan)
     before = [] if taken is None else [StageTransfer(Action.POST, taken), StageTransfer(Action.AWAIT, taken)]
     return before if result is None else [*before, StageTransfer(Action.SEND, result)]
 
 
 class _Rank:
-    """The progress of a rank in its program, and its messages in flight."""
+    """A rank's progress in its program, and its messages in flight."""
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
         self.steps = steps
@@ -220,7 +220,7 @@ class _Rank:
 
 
 def _run(program: PipelineProgram, blocks: bool) -> None:
-    """Advances all ranks as far as possible; the order does not matter, since a possible step stays possible."""
+    """Advances all ranks as far as possible. The order is irrelevant, because a possible step remains possible."""
     plan, ranks = program.plan, [_Rank(steps) for steps in program.steps]
     computed: set[Task] = set()
     arrived: set[StageMessage] = set()
@@ -244,7 +244,7 @@ def _run(program: PipelineProgram, blocks: bool) -> None:
 
 
 def _deliver(ranks: list[_Rank], arrived: set[StageMessage], blocks: bool) -> bool:
-    """Delivers messages that are both sent and posted; with `blocks`, only if they are the first on both ranks."""
+    """Delivers messages that are sent and posted; with `blocks`, only messages at the head of both ranks' queues."""
     before = len(arrived)
     for rank in ranks:
         for message in list(rank.sends)[: 1 if blocks else None]:
@@ -269,7 +269,7 @@ def _is_possible(step: Step, plan: PipelineSchedule, computed: set[Task], arrive
 
 
 def _before(task: Task, plan: PipelineSchedule) -> list[tuple[Task, ...]]:
-    """Returns the tasks on the same rank that a task depends on, each with its alternatives."""
+    """Returns a task's dependencies on the same rank; each is a tuple of tasks, any one of which satisfies it."""
     stage, micro_batch = task.stage, task.micro_batch
     if task.phase is PipelinePhase.WEIGHT:
         return [(Task(stage, micro_batch, PipelinePhase.INPUT),)]
@@ -306,17 +306,17 @@ UNIT: Mapping[PipelinePhase, float] = {
     PipelinePhase.WEIGHT: 1.0,
     PipelinePhase.BACKWARD: 2.0,
 }
-"""Durations of the phases if a forward takes as long as each half of a backward, roughly as in linear layers."""
+"""Relative durations of the phases if a forward takes as long as each half of a backward, as for linear layers."""
 
 
 @dataclass(frozen=True)
 class PipelineTiming:
-    """The times of a schedule's tasks, in seconds from the beginning of the first one.
+    """The times of a schedule's tasks, in seconds from the start of the first task.
 
     Attributes:
-        begins: the time at which each task begins.
+        begins: the time at which each task starts.
         ends: the time at which each task ends.
-        busy: the time that each rank computes.
+        busy: the total time that each rank spends computing.
     """
 
     begins: Mapping[Task, float]
@@ -330,7 +330,7 @@ class PipelineTiming:
 
     @property
     def bubble(self) -> float:
-        """The average share of the step that ranks spend waiting."""
+        """The average share of the step that ranks spend waiting, from 0 to 1."""
         return 1.0 - sum(self.busy) / (len(self.busy) * self.length)
 
 
@@ -344,7 +344,7 @@ def simulate(
     Args:
         plan: the schedule.
         times: the duration of each phase, or a function that returns the duration of a task.
-        message_s: the seconds from the end of a task to the arrival of its result on another rank.
+        message_s: the time in seconds from the end of a task to the arrival of its result on another rank.
     """
     lasts: Callable[[Task], float] = times if callable(times) else lambda task: times[task.phase]
     begins: dict[Task, float] = {}
@@ -365,7 +365,7 @@ def simulate(
 
 
 def _ready(task: Task, plan: PipelineSchedule, ends: Mapping[Task, float], message_s: float) -> float | None:
-    """Returns the time at which a task's inputs are available, or None if that time is not known yet."""
+    """Returns the time at which a task's inputs are available, or None if the time cannot be computed yet."""
     message = message_needed_by(task, plan)
     travels = 0.0 if message is None else message_s
     if task.phase is PipelinePhase.WEIGHT:

@@ -1,4 +1,4 @@
-"""PipelineSchedule: the order of each rank's computations as data, with the schedules of the literature.
+"""PipelineSchedule: the order of each rank's computations as data; functions that create well-known schedules.
 
 | name | source |
 | --- | --- |
@@ -16,17 +16,17 @@ from enum import Enum
 
 
 class PipelinePhase(Enum):
-    """A computation for a micro-batch in a stage.
+    """A computation on a micro-batch in a stage.
 
-    A BACKWARD is an INPUT followed by a WEIGHT; zero-bubble schedules separate the two.
+    BACKWARD comprises INPUT and WEIGHT, which zero-bubble schedules execute separately.
     """
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
-    """The gradient of the stage's input; the previous stage waits for it."""
+    """The gradient of the stage's input, for which the previous stage waits."""
     WEIGHT = "W"
-    """The gradients of the stage's weights; no stage waits for them."""
+    """The gradients of the stage's weights, for which no stage waits."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,9 +47,9 @@ class PipelineSchedule:
 
     Attributes:
         name: the name of the schedule.
-        ranks_of_stages: the rank of each stage.
-        micro_batches: the number of micro-batches of a batch.
-        orders: the tasks of each rank in the order of execution.
+        ranks_of_stages: for each stage, the rank that computes it.
+        micro_batches: the number of micro-batches per batch.
+        orders: for each rank, its tasks in the order of execution.
     """
 
     name: str
@@ -69,7 +69,7 @@ class PipelineSchedule:
 
 
 def gpipe(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
-    """Returns the schedule that runs all forwards before the first backward; it keeps all activations."""
+    """Creates a schedule that runs all forwards before the first backward, and therefore keeps all activations."""
     _require_single(stages_per_rank, "gpipe")
     orders = []
     for rank in range(ranks):
@@ -79,7 +79,7 @@ def gpipe(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineS
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
-    """Returns the schedule in which rank r keeps the activations of at most `ranks - r` micro-batches."""
+    """Creates a schedule in which rank r keeps the activations of at most `ranks - r` micro-batches."""
     _require_single(stages_per_rank, "1f1b")
     orders = []
     for rank in range(ranks):
@@ -91,7 +91,7 @@ def one_forward_one_backward(ranks: int, micro_batches: int, stages_per_rank: in
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
-    """Returns the schedule in which rank r has the stages r, r + ranks, r + 2 ranks and so on.
+    """Creates a schedule in which rank r computes the stages r, r + ranks, r + 2 ranks and so on.
 
     Raises:
         ValueError: the number of micro-batches is not a multiple of the number of ranks.
@@ -121,9 +121,9 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Pip
 
 
 def zero_bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
-    """Returns 1F1B with weight gradients deferred into idle time of a rank; no more activations are kept than in 1F1B.
+    """Creates a 1F1B schedule in which weight gradients are deferred to a rank's idle time.
 
-    The first rank defers no weight gradient, and each further rank defers one more than the one before.
+    The schedule keeps no more activations than 1F1B. Rank r defers the weight gradients of r micro-batches.
     """
     _require_single(stages_per_rank, "zero_bubble")
     orders = []
@@ -144,7 +144,7 @@ def zero_bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Pip
 
 
 def forwards_only(plan: PipelineSchedule) -> PipelineSchedule:
-    """Returns a schedule with only the forwards of a plan, in the plan's order."""
+    """Returns a schedule that contains only the forwards of `plan`, in the same order."""
     orders = tuple(tuple(task for task in order if task.phase is PipelinePhase.FORWARD) for order in plan.orders)
     return PipelineSchedule(f"{plan.name}, forwards only", plan.ranks_of_stages, plan.micro_batches, orders)
 
@@ -158,10 +158,10 @@ SCHEDULES: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
 
 
 def make_pipeline_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> PipelineSchedule:
-    """Returns the schedule named `name`.
+    """Creates the schedule named `name`.
 
     Raises:
-        ValueError: the name is unknown, or the schedule does not support these numbers.
+        ValueError: the name is unknown, or the schedule does not support one of the numbers.
     """
     if name not in SCHEDULES:
         raise ValueError(f"pipeline: there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")

@@ -1,10 +1,10 @@
-"""Stage: the computation of one stage, with forwards and backwards of micro-batches.
+"""Stage: the computation of one stage: forwards and backwards for micro-batches.
 
-`DelayedWeights` defers the gradients of linear layers' weights, so that a backward first computes the gradients for
-which other stages wait. In the backward of a linear layer y = x W' + b, the gradient of x is computed immediately, and
-the operands of the gradients of W and b are kept for `finish`. The gradients of other layers' weights are computed
-immediately, which is correct but defers less work. This follows the implementation of Qi et al. 2023, "Zero Bubble
-Pipeline Parallelism".
+`DelayedWeights` defers the weight gradients of linear layers, which makes a backward compute the gradients first for
+which other stages wait. The backward of a linear layer y = x W' + b computes the gradient of x immediately, and stores
+the operands for the gradients of W and b until `finish`. The weight gradients of other layers are computed immediately,
+which is correct but defers less work. The method follows the implementation of Qi et al. 2023, "Zero Bubble Pipeline
+Parallelism".
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 Value = tuple[torch.Tensor, ...]
-"""One or several tensors that are passed between stages."""
+"""A tuple of tensors that is passed between stages."""
 
 
 class DelayedWeights(TorchFunctionMode):
-    """A context in which linear layers defer the gradients of their weights."""
+    """A context in which linear layers defer their weight gradients."""
 
     def __init__(self) -> None:
         super().__init__()
         self._deferred: list[Callable[[], None]] = []
 
     def finish(self) -> None:
-        """Computes the deferred gradients, and adds them to the gradients of the weights."""
+        """Computes the deferred gradients and accumulates them into the weights' `.grad`."""
         for add in self._deferred:
             add()
         self._deferred.clear()
 
     def keep(self, input: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Stores the operands of the gradients of a layer's weights."""
+        """Stores the operands from which `finish` computes a layer's weight gradients."""
 
         def add() -> None:
             rows = grad.flatten(0, -2) if grad.ndim > 1 else grad.unsqueeze(0)
@@ -50,7 +50,7 @@ class DelayedWeights(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replaces a linear layer whose weights are parameters that need gradients."""
+        """Replaces `functional.linear` with a deferring version if the layer's weight gradients can be deferred."""
         if func is functional.linear and torch.is_grad_enabled() and (layer := _layer(*args, **(kwargs or {}))):
             return _Linear.apply(*layer, self)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
@@ -59,7 +59,7 @@ class DelayedWeights(TorchFunctionMode):
 def _layer(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-    """Returns the arguments of a layer if its gradients can be deferred, or None."""
+    """Returns a layer's arguments if its weight gradients can be deferred, or None."""
     weights = [weight] if bias is None else [weight, bias]
     if not all(param.is_leaf and param.requires_grad and not param._backward_hooks for param in weights):
         return None
@@ -95,10 +95,10 @@ def _accumulate(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 class Stage:
-    """Some consecutive layers of a model.
+    """A pipeline stage, which consists of consecutive layers of a model.
 
     Args:
-        layers: the layers, which are called sequentially; several outputs are passed as several arguments.
+        layers: the layers, which are called sequentially; a tuple output is passed as separate arguments.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
@@ -108,11 +108,11 @@ class Stage:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the layers, each once."""
+        """The parameters of all layers, without duplicates."""
         return list(nn.ModuleList(self._layers).parameters())
 
     def run(self, value: Value) -> Value:
-        """Returns the output of the layers for `value`."""
+        """Calls the layers sequentially and returns the last output."""
         for layer in self._layers:
             output = layer(*value)
             value = output if isinstance(output, tuple) else (output,)
@@ -121,16 +121,16 @@ class Stage:
     def forward(
         self, micro_batch: int, value: Value, ending: Callable[[Value], torch.Tensor] | None, is_split: bool
     ) -> Value:
-        """Runs a forward whose backward will follow.
+        """Runs a forward and keeps its graph for the backward.
 
         Args:
-            micro_batch: the number of the micro-batch.
+            micro_batch: the index of the micro-batch.
             value: the inputs.
-            ending: a function that computes the loss from the last stage's output; the backward starts from the loss.
-            is_split: whether to defer the gradients of weights until `weight`.
+            ending: a function that computes the loss from the output of the last stage, or None in other stages.
+            is_split: whether to defer weight gradients until `weight` is called.
 
         Returns:
-            The outputs, or the loss, without their graph.
+            The outputs, or the loss if `ending` is given, detached from the graph.
         """
         inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in value)
         if is_split:
@@ -145,14 +145,14 @@ class Stage:
         return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
 
     def backward(self, micro_batch: int, grads: Value) -> Value:
-        """Runs the backward of a micro-batch.
+        """Runs the backward for a micro-batch.
 
         Args:
-            micro_batch: the number of the micro-batch.
-            grads: the gradients of the outputs that need one, or () if the output is a loss.
+            micro_batch: the index of the micro-batch.
+            grads: the gradients of those outputs that require one, or () if the output is a loss.
 
         Returns:
-            The gradients of the inputs that need one.
+            The gradients of those inputs that require one.
         """
         inputs, outputs = self._forwards.pop(micro_batch)
         trained = [output for output in outputs if output.requires_grad]
@@ -161,10 +161,10 @@ class Stage:
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
 
     def weight(self, micro_batch: int) -> None:
-        """Computes the gradients that the backward of a micro-batch deferred."""
+        """Computes the weight gradients that a micro-batch's backward has deferred."""
         self._delayed.pop(micro_batch).finish()
 
     def forget(self) -> None:
-        """Discards the state that a failed step left."""
+        """Discards all state from a failed step."""
         self._forwards.clear()
         self._delayed.clear()

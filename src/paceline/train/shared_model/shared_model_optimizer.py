@@ -185,7 +185,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
             self._inner.step()
 
     def own_part(self) -> Optimizer:
-        """Averages this step's gradients, and returns the inner optimizer, which holds this rank's part of the averages.
+        """Averages this step's gradients, and returns the inner optimizer, which holds this rank's averages.
 
         Every rank must call this method. A subsequent `step` applies the gradients in the inner optimizer.
         """

@@ -1,4 +1,4 @@
-"""clip_grad_norm_: clips gradients by their norm if ranks hold different parts of a model."""
+"""clip_grad_norm_: clips gradients by their total norm when ranks hold different parts of a model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def clip_grad_norm_(
     *,
     pipeline_group: Group = None,
 ) -> torch.Tensor:
-    """Clips gradients as `torch.nn.utils.clip_grad_norm_` does for the undivided model; all its ranks call this.
+    """Clips gradients by the norm of the whole model's gradients. All ranks that hold parts of the model must call it.
 
     Args:
-        parameters: this rank's parameters. The norms of those that `parallelize_module` divided are summed over the
-            ranks with the other parts; the others count once.
-        max_norm: the largest norm that is left unscaled.
-        norm_type: the order of the norm, 2.0 by default; `inf` is the largest absolute value.
-        error_if_nonfinite: whether a norm that is NaN or infinite is an error.
-        pipeline_group: the ranks with the other stages of a `Pipeline`, such as `mesh.get_group("pp")`.
+        parameters: this rank's parameters. For parameters that `parallelize_module` divided, all ranks' parts
+            contribute to the norm; other parameters are counted once.
+        max_norm: the maximum norm after clipping.
+        norm_type: the order of the norm, 2.0 by default; `inf` for the maximum norm.
+        error_if_nonfinite: whether a NaN or infinite norm raises an error.
+        pipeline_group: the ranks that hold the stages of a `Pipeline`, such as `mesh.get_group("pp")`.
 
     Returns:
-        The norm of the whole model's gradients before clipping, a scalar on the first gradient's device.
+        The norm before clipping, a scalar on the first gradient's device.
 
     Raises:
         RuntimeError: the norm is NaN or infinite, and `error_if_nonfinite` is set.
@@ -62,7 +62,7 @@ def clip_grad_norm_(
 
 
 def _powers(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Returns the sum of the absolute values to the power of `norm_type`, or the largest one for infinity."""
+    """Returns the sum of absolute values raised to `norm_type`, or the maximum absolute value for an infinite order."""
     norms = [
         torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
         .double()
@@ -76,7 +76,7 @@ def _powers(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _over_ranks(amount: torch.Tensor, group: ProcessGroup | None, norm_type: float) -> torch.Tensor:
-    """Returns the sum of the ranks' amounts, or their maximum for infinity."""
+    """Returns the sum of the ranks' amounts, or their maximum for an infinite order."""
     if group is not None:
         amount = amount.clone()
         group.all_reduce(amount, ReduceOp.MAX if norm_type == float("inf") else ReduceOp.SUM)

@@ -1,17 +1,17 @@
-"""Linear layers and embeddings that are divided among ranks, and the collectives between them as autograd functions.
+"""Linear layers and embeddings divided among ranks, and differentiable collectives between them.
 
-Outside the divided layers, all ranks of the group compute the same activations and the same loss, and therefore the
-same gradients. In `paceline.comm.functional`, by contrast, the loss is the sum of the ranks' losses. Each collective
-has its adjoint under that rule (Shoeybi et al. 2019, "Megatron-LM"; for the sequence, Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models").
+Outside the divided layers, all ranks in the group compute the same activations and the same loss, and therefore the
+same gradients. (In `paceline.comm.functional`, by contrast, the loss is the sum of the ranks' losses.) Under this
+convention, the backward of each collective is as follows (Shoeybi et al. 2019, "Megatron-LM"; for sequence parallelism,
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
 | forward | backward |
 | --- | --- |
-| `copied`: nothing | sum over the ranks |
-| `summed`: sum over the ranks | nothing |
+| `copied`: identity | sum over the ranks |
+| `summed`: sum over the ranks | identity |
 | `split`: this rank's part | all parts |
 | `joined`: all parts | this rank's part |
-| `joined_for_parts`: all parts, which the ranks then use differently | this rank's part of the sum |
+| `joined_for_parts`: all parts, as input to a divided layer | this rank's part of the sum |
 | `summed_into_parts`: this rank's part of the sum | all parts |
 """
 
@@ -32,13 +32,13 @@ from paceline.train.tensor.weight_slice import bounds
 Gradients = tuple[torch.Tensor | None, ...]
 
 WHOLE = None
-"""The layout of an activation that is whole on every rank; a number is the dimension along which it is divided."""
+"""The layout of an activation that is replicated; an integer layout is the dimension along which it is divided."""
 Layout = int | None
 
 
 @eager
 def copied(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Returns `tensor`, which each rank may then use differently."""
+    """Returns `tensor`; backward sums its gradient over the ranks, which may use the tensor differently."""
     return _applied(_CopyToRanks, tensor, group)
 
 
@@ -50,19 +50,19 @@ def summed(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 @eager
 def split(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-    """Returns this rank's part of a tensor that is the same on all ranks."""
+    """Returns this rank's part of a replicated tensor."""
     return _applied(_Split, tensor, dim % tensor.ndim, group)
 
 
 @eager
 def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Concatenates the ranks' parts to a tensor of `length` in dimension `dim`, which all ranks use in the same way."""
+    """Concatenates the ranks' parts along `dim`, to size `length`; all ranks must then compute the same from them."""
     return _applied(_Joined, tensor, dim % tensor.ndim, length, group)
 
 
 @eager
 def joined_for_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Concatenates the ranks' parts to a tensor of `length` in dimension `dim`, the input of a divided layer."""
+    """Concatenates the ranks' parts along `dim`, to size `length`, as the input of a divided layer."""
     return _applied(_JoinedForParts, tensor, dim % tensor.ndim, length, group)
 
 
@@ -159,7 +159,7 @@ def _own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tens
 
 
 def _join(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Gathers parts of unequal lengths, each padded to the length of the first part, which is the longest."""
+    """Gathers parts whose lengths may differ; pads them to the length of the first part, which is the longest."""
     lengths = [stop - start for start, stop in (bounds(length, group.size(), rank) for rank in range(group.size()))]
     if tensor.size(dim) != lengths[group.rank()]:
         raise ValueError(
@@ -176,7 +176,7 @@ def _join(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> t
 
 
 def sum_of_parts(tensor: torch.Tensor, layout: Layout, group: ProcessGroup) -> torch.Tensor:
-    """Returns the sum of the ranks' tensors in the given layout."""
+    """Sums the ranks' tensors, and returns the sum in the given layout."""
     return summed(tensor, group) if layout is WHOLE else summed_into_parts(tensor, layout, group)
 
 
@@ -184,7 +184,7 @@ class ColwiseLinear(nn.Linear):
     """A linear layer whose output features are divided among the ranks.
 
     Attributes:
-        all_out_features: the number of output features of all ranks.
+        all_out_features: the total number of output features over all ranks.
     """
 
     group: ProcessGroup
@@ -193,7 +193,7 @@ class ColwiseLinear(nn.Linear):
     output_layout: Layout
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's features, or all of them if the output's layout is whole."""
+        """Returns this rank's features, or all features if `output_layout` is WHOLE."""
         if self.input_layout is WHOLE:
             whole = copied(input, self.group)
         else:
@@ -204,14 +204,14 @@ class ColwiseLinear(nn.Linear):
 
 
 class RowwiseLinear(nn.Linear):
-    """A linear layer whose input features are divided among the ranks; their results are summed."""
+    """A linear layer whose input features are divided among the ranks; the ranks' results are summed."""
 
     group: ProcessGroup
     input_layout: Layout
     output_layout: Layout
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over the ranks, plus the bias, which is whole on every rank."""
+        """Returns the sum of the ranks' results, plus the bias, which is replicated."""
         own = split(input, -1, self.group) if self.input_layout is WHOLE else input
         result = sum_of_parts(functional.linear(own, self.weight), self.output_layout, self.group)
         return result if self.bias is None else result + self.bias
@@ -221,7 +221,7 @@ class ColwiseEmbedding(nn.Embedding):
     """An embedding whose features are divided among the ranks.
 
     Attributes:
-        all_embedding_dim: the number of features of all ranks.
+        all_embedding_dim: the total number of features over all ranks.
     """
 
     group: ProcessGroup
@@ -229,7 +229,7 @@ class ColwiseEmbedding(nn.Embedding):
     output_layout: Layout
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's features, or all of them if the output's layout is whole."""
+        """Returns this rank's features, or all features if `output_layout` is WHOLE."""
         own = super().forward(input)
         return joined(own, -1, self.all_embedding_dim, self.group) if self.output_layout is WHOLE else own
 
@@ -238,7 +238,7 @@ class RowwiseEmbedding(nn.Embedding):
     """An embedding whose indices are divided among the ranks.
 
     Attributes:
-        all_num_embeddings: the number of indices of all ranks.
+        all_num_embeddings: the total number of indices over all ranks.
     """
 
     group: ProcessGroup
@@ -246,7 +246,7 @@ class RowwiseEmbedding(nn.Embedding):
     output_layout: Layout
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the vectors of all indices.
+        """Returns the embedding vectors for all indices in `input`, in the layout `output_layout`.
 
         Raises:
             IndexError: an index is out of range.

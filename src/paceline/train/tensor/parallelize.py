@@ -1,8 +1,8 @@
-"""parallelize_module: divides modules of a model among the ranks of a group, as parallel styles specify.
+"""parallelize_module: divides a model's modules among the ranks in a group, as specified by parallel styles.
 
-The styles have the names and the arguments of those in `torch.distributed.tensor.parallel`, so a plan for torch's
-`parallelize_module` works unchanged. Activations are always plain tensors: `Replicate()` denotes a tensor that is whole
-on every rank, and `Shard(dim)` one that is divided along `dim`.
+The styles have the same names and arguments as in `torch.distributed.tensor.parallel`, so a plan for torch's
+`parallelize_module` works unchanged. Activations are always plain tensors: `Replicate()` denotes a tensor that every
+rank holds whole, and `Shard(dim)` denotes a tensor that is divided along `dim`.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from paceline.train.tensor.weight_slice import divided, slice_of
 Divided = TypeVar("Divided", ColwiseLinear, RowwiseLinear, ColwiseEmbedding, RowwiseEmbedding)
 
 Divide = Callable[[torch.Tensor, int], nn.Parameter]
-"""A function that returns this rank's part of a weight along a dimension; tied weights have the same part."""
+"""A function that returns this rank's part of a weight along a dimension; tied weights remain tied."""
 
 
 class ParallelStyle(ABC):
-    """The division of a module among ranks."""
+    """Base class for the ways to divide a module among ranks."""
 
     @abstractmethod
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """Reduces the module `name` in place to the part that this rank computes.
+        """Modifies the module `name` in place to compute only this rank's part.
 
         Raises:
-            TypeError: the style does not support such a module.
+            TypeError: the style does not support the module's type.
         """
 
 
@@ -57,11 +57,11 @@ class ColwiseParallel(ParallelStyle):
     """Divides an `nn.Linear` by output features, or an `nn.Embedding` by features.
 
     Args:
-        input_layouts: the layout of the input: `Replicate()` (the default), or `Shard(dim)`, such as the sequence after
-            a `SequenceParallel` layer, which is then gathered.
+        input_layouts: the layout of the input: `Replicate()` (the default), or `Shard(dim)` for a divided input, such
+            as the output of a `SequenceParallel` layer, which is then gathered.
         output_layouts: the layout of the output: `Shard(-1)` (the default), which leaves the features divided, or
-            `Replicate()` to gather them.
-        use_local_output: no effect; accepted for compatibility with torch.
+            `Replicate()`, which gathers them.
+        use_local_output: has no effect; accepted for compatibility with torch.
 
     Example::
 
@@ -104,11 +104,11 @@ class RowwiseParallel(ParallelStyle):
     """Divides an `nn.Linear` by input features, or an `nn.Embedding` by indices.
 
     Args:
-        input_layouts: the layout of a linear layer's input: `Shard(-1)` (the default), such as from a
-            `ColwiseParallel` layer, or `Replicate()`. An embedding's input is always whole.
-        output_layouts: the layout of the sum of the ranks' results: `Replicate()` (the default), or `Shard(dim)`, such
-            as the sequence's dimension.
-        use_local_output: no effect; accepted for compatibility with torch.
+        input_layouts: the layout of a linear layer's input: `Shard(-1)` (the default), as returned by a
+            `ColwiseParallel` layer, or `Replicate()`. An embedding's input is always replicated.
+        output_layouts: the layout of the output, the sum of the ranks' results: `Replicate()` (the default), or
+            `Shard(dim)`, for example along the sequence dimension.
+        use_local_output: has no effect; accepted for compatibility with torch.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class RowwiseParallel(ParallelStyle):
             linear.weight = divide(linear.weight, 1)
             linear.in_features = linear.weight.size(1)
             if linear.bias is not None and self.output_layout is not WHOLE:
-                linear.bias.register_hook(_summing(group))  # each rank has a part of the tokens
+                linear.bias.register_hook(_summing(group))  # each rank adds the bias to its part of the tokens only
         elif isinstance(module, nn.Embedding):
             _require_plain(module, name)
             embedding = _become(module, RowwiseEmbedding, group)
@@ -143,14 +143,14 @@ class RowwiseParallel(ParallelStyle):
 
 
 class SequenceParallel(ParallelStyle):
-    """Computes a part of the sequence on each rank, with whole weights: for LayerNorm, RMSNorm and Dropout.
+    """Runs a module with replicated weights on each rank's part of the sequence; for LayerNorm, RMSNorm and Dropout.
 
-    The module's input must be divided already, for example by a `RowwiseParallel(output_layouts=Shard(1))`. The
-    gradients of the module's weights are summed over the ranks.
+    The module's input must already be divided, for example by `RowwiseParallel(output_layouts=Shard(1))`. The gradients
+    of the module's weights are summed over the ranks.
 
     Args:
         sequence_dim: the dimension of the sequence; 1 by default.
-        use_local_output: no effect; accepted for compatibility with torch.
+        use_local_output: has no effect; accepted for compatibility with torch.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = True) -> None:
@@ -164,13 +164,13 @@ class SequenceParallel(ParallelStyle):
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Changes the layouts of a module's inputs.
+    """Converts a module's inputs to other layouts.
 
     Args:
         input_layouts: the current layout of each positional argument, or None for arguments that stay unchanged.
-        desired_input_layouts: the layouts that the module requires. From `Shard(dim)` to `Replicate()` the parts are
-            gathered for a module that uses them differently on each rank, such as attention with divided heads.
-        use_local_output: no effect; accepted for compatibility with torch.
+        desired_input_layouts: the layouts that the module requires. A conversion from `Shard(dim)` to `Replicate()`
+            gathers the parts for a module that computes differently on each rank, such as attention with divided heads.
+        use_local_output: has no effect; accepted for compatibility with torch.
     """
 
     def __init__(
@@ -199,13 +199,13 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Changes the layouts of a module's outputs.
+    """Converts a module's outputs to other layouts.
 
     Args:
         output_layouts: the current layout of each output, or None for outputs that stay unchanged.
-        desired_output_layouts: the required layouts. From `Shard(dim)` to `Replicate()` the parts are gathered, and all
-            ranks must use them in the same way, for example in the loss.
-        use_local_output: no effect; accepted for compatibility with torch.
+        desired_output_layouts: the required layouts. A conversion from `Shard(dim)` to `Replicate()` gathers the parts,
+            from which all ranks must then compute the same, for example the loss.
+        use_local_output: has no effect; accepted for compatibility with torch.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ def _summing(group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _become(module: nn.Module, kind: type[Divided], group: ProcessGroup) -> Divided:
-    """Changes the class of a layer in place, so that hooks, names and references to it stay valid."""
+    """Changes the class of a layer in place, which preserves hooks, names and references to the layer."""
     module.__class__ = kind
     divided_module = cast(Divided, module)
     divided_module.group = group
@@ -298,20 +298,21 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Divides modules of `module` in place; all ranks call this with the same model and plan.
+    """Divides submodules of `module` in place; all ranks must call this with the same model and plan.
 
     Args:
-        module: the whole model, with the same weights on every rank unless `src_data_rank` is a rank.
-        device_mesh: a mesh of one dimension, such as `mesh["tp"]`, or a group; the default group if None.
-        parallelize_plan: a style for `module` itself, or styles by the names of its modules, in which `*` stands for
-            one part of a name: `{"layers.*.mlp.up": ColwiseParallel()}`.
-        src_data_rank: the group rank whose weights are divided, as in torch; None to use each rank's own weights.
+        module: the whole model. Its weights must be the same on every rank if `src_data_rank` is None.
+        device_mesh: a one-dimensional mesh, such as `mesh["tp"]`, or a group; the default group if None.
+        parallelize_plan: a style for `module` itself, or a mapping from module names to styles. In a name, `*` matches
+            one component: `{"layers.*.mlp.up": ColwiseParallel()}`.
+        src_data_rank: the group rank whose weights are copied to all ranks first, as in torch; None to use each rank's
+            own weights.
 
     Returns:
-        `module`. Its `parameters()` are now this rank's parts, so create optimizers afterwards.
+        `module`. Its `parameters()` are now this rank's parts, so create optimizers after this call.
 
     Raises:
-        ValueError: a name of the plan matches no module, or the mesh has several dimensions.
+        ValueError: a name in the plan matches no module, or the mesh has several dimensions.
         TypeError: a style does not support its module.
     """
     group = _group_of(device_mesh)
@@ -320,7 +321,7 @@ def parallelize_module(
     if src_data_rank is not None:
         broadcast_tensors([*module.parameters(), *module.buffers()], group, src_data_rank)
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
-    parts: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # tied weights stay tied
+    parts: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # by id of the whole weight, to keep tied weights tied
 
     def divide(parameter: torch.Tensor, dim: int) -> nn.Parameter:
         if (already := slice_of(parameter)) is not None:

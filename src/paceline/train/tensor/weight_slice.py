@@ -17,9 +17,9 @@ class WeightSlice:
 
     Attributes:
         group: the ranks among which the tensor is divided.
-        dim: the dimension along which it is divided.
-        start: the first index of this rank's part in that dimension.
-        stop: the index after the last one of this rank's part.
+        dim: the dimension along which the tensor is divided.
+        start: the first index of this rank's part along `dim`.
+        stop: the index after the end of this rank's part along `dim`.
         shape: the shape of the undivided tensor.
     """
 
@@ -31,14 +31,14 @@ class WeightSlice:
 
 
 def bounds(length: int, parts: int, part: int) -> tuple[int, int]:
-    """Returns the range of a part if `length` is divided as evenly as possible; longer parts come first."""
+    """Returns the start and end of a part if `length` is divided as evenly as possible; longer parts are first."""
     least, longer = divmod(length, parts)
     start = part * least + min(part, longer)
     return start, start + least + (part < longer)
 
 
 def divided(parameter: torch.Tensor, dim: int, group: ProcessGroup) -> torch.nn.Parameter:
-    """Returns a new parameter with this rank's part of `parameter`, which `slice_of` recognizes."""
+    """Creates a parameter that contains this rank's part of `parameter`; `slice_of` returns its WeightSlice."""
     start, stop = bounds(parameter.size(dim), group.size(), group.rank())
     part = parameter.detach().narrow(dim, start, stop - start).clone()
     own = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -47,6 +47,6 @@ def divided(parameter: torch.Tensor, dim: int, group: ProcessGroup) -> torch.nn.
 
 
 def slice_of(parameter: torch.Tensor) -> WeightSlice | None:
-    """Returns the part of an undivided weight that `parameter` is, or None if it is a whole weight."""
+    """Returns the WeightSlice of a divided parameter, or None if the parameter is whole."""
     found: WeightSlice | None = getattr(parameter, _SLICE, None)
     return found
