@@ -103,7 +103,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's DistributedDataParalle
 
 @dataclass(frozen=True)
 class TrackedTensors:
-    """The parameters and buffers of a module, by name and without ignored ones.
+    """The parameters and buffers of a module by name, without ignored tensors.
 
     Attributes:
         trained: the parameters that require gradients.

@@ -67,7 +67,7 @@ def find_non_finite(named: Iterable[tuple[int, str, torch.Tensor]]) -> list[NonF
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a tensor's values (for a sparse tensor, those of its rows), or None if it has no values."""
+    """Returns a tensor's values (for a sparse tensor, the values of its rows), or None if it has no values."""
     values = tensor.detach()
     if values.layout is torch.sparse_coo:
         values = values._values()
@@ -80,7 +80,7 @@ class NonFiniteGradients:
 
     Attributes:
         rank: the rank.
-        step: the number of the backward, among those whose gradients were averaged.
+        step: the number of the backward; only backwards whose gradients were averaged are counted.
         gradients: the gradients that are not finite, in the order of the module; empty if only parameters were found.
         count: the number of parameters that the module trains.
         parameters: the parameters that were already non-finite before the backward.
@@ -96,7 +96,7 @@ class NonFiniteGradients:
         """Returns the text of the warning.
 
         Args:
-            applied: whether an optimizer has made a step with these gradients.
+            applied: whether an optimizer has applied these gradients.
         """
         if self.parameters:
             return self._spoiled_text()

@@ -194,7 +194,7 @@ class EpochStep:
     count: int
 
     def places_of(self, rank: int) -> list[int]:
-        """Returns a rank's places, without repeated ones.
+        """Returns a rank's places, without places that it only repeats.
 
         >>> step = EpochStep(RemainingSamples(4, 9), ranks=3, count=2)
         >>> [step.places_of(rank) for rank in range(3)]

@@ -54,7 +54,7 @@ class DistributedSampler(Sampler[int]):
         self.drop_last = drop_last
         self.epoch = 0
         self._passes = 0  # the number of iterations that passed half of the samples
-        self._warned = False  # also True if the program calls `set_epoch` and needs no warning
+        self._warned = False  # set by `set_epoch` too, since such a program needs no warning
         length = len(dataset)
         if drop_last and length % num_replicas:
             self.num_samples = math.ceil((length - num_replicas) / num_replicas)

@@ -20,7 +20,7 @@ class StreamReader:
 
     Args:
         dataset: the whole stream, which yields the same samples in every process.
-        epoch: the argument for the dataset's `set_epoch`, if it has one.
+        epoch: the argument for the dataset's `set_epoch`, if the dataset has this method.
         start: the position at which to begin. To reach it, the reader uses the first of these that exists: the state in
             `start`, the dataset's `skip`, the iterator's `advance`. If none exists, it reads all earlier samples.
         keeps_states: whether a bookmark includes the state of the stream.
@@ -70,7 +70,7 @@ class StreamReader:
         return passed
 
     def take(self, sharding: BatchSharding, start: StreamPosition) -> list[Any]:
-        """Reads the next step, which begins at `start`, and returns this rank's samples (possibly empty).
+        """Reads the next step, which begins at `start`, and returns this rank's samples (possibly none).
 
         Afterwards the reader is at the end of the step.
         """

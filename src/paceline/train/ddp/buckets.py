@@ -1,6 +1,6 @@
 """Buckets: groups of parameters whose gradients are reduced together.
 
-This module does not import torch, because `paceline plan` runs without it.
+This module does not import torch, because most of `paceline plan` runs without it.
 """
 
 from __future__ import annotations

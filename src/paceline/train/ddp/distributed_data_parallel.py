@@ -85,7 +85,7 @@ _INSIDES = {
 
 
 class DistributedDataParallel(nn.Module, Joinable):
-    """Wraps `module` so that its backward averages the gradients over the ranks.
+    """Wraps `module` and averages its gradients over the ranks during backward.
 
     Args:
         module: the model, the same on every rank, on the CPU or on GPUs for which the group has a backend. Rank 0's
@@ -93,7 +93,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_ids: the module's device, to which forward moves its inputs; an integer is a GPU index. With several
             devices, each processes a part of the batch with its own replica; the CPU may be listed several times. If
             None, inputs are passed to the module unchanged, and its layers may be on any devices.
-        output_device: the device on which the outputs of several devices are concatenated; the first one if None.
+        output_device: the device on which the outputs of several devices are concatenated; the first device if None.
         dim: the dimension along which the batch is split between the devices.
         broadcast_buffers: the older name of `forward_sync_buffers`. False additionally disables the copy of buffers
             when the module is wrapped.

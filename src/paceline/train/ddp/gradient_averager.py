@@ -1,8 +1,7 @@
 """GradientAverager: averages the gradients of a module over the ranks, one bucket at a time.
 
-The file also has the collaborators of the averager: the wire formats that buckets are rounded to between hosts
-(`BucketWires`), the comparison of the ranks' batches (`SameBatches`), and the parameters that are averaged separately
-from all others (`DelayedParameters`).
+`BucketWires` keeps the wire of each bucket whose gradients are rounded between hosts. `SameBatches` compares the ranks'
+batches. `DelayedParameters` averages some parameters separately from all others.
 """
 
 from __future__ import annotations
@@ -458,7 +457,7 @@ class BucketWires:
         self._wires: dict[int, tuple[Sequence[str], Wire]] = {}
 
     def of(self, bucket: int, names: Sequence[str]) -> Wire | None:
-        """Returns the wire for a bucket that contains the gradients of the parameters `names`.
+        """Returns the wire for a bucket that contains the gradients of the parameters in `names`.
 
         A new wire replaces the old one when the bucket's set of gradients changes, for example when some are unused.
         """

@@ -61,11 +61,11 @@ class GradientBuckets:
         self._expected: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
         self._expected_sparse = sparse
         self._settled: list[bool] | None = None  # one flag per parameter: whether `settle_present` kept it
-        # In a static graph, the parameters for which only other ranks have a gradient; this rank contributes zeros.
+        # The parameters of a static graph for which only other ranks compute gradients; this rank contributes zeros.
         self._absent: list[int] = []
 
-        # - The gradients that are averaged now, which exclude those that `take_present` has left out of this backward.
-        #   A bucket is None when no rank has any of its gradients.
+        # - The gradients that the current backward averages, without those that `take_present` has excluded.
+        #   A bucket is None if no rank has any of its gradients.
         self.active = self._expected
         self._active_sparse = self._expected_sparse
 
@@ -287,7 +287,7 @@ class BucketGradients:
             and all(map(_is_contiguous, gradients))
             and set(map(_dtype, gradients)) <= {self.dtype}
             and list(map(_numel, gradients)) == self._numels
-            and gradients[0].device == self._device  # one gradient suffices: modules move as a whole
+            and gradients[0].device == self._device  # a module moves as a whole, so one check suffices
             and not (copy_shared and any(map(shares_memory, gradients)))
         ):
             pieces = self._pieces.copy()

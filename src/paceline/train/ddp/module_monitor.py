@@ -92,7 +92,7 @@ class ModuleMonitor:
         self._may_leave_out = may_leave_out
         self._module = module
         self._group = group
-        self._known = {id(param): param for param in module.parameters()}  # including ignored ones
+        self._known = {id(param): param for param in module.parameters()}  # including ignored parameters
         self._untrained: dict[str, nn.Parameter] = dict(self.tracked.frozen)
         self._structure = ModuleStructure(module, self.tracked.ignored)
         self._forwards = 0
@@ -119,7 +119,7 @@ class ModuleMonitor:
             self._accept_change()
 
     def _accept_change(self) -> None:
-        """Records the module's current structure if the trained parameters are the same as before; otherwise raises."""
+        """Records the module's current structure, or raises an error if the trained parameters have changed."""
         now = {id(param): name for name, param in self._module.named_parameters()}
         unknown = {
             name: param

@@ -15,7 +15,7 @@ Note: the lifecycle of a backward
        when backward is about to end. It therefore always waits for the end, and its parameters need no hooks. The state
        returns to IDLE.
 
-    If a gradient is missing when the backward ends, no gradients are averaged, and the state is INCOMPLETE. Another
+    If a gradient is missing when backward ends, the remaining buckets are not reduced; the state is INCOMPLETE. Another
     backward may compute the missing gradient (COMPLETING), for example if `backward` is called separately on two losses
     from one forward. If none does, the next `Reducer.before_forward` raises an error.
 
@@ -61,7 +61,7 @@ class BackwardState(Enum):
 AFTER_BEGIN = {
     BackwardState.IDLE: BackwardState.REPEATING,
     BackwardState.EXPECTING: BackwardState.BACKWARD,
-    BackwardState.BACKWARD: BackwardState.COMPLETING,  # backward was nested, or follows a failed one
+    BackwardState.BACKWARD: BackwardState.COMPLETING,  # a nested backward, or one after a failed backward
     BackwardState.INCOMPLETE: BackwardState.COMPLETING,
     BackwardState.COMPLETING: BackwardState.COMPLETING,
     BackwardState.REPEATING: BackwardState.REPEATING,
@@ -72,7 +72,7 @@ class Reducer:
     """Averages the gradients of a module during and at the end of each backward.
 
     Args:
-        averager: the object that makes the calls.
+        averager: the object that averages the gradients.
         name: the name of the module's class, for error messages.
     """
 
@@ -93,7 +93,7 @@ class Reducer:
         # - Error messages and statistics
         first = next(iter(self._gradients.params), None)  # None if all parameters are delayed
         self.recorded = RecordedSteps("ddp", torch.device("cpu") if first is None else first.device)
-        self.wait_s = 0.0  # the total time spent in `_end`
+        self.wait_s = 0.0  # the total time spent on averaging at the end of backwards
         self.forwards = 0  # the number of forwards passed to `expect`
         self._reductions = 0
         self._module_name = name

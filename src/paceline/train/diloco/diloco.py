@@ -393,7 +393,7 @@ class DiLoCo:
         fragment, outer = self.rhythm.fragment(outcome.exchange), self.outer_module
         before = self._before.pop(outcome.exchange, None)
         if not outcome.took_part:
-            before = outer.outer(fragment)  # keeps all of this rank's progress for the next exchange
+            before = outer.outer(fragment)  # this rank's progress is kept for the next exchange
         outer.step(fragment, outcome.mean[0], self.outer)
         outer.reset(fragment, self._mix if outcome.took_part else 0.0, before)
         if outcome.took_part:

@@ -39,7 +39,7 @@ class ParticipantPolicy(Protocol):
         ...
 
     def is_certain(self, number: int) -> bool:
-        """Returns whether this rank is sure to participate, even before `participants` returns."""
+        """Returns whether this rank will participate in any case, before `participants` is called."""
         ...
 
     def participants(self, number: int) -> Participants:
@@ -286,7 +286,7 @@ class NoExchanges:
 
 
 class BackgroundExchanges:
-    """Runs exchanges on a background thread, in process groups of its own.
+    """Runs exchanges on a background thread, in dedicated process groups.
 
     While this rank's training is late, or after it has finished, the thread contributes zeros to the collectives of
     other ranks' exchanges, which therefore need not wait.
@@ -320,7 +320,7 @@ class BackgroundExchanges:
         """Sets the number of the next exchange.
 
         Raises:
-            RuntimeError: the exchange thread is running, because all ranks have not left since it started.
+            RuntimeError: the exchange thread is running, because not all ranks have left since it started.
         """
         if self._policy is not None:
             raise RuntimeError(

@@ -253,7 +253,7 @@ class GroupSums:
         self._count, self._group = count, group
 
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
-        """Returns the sum over all shards."""
+        """Returns the sum over all shards, added in tree order."""
         size = self._group.size()
         root = Node(0, self._count)
         nodes = [nodes_within(run_of_rank(self._count, size, rank), root) for rank in range(size)]

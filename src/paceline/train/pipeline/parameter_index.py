@@ -13,7 +13,7 @@ _INDEX = "_paceline_place_in_whole"
 
 @dataclass(frozen=True)
 class ParameterIndex:
-    """The index `number` of a parameter in the whole model's `parameters()`, out of `of` parameters."""
+    """The index of a parameter in the whole model's `parameters()` (`number`), and their total number (`of`)."""
 
     number: int
     of: int

@@ -45,7 +45,7 @@ class StageMessage:
 
 
 class Action(Enum):
-    """The action that a rank performs on a message."""
+    """The operation that a rank performs on a message."""
 
     SEND = "send"
     """Start sending the result of the previous task."""
@@ -57,7 +57,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StageTransfer:
-    """An action on a message."""
+    """A step in which a rank sends, posts or awaits a message."""
 
     action: Action
     message: StageMessage

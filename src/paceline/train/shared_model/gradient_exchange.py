@@ -32,7 +32,7 @@ class HostGroups:
     Attributes:
         whole: the group of all ranks.
         host: the group of this host's ranks.
-        across: the group of the ranks that own the same slices, one per host; None if there is only one host.
+        across: the group of ranks that own the same slice, one per host; None if there is only one host.
         ranks: this host's ranks, which share memory.
         is_first: whether the first rank of `whole` is on this host.
     """
@@ -157,7 +157,7 @@ class GradientExchange:
         self._source = self._gradients()
 
     def is_outdated(self) -> bool:
-        """Returns whether the parameters have other gradients than those that `remember` recorded.
+        """Returns whether the parameters' gradients differ from the tensors that `remember` recorded.
 
         Raises:
             RuntimeError: an averaged gradient was written to.

@@ -62,7 +62,7 @@ class SharedParameters:
     """Moves parameters to memory that the ranks on a host share.
 
     Args:
-        group: all ranks, of this host and others.
+        group: the ranks on all hosts.
         ranks: the ranks of this host.
         module: the module that contains the parameters.
     """

@@ -80,7 +80,7 @@ class ColwiseParallel(ParallelStyle):
         _require(self.output_layout in (WHOLE, -1), "ColwiseParallel: output_layouts", output_layouts, "Shard(-1)")
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """See the class."""
+        """Applies this style; see the class."""
         if isinstance(module, nn.Linear):
             linear = _become(module, ColwiseLinear, group)
             linear.input_layout, linear.output_layout = self.input_layout, self.output_layout
@@ -123,7 +123,7 @@ class RowwiseParallel(ParallelStyle):
         _require(self.input_layout in (WHOLE, -1), "RowwiseParallel: input_layouts", input_layouts, "Shard(-1)")
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """See the class."""
+        """Applies this style; see the class."""
         if isinstance(module, nn.Linear):
             linear = _become(module, RowwiseLinear, group)
             linear.input_layout, linear.output_layout = self.input_layout, self.output_layout
@@ -157,7 +157,7 @@ class SequenceParallel(ParallelStyle):
         self.sequence_dim = sequence_dim
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """See the class."""
+        """Applies this style; see the class."""
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(_summing(group))
@@ -188,7 +188,7 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """See the class."""
+        """Applies this style; see the class."""
 
         def prepare(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
             known = zip(arguments, self._layouts, self._desired, strict=False)
@@ -223,7 +223,7 @@ class PrepareModuleOutput(ParallelStyle):
             )
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
-        """See the class."""
+        """Applies this style; see the class."""
 
         def prepare(_: nn.Module, __: object, output: Any) -> Any:
             outputs = output if isinstance(output, tuple) else (output,)

@@ -12,7 +12,7 @@ from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` that also supports `SharedModelOptimizer` and `ZeroRedundancyOptimizer` of stage 2 or 3.
+    """Extends `torch.amp.GradScaler` to `SharedModelOptimizer` and stages 2 and 3 of `ZeroRedundancyOptimizer`.
 
     With these optimizers, each rank unscales the gradients that it owns. The ranks then agree on whether any gradient
     is infinite or NaN; they therefore skip the same steps and keep the same scale.

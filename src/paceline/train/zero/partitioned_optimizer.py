@@ -232,7 +232,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         """Returns the whole state on the rank that gathered it, in the format of the unsharded optimizer.
 
         Raises:
-            RuntimeError: `consolidate_state_dict` was not called since the last step, or gathered on another rank.
+            RuntimeError: `consolidate_state_dict` was not called since the last step, or gathered on a different rank.
         """
         if self._consolidated is None:
             raise RuntimeError(

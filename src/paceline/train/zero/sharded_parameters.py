@@ -210,7 +210,7 @@ class ShardedParameters:
                 self._gather_if_absent(number)
 
     def free(self, number: int) -> None:
-        """Frees a unit's parameters, except those that this rank owns."""
+        """Frees a unit's parameters, except parameters that this rank owns whole."""
         if number in self._flying:
             self._arrive(number)  # completes a prefetch whose prediction was wrong
         if self._pinned or not self._present[number]:
@@ -222,7 +222,7 @@ class ShardedParameters:
                 param.data = whole.new_empty(0)
 
     def free_all(self) -> None:
-        """Frees all parameters that this rank does not own."""
+        """Frees all parameters, except parameters that this rank owns whole."""
         for number in range(len(self._units)):
             self.free(number)
 

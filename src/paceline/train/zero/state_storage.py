@@ -146,7 +146,7 @@ class StateStorage:
         return self._dtype_for(param) != param.dtype or (self._offload is not None and not param.is_cpu)
 
     def make_masters(self, shards: Iterable[Shard]) -> None:
-        """Creates master copies for those of this rank's shards that need one.
+        """Creates master copies for this rank's shards where needed.
 
         Raises:
             OSError: the disk is full.
