@@ -69,7 +69,8 @@ def _failure_of(command: Sequence[str], environment: dict[str, str], log: int, l
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return f"exit code {code} of `{' '.join(command)}`" if code else ""
+    shown = " ".join(command).replace(f"{ROOT}/", "")
+    return f"exit code {code} of `{shown}`" if code else ""
 
 
 def _last_summary(log: Path) -> str:

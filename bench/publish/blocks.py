@@ -264,7 +264,9 @@ def startup(results: Results) -> str:
     result = results["startup"]
     columns = {"`paceline run` s": spread("paceline run", "s"), "torchrun s": spread("torchrun", "s")}
     columns["torchrun / `paceline run`"] = ratio("torchrun", "paceline run", "s")
-    return "\n\n".join([pivot(result.rows(), {"until": "until"}, columns), source(result)])
+    for name in ("paceline run", "torchrun"):
+        columns[f"{name} MiB"] = lambda rows, name=name: rows[name].get("MiB")
+    return "\n\n".join([pivot(result.rows(), {"ranks": "ranks", "until": "until"}, columns), source(result)])
 
 
 def death(results: Results) -> str:

@@ -122,7 +122,7 @@ def hosts(words: Words) -> Callable[[Results], str]:
 
 def others(words: Words) -> Callable[[Results], str]:
     def block(results: Results) -> str:
-        first = {row["by"]: row for row in results["startup"].rows(until="first all-reduce done")}
+        first = {row["by"]: row for row in results["startup"].rows(ranks=2, until="first all-reduce done")}
         plugin = {what: results["plugin"].row(what=what, by="gloo")["ratio"] for what in _OF_PLUGIN}
         small, large, step = plugin.values()
         ours, theirs = first["paceline run"]["p50 s"], first["torchrun"]["p50 s"]

@@ -88,9 +88,13 @@ class AcceleratorStream:
         """Records an event after the work enqueued so far on this stream; with `timing`, it has a device time."""
         return _recorded(self.device, self._stream, timing)
 
-    def current(self) -> contextlib.AbstractContextManager[object]:
-        """Makes this stream the calling thread's current one, and its device the current device."""
-        return contextlib.nullcontext() if self._stream is None else _CurrentStream(self.device, self._stream)
+    def current(self, before: Any = None) -> contextlib.AbstractContextManager[object]:
+        """Makes this stream the calling thread's current one, and its device the current device.
+
+        Args:
+            before: the thread's present stream on the device, if the caller knows it, which becomes current again.
+        """
+        return contextlib.nullcontext() if self._stream is None else _CurrentStream(self.device, self._stream, before)
 
     def synchronize(self) -> None:
         """Makes the calling thread wait for all work on this stream."""
@@ -101,16 +105,18 @@ class AcceleratorStream:
 class _CurrentStream:
     """A context manager that makes a stream current. Every call uses it, so it is cheaper than PyTorch's."""
 
-    def __init__(self, device: torch.device, stream: Any) -> None:
+    def __init__(self, device: torch.device, stream: Any, before: Any = None) -> None:
         self._device = device
         self._stream = stream
+        self._before = before
         self._activated: contextlib.AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
         if _module(self._device).current_device() != self._device.index:
             self._activated = activated(self._device)
             self._activated.__enter__()
-        self._before = current_stream(self._device)
+        if self._before is None:
+            self._before = current_stream(self._device)
         _change_stream(self._device, self._stream)
 
     def __exit__(self, *raised: Any) -> None:
@@ -214,9 +220,17 @@ def accelerator_in_use() -> torch.device | None:
     return accelerator if (module.is_available() if is_initialized is None else is_initialized()) else None
 
 
-def record_current(device: torch.device, timing: bool = False) -> AcceleratorEvent:
-    """Records an event after the work enqueued so far on the calling thread's current stream."""
-    return _recorded(device, None if device.type == "cpu" else current_stream(device), timing)
+def record_current(device: torch.device, timing: bool = False, current: Any = None) -> AcceleratorEvent:
+    """Records an event after the work enqueued so far on the calling thread's current stream.
+
+    Args:
+        device: the stream's device.
+        timing: whether the event has a device time.
+        current: the result of `current_stream(device)`, if the caller has it.
+    """
+    if device.type == "cpu":
+        return AcceleratorEvent(device, None)
+    return _recorded(device, current_stream(device) if current is None else current, timing)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -291,4 +305,9 @@ def _recorded(device: torch.device, stream: Any, timing: bool) -> AcceleratorEve
 
 
 def _module(device: torch.device) -> Any:
-    return cast(Any, torch.get_device_module(device.type))
+    return _module_of(device.type)
+
+
+@functools.cache  # every call on a device needs the module several times, and PyTorch's own lookup takes a microsecond
+def _module_of(device_type: str) -> Any:
+    return cast(Any, torch.get_device_module(device_type))

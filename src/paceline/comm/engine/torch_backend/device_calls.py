@@ -21,6 +21,7 @@ from paceline.comm.engine.adapters.device_streams import (
     AcceleratorEvent,
     AcceleratorStream,
     activated,
+    current_stream,
     is_capturing,
     poll_until,
     record_current,
@@ -216,9 +217,10 @@ class CallStream:
         self._entering = flight
         device = self.stream.device
         is_timed = not flight.is_captured and device.type != "cpu"
-        reached = record_current(device, timing=is_timed) if after is None else after
+        current = None if device.type == "cpu" else current_stream(device)
+        reached = record_current(device, timing=is_timed, current=current) if after is None else after
         self.stream.follow(reached)
-        with self.stream.current():
+        with self.stream.current(current):
             call = start(self._group.group)
             if not is_timed:
                 flight.recorded.start()
