@@ -25,6 +25,7 @@ from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
 from paceline.operate.launch.watchdog import Watchdog
 from paceline.operate.launch.workers.failures import ExceptionNotice
+from paceline.operate.launch.workers.forker import Forker
 from paceline.operate.launch.workers.job_control import Keyboard
 from paceline.operate.launch.workers.out_of_memory import MemoryCgroup, MemoryWatch
 from paceline.operate.launch.workers.worker import WorkerProcess
@@ -43,7 +44,10 @@ class Kills:
         selector = selectors.DefaultSelector()
         alarm = ExceptionNotice(str(directory))
         self.generation = WorkerGroup(
-            1, 1.0, Keyboard(), selector, alarm, lambda _: None, lambda failure: self.told.append(failure.rank)
+            *(1, 2, 1.0, Keyboard(), selector, alarm, Forker({}, [], None, selector, print, None)),
+            on_start=lambda _: None,
+            on_exception=lambda _: None,
+            on_failure=lambda failure: self.told.append(failure.rank),
         )
         self.generation._memory.close()
         self.generation._memory = MemoryWatch(MemoryCgroup(directory), os.devnull)

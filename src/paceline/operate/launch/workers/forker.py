@@ -23,6 +23,7 @@ from paceline.operate.launch.workers.worker import bind_process
 
 _LARGEST_ANSWER = 4096
 _ANSWER_S = 30.0  # time after which a template that has not forked a worker is replaced
+_IMPORTS_S = 300.0  # time after which workers are started without waiting for the imports any longer
 _LAST_ANSWER_S = 2.0
 _MOST_TEMPLATES = 4
 
@@ -96,6 +97,7 @@ class Forker:
         self._asked_s = 0.0
         self._templates = 0
         self._is_ready = False
+        self._opened_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -105,13 +107,19 @@ class Forker:
     @property
     def deadline_s(self) -> float | None:
         """The time (monotonic) at which `tick` must be called, or None."""
-        return None if self._asked is None else self._asked_s + _ANSWER_S
+        if self._asked is not None:
+            return self._asked_s + _ANSWER_S
+        return None if self._connection is None or self._is_ready else self._opened_s + _IMPORTS_S
 
     def tick(self, now_s: float) -> None:
         """Replaces a template process that does not answer."""
-        if self._asked is not None and now_s >= self._asked_s + _ANSWER_S:
+        if self.deadline_s is None or now_s < self.deadline_s:
+            return
+        if self._asked is not None:
             self._give_up(f"it has not answered for {_ANSWER_S:g} s", is_for_good=False)
-            self._go_on()
+        else:
+            self._give_up(f"its imports take longer than {_IMPORTS_S:g} s", is_for_good=True)
+        self._go_on()
 
     def start(self, request: ForkRequest) -> None:
         """Starts a worker; `request.on_start` is called with its process id, now or later.
@@ -170,6 +178,7 @@ class Forker:
     def _open(self) -> None:
         self._templates += 1
         self._is_ready = False
+        self._opened_s = time.monotonic()
         modules = [*self._modules, "--", *self._preload] if self._preload else self._modules
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)

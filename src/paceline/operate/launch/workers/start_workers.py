@@ -150,6 +150,7 @@ def start_workers(
     )
     generation = WorkerGroup(
         start.generation,
+        job.workers,
         job.shutdown_timeout_s,
         context.keyboard,
         selector,
@@ -160,7 +161,8 @@ def start_workers(
         on_failure=on_failure,
     )
     try:
-        generation.start([prepare(job, start, index, context) for index in range(job.workers)])
+        for index in range(job.workers):
+            generation.start(prepare(job, start, index, context))
     except OSError:
         generation.close()
         raise

@@ -7,7 +7,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ class WorkerGroup:
 
     Args:
         number: The number of the generation in the job, from 1.
+        size: The number of its workers.
         shutdown_timeout_s: The time from the request to end until SIGKILL.
         keyboard: The launcher's stdin, which one of the workers may read.
         selector: The selector of the launcher's loop; its keys carry functions without arguments.
@@ -53,6 +54,7 @@ class WorkerGroup:
     def __init__(
         self,
         number: int,
+        size: int,
         shutdown_timeout_s: float,
         keyboard: Keyboard,
         selector: selectors.BaseSelector,
@@ -63,6 +65,7 @@ class WorkerGroup:
         on_failure: Callable[[WorkerFailure], None],
     ) -> None:
         self.number = number
+        self._size = size
         self.failures: list[WorkerFailure] = []
         self.exceptions: dict[int, WorkerFailure] = {}  # by rank, announced before the worker ended
         self.workers: list[WorkerProcess] = []
@@ -85,21 +88,20 @@ class WorkerGroup:
         self._asked_s: float | None = None  # time of day at which the workers were asked to end
         self._report_s: float | None = None  # time (monotonic) to report the first failure, while that is delayed
 
-    def start(self, specs: Sequence[WorkerSpec]) -> None:
-        """Starts the workers sequentially, now or once the process from which they are forked is ready.
+    def start(self, spec: WorkerSpec) -> None:
+        """Starts a worker after the previous ones, now or once the process from which they are forked is ready.
 
         Raises:
             OSError: a process could not be started.
         """
-        self._unstarted.extend(specs)
-        for spec in specs:
-            self._forker.start(spec.request(partial(self._started, spec)))
+        self._unstarted.append(spec)
+        self._forker.start(spec.request(partial(self._started, spec)))
 
     def _started(self, spec: WorkerSpec, pid: int) -> None:
         self._unstarted.remove(spec)
         self._on_start(pid)
         self._follow(spec.started(pid), spec.outputs)
-        if not self._unstarted:
+        if len(self.workers) == self._size:
             self._forker.close()
         if self._asked_s is not None:  # the workers were asked to end while it was being forked
             self.workers[-1].signal(signal.SIGKILL)
