@@ -14,7 +14,7 @@ from terminal import Terminal
 import paceline as dist
 
 SCRIPT = """
-import sys
+import sys, time
 from datetime import timedelta
 import torch
 import paceline as dist
@@ -27,7 +27,8 @@ for rank in map(int, sys.argv[1:]):
     world.set_timeout(timedelta(seconds=60))
     after = torch.ones(1)
     dist.all_reduce(after)
-    print("sum", rank, after.item())
+    print("sum", rank, after.item(), flush=True)
+    time.sleep(0.5)  # a line that appears while the next prompt is edited may be overwritten by it
 """
 
 
