@@ -3,10 +3,11 @@
 PACELINE_PORT determines whether each machine of a job has a single port for all connections from other machines.
 Connections within a machine never use it: they are Unix sockets or loopback connections.
 
-The first bytes of a connection to a multiplexer contain the number of the listener. They authenticate nothing.
+The first bytes of a connection to a multiplexer contain the number of the listener. They do not authenticate the
+client.
 
     connecting -> multiplexer   header: magic, number; 64 bytes
-    multiplexer -> connecting   PASSED_ON, after which the holder of the number sends all bytes; or NO_LISTENER
+    multiplexer -> connecting   PASSED_ON (the holder of the number sends all later bytes), or NO_LISTENER
 
 The header is longer than the first message that Paceline's other listeners expect, so a listener that is not a
 multiplexer rejects it at once.
@@ -29,7 +30,7 @@ from paceline.durations import socket_timeout_s
 from paceline.routes import resolver_name
 
 PORT_VARIABLE = "PACELINE_PORT"
-GATE_VARIABLE = "PACELINE_GATE"  # the name of the Unix socket at which the launcher gives numbers to its workers
+GATE_VARIABLE = "PACELINE_GATE"  # the name of the Unix socket on which the launcher assigns numbers to its workers
 PASSED_ON = b"+"
 NO_LISTENER = b"-"
 
@@ -68,7 +69,7 @@ def choose_port(port: int) -> None:
 
 
 def is_reachable_from_outside(host: str) -> bool:
-    """Returns whether other machines can reach a name or an address, that is, whether it is not loopback.
+    """Returns whether a host name or an address is reachable from other machines, that is, not loopback.
 
     Raises:
         OSError: the name cannot be resolved.
@@ -82,7 +83,7 @@ def header_for(number: int) -> bytes:
 
 
 def is_wrong(beginning: bytes) -> bool:
-    """Returns whether the received bytes are not the beginning of a header.
+    """Returns whether the received bytes cannot be the beginning of a header.
 
     >>> is_wrong(b""), is_wrong(header_for(7)[:5]), is_wrong(b"GET / HT")
     (False, False, True)
@@ -91,7 +92,7 @@ def is_wrong(beginning: bytes) -> bool:
 
 
 def has_no_header(beginning: bytes) -> bool:
-    """Returns whether the received bytes are a complete first message without a header for the multiplexer."""
+    """Returns whether the peer has sent a complete handshake hello without a multiplexer header before it."""
     return len(beginning) >= HELLO_BYTES and is_hello(beginning)
 
 
@@ -104,17 +105,17 @@ def number_in(header: bytes) -> int:
 def dial(
     address: tuple[str, int], timeout_s: float, source: str | None = None, reach_s: float | None = None
 ) -> socket.socket:
-    """Returns a connection to a host at a port or, in a job with a single port, at a number.
+    """Connects to a port of a host or, in a job with a single port, to one of the host's numbered listeners.
 
     Args:
         address: the host and the port or, in a job with a single port, the number.
         timeout_s: the time-out for connecting and the header, in seconds.
-        source: the address of this machine from which to connect; by default, the system chooses it.
+        source: the local address from which to connect; the system chooses one by default.
         reach_s: a shorter time-out for connecting, in seconds.
 
     Raises:
         OSError: the machine cannot be reached, or no process listens there.
-        HandshakeUnfinishedError: the process at the port closed the connection; another attempt may work.
+        HandshakeUnfinishedError: the process at the port closed the connection; another attempt may succeed.
     """
     deadline = time.monotonic() + timeout_s
     port = chosen_port()
@@ -137,7 +138,7 @@ def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
 
     Args:
         hosts: the hosts' addresses, which are tried concurrently.
-        source: the address of this machine from which to connect.
+        source: the local address from which to connect.
         reach_s: the time-out for all hosts together, in seconds.
     """
     port = chosen_port()

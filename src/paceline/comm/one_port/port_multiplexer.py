@@ -1,7 +1,7 @@
-"""Server at the single port of a machine, which passes each connection to the listener that holds its number.
+"""Server on a machine's single port, which passes each connection to the listener with the requested number.
 
-`PortMultiplexer` runs in the launcher or, in a job without one, in the first process of the machine that listens.
-`NumberedListener` replaces a listening socket.
+`PortMultiplexer` runs in the launcher or, in a job without one, in the first process on the machine that listens for
+connections. `NumberedListener` has the interface of a listening socket.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from paceline.comm.security.untrusted_peers import (
 from paceline.linux import is_out_of_descriptors
 from paceline.routes import resolver_name
 
-FIRST, LAST = 1024, 28_999  # for listeners that request any number; explicitly chosen numbers are mostly larger
+FIRST, LAST = 1024, 28_999  # range of automatically assigned numbers; explicitly chosen numbers are usually larger
 MAX_PENDING_CLIENTS = 128
 _BACKLOG = 1024
 _LARGEST_REQUEST = 1024
 _LARGEST_ANSWER = 1024
-_QUEUE_NBYTES = 1 << 20  # for connections not yet accepted: each takes about 800 bytes, and the default holds 280
-_SHORTAGE_PAUSE_S = 0.05  # after a failed `accept`, for example because descriptors ran out
+_QUEUE_NBYTES = 1 << 20  # buffer for pending connections of about 800 bytes each; the default holds only 280
+_SHORTAGE_PAUSE_S = 0.05  # pause after a failed `accept`, for example when descriptors run out
 _PATIENCE_S = 30.0
 _RETRY_PAUSE_S = 0.02
 _TIMEVAL = struct.Struct("ll")
@@ -55,10 +55,10 @@ Holder = TypeVar("Holder", bound=Hashable)
 
 
 class NumberTable(Generic[Holder]):
-    """Table of the numbers in use and their holders, without a socket or a clock.
+    """Table of the assigned numbers and their holders, which performs no I/O.
 
-    Free numbers are assigned in ascending order, so that a number is reused as late as possible: a connection that is
-    meant for a former holder is then rejected instead of reaching another listener.
+    Free numbers are assigned in ascending order, which delays the reuse of a number. A connection meant for a former
+    holder is then rejected rather than passed to a different listener.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class NumberTable(Generic[Holder]):
 
 @dataclass(eq=False)
 class _PendingClient:
-    """A connection whose header has not been received in full."""
+    """A connection whose header is still incomplete."""
 
     connection: socket.socket
     host: str
@@ -113,18 +113,18 @@ class _RegisteredListener:
 
 
 class PortMultiplexer:
-    """Server of one port, which runs on its own thread.
+    """Server for one port, which runs on its own thread.
 
     It listens on the addresses for which numbers were requested. At most `MAX_PENDING_CLIENTS` connections may have an
-    incomplete header. If there is one more, the oldest connection of the user or host with the most such connections is
-    closed, so that silent peers cannot block others.
+    incomplete header. Beyond this limit, the oldest such connection from the user or host with the most of them is
+    closed, which keeps silent peers from blocking others.
 
     Args:
         port: the port.
-        name: the name of the abstract Unix socket at which processes of the same user request numbers.
+        name: the name of the abstract Unix socket on which processes of the same user request numbers.
 
     Raises:
-        OSError: another multiplexer has that name.
+        OSError: another multiplexer uses that name.
     """
 
     def __init__(self, port: int, name: str) -> None:
@@ -163,7 +163,7 @@ class PortMultiplexer:
         self._rejected.close()
 
     def close_descriptors(self) -> None:
-        """Closes only this process's descriptors, as a forked child must, since the thread does not exist there."""
+        """Closes only this process's descriptors, for use in a forked child, where the server thread does not exist."""
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -179,10 +179,10 @@ class PortMultiplexer:
             oldest = next(iter(self._clients), None)
             patience_s = None if oldest is None else max(0.0, oldest.until_s - time.monotonic())
             for key, _ in self._selector.select(patience_s):
-                if self._selector.get_map().get(key.fd) is key:  # not closed while an earlier one was served
+                if self._selector.get_map().get(key.fd) is key:  # skips connections closed in this pass
                     key.data()
             now_s = time.monotonic()
-            for client in self._clients:  # a copy
+            for client in self._clients:  # iterates over a copy
                 if now_s >= client.until_s:
                     self._reject(client, f"{client.host} did not say within {TIMEOUT_S:.0f} s what it wants")
 
@@ -207,7 +207,7 @@ class PortMultiplexer:
         except OSError:
             data = b""
         client.received += data
-        if not data:  # the client has closed the connection, as a killed worker does
+        if not data:  # the client closed the connection, for example because it was killed
             self._remove(client)
             client.connection.close()
         elif has_no_header(client.received):
@@ -222,14 +222,14 @@ class PortMultiplexer:
     def _pass_on(self, client: _PendingClient) -> None:
         self._remove(client)
         holder = self._numbers.holder(number_in(client.received))
-        # An error means that the client or the holder has ended, or that the holder accepts no connections. The
-        # client's connection is closed, and it tries again.
+        # An error occurs if the client or the holder has exited, or if the holder's queue is full. The client's
+        # connection is then closed, and the client retries.
         with client.connection as connection, contextlib.suppress(OSError):
             if holder is None:
                 connection.send(NO_LISTENER)
                 return
             connection.send(PASSED_ON)
-            connection.setblocking(True)  # a flag that the duplicate descriptor shares
+            connection.setblocking(True)  # the duplicate descriptor shares this flag
             socket.send_fds(holder.connection, [b"c"], [connection.fileno()])
 
     def _reject(self, client: _PendingClient, why: str) -> None:
@@ -264,11 +264,11 @@ class PortMultiplexer:
         if not request:
             self._end(listener)
             return
-        with contextlib.suppress(OSError):  # the listener has ended
+        with contextlib.suppress(OSError):  # the listener has closed its connection
             listener.connection.send(self._answer(listener, request))
 
     def _answer(self, listener: _RegisteredListener, request: bytes) -> bytes:
-        """Listens on the requested address; returns "0" and a number, or the code and text of an error."""
+        """Listens on the requested address; returns "0" and the assigned number, or an error's code and text."""
         try:
             wanted, _, address = request.decode().partition(" ")
             holder = self._numbers.holder(int(wanted))
@@ -314,10 +314,10 @@ def _has_ended(listener: _RegisteredListener) -> bool:
 
 
 class NumberedListener:
-    """Listener at a number of the machine's port, with the methods of a listening socket.
+    """Listener for one number on the machine's single port, with the interface of a listening socket.
 
     Args:
-        connection: the connection to the multiplexer, over which the listener receives connections and which it closes.
+        connection: the connection over which the multiplexer passes client connections; the listener closes it.
         host: the address at which other machines reach the listener.
         number: the listener's number.
     """
@@ -341,12 +341,12 @@ class NumberedListener:
             try:
                 connection.setblocking(True)
                 return connection, connection.getpeername()
-            except OSError:  # not raised: otherwise any peer could make the caller pause
+            except OSError:  # not re-raised: callers pause after an error, so any peer could delay them
                 connection.close()
 
     def _received(self) -> socket.socket:
         data, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        if data and not descriptors:  # the kernel drops a descriptor for which this process has no room
+        if data and not descriptors:  # the kernel drops a descriptor that would exceed this process's limit
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if not descriptors:
             raise ConnectionAbortedError(
@@ -365,16 +365,16 @@ def random_name() -> str:
 
 
 def listen_at_number(address: str, number: int, port: int) -> NumberedListener:
-    """Requests a number from this machine's multiplexer, which this process starts if the job has no launcher.
+    """Requests a number from this machine's multiplexer; in a job without a launcher, starts one if necessary.
 
     Args:
-        address: an address of this machine, at which other machines reach the listener.
+        address: the address of this machine at which other machines reach the listener.
         number: the number, or 0 for any.
         port: the machine's port.
 
     Raises:
-        OSError: the address does not belong to this machine, another program has the port, or another listener has the
-            number.
+        OSError: the address does not belong to this machine, another program uses the port, or another listener holds
+            the number.
     """
     until_s = time.monotonic() + _PATIENCE_S
     name = os.environ.get(GATE_VARIABLE) or _name_in_job(port)
@@ -386,7 +386,7 @@ def listen_at_number(address: str, number: int, port: int) -> NumberedListener:
                 raise ConnectionAbortedError(
                     errno.ECONNABORTED, f"the process that listens at port {port} of this machine has ended ({error})"
                 ) from error
-        with contextlib.suppress(OSError):  # another process was faster
+        with contextlib.suppress(OSError):  # another process has just started the multiplexer
             _multiplexers[name] = PortMultiplexer(port, name)
             continue
         time.sleep(_RETRY_PAUSE_S)
@@ -395,7 +395,7 @@ def listen_at_number(address: str, number: int, port: int) -> NumberedListener:
 def _request_listener(name: str, address: str, number: int) -> NumberedListener:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # the descriptor itself is blocking, like a listener's
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # the descriptor must remain blocking
             connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(_PATIENCE_S), 0))
         connection.connect(f"\0{name}")
         if not is_same_user(connection):
@@ -415,12 +415,12 @@ def _request_listener(name: str, address: str, number: int) -> NumberedListener:
 
 
 def _name_in_job(port: int) -> str:
-    """Returns the multiplexer's name in a job without a launcher, which differs between jobs and users."""
+    """Returns the multiplexer's name in a job without a launcher; each job and each user has a different name."""
     return f"paceline-gate-{os.getuid()}-{port}-{derive_key(job_secret(), 'gate')[:12].hex()}"
 
 
-# The multiplexers of this process by name, in a job without a launcher. They end with this process rather than with its
-# last forked child.
+# The multiplexers that this process started in a job without a launcher, by name. Forked children close their copies of
+# the descriptors, so the multiplexers end with this process.
 _multiplexers: dict[str, PortMultiplexer] = {}
 
 

@@ -1,13 +1,13 @@
-"""Check-in protocol: the ranks agree that each of them has arrived exactly once and expects the same world size.
+"""Check-in protocol, which ensures that each rank has arrived exactly once and that all expect the same world size.
 
 Every rank claims its number in the store and waits for the *verdict*, which is "complete" or the reason why the ranks
-cannot continue. The first rank that reads complete or contradictory claims sets the verdict, so all ranks get the same
-outcome at the same time.
+cannot continue. The first rank that finds the claims complete or contradictory sets the verdict, so all ranks receive
+the same outcome at the same time.
 
-A rank leaves a last will with the store before it claims its number, and withdraws it when its group has formed. If the
-rank dies in between, the store itself replaces the verdict with the will, even the verdict "complete".
+Before a rank claims its number, it registers a last will with the store, and it withdraws the will when its group has
+formed. If the rank dies in between, the store replaces the verdict with the will, even if the verdict is "complete".
 
-After a failed check-in, rank 0's store stays open for a while so that late ranks can read the reason.
+After a failed check-in, rank 0 keeps its store open for a few seconds so that late ranks can read the reason.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ KEY = "verdict"
 ADVICE = "look at its output and, if it was killed, at the memory it used (dmesg)"
 
 _TIMEOUT = "timeout: "
-_READERS = "heard"  # the key that counts the ranks that have read the verdict
+_READERS = "heard"  # the key under which the ranks that have read the verdict are counted
 _READERS_S, _READERS_POLL_S = 5.0, 0.01
 _LATE_RANKS_S, _LATE_RANKS_POLL_S = 5.0, 0.05
 
 
 def settle(store: Store, verdict: str) -> None:
-    """Sets the verdict unless it is already set."""
+    """Sets the verdict unless one is already set."""
     store.compare_set(KEY, b"", verdict)
 
 
 def settle_timeout(store: Store, absence: str) -> str:
-    """Sets the verdict to a time-out unless it is already set; returns the verdict in force."""
+    """Sets the verdict to a time-out unless a verdict is already set; returns the current verdict."""
     return store.compare_set(KEY, b"", _TIMEOUT + absence).decode()
 
 
 def timeout_in(verdict: str) -> str | None:
-    """Returns the description of the absent ranks if the verdict is a time-out, otherwise None."""
+    """Returns the description of the absent ranks if the verdict is a time-out, and None for any other verdict."""
     return verdict.removeprefix(_TIMEOUT) if verdict.startswith(_TIMEOUT) else None
 
 
@@ -65,22 +65,22 @@ def reason_against(store: Store) -> str | None:
 
 
 def leave_will(store: Store, end: str) -> None:
-    """Makes the store set the verdict if this process ends.
+    """Makes the store set the verdict if this process ends unexpectedly.
 
     Args:
         store: the ranks' store.
-        end: a description of this process and of the point at which it ended.
+        end: a description of this process and of the step in which it ended.
     """
     store.set_last_will(KEY, f"{end}; {ADVICE}")
 
 
 def take_back_will(store: Store) -> None:
-    """Withdraws the will, so that the end of this process no longer sets the verdict."""
+    """Withdraws the will; the end of this process then no longer sets the verdict."""
     store.set_last_will(KEY, None)
 
 
 class Claim:
-    """Rank and world size with which one process was started."""
+    """The rank and the world size with which a process was started."""
 
     def __init__(self, rank: int, world_size: int, host: str, pid: int) -> None:
         self.rank = rank
@@ -94,7 +94,7 @@ class Claim:
         return cls(rank, world_size, socket.gethostname(), os.getpid())
 
     def encode(self) -> bytes:
-        """Returns the claim as one line for the store."""
+        """Encodes the claim as one line for the store."""
         return f"{self.rank} {self.world_size} {self.pid} {self.host}\n".encode()
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class Claim:
 
 
 def decode_claims(lines: bytes) -> list[Claim]:
-    """Returns the claims in the order in which they were made."""
+    """Decodes the claims, in the order in which they were submitted."""
     claims = []
     for line in lines.decode().splitlines():
         rank, world_size, pid, host = line.split(" ", 3)
@@ -111,7 +111,7 @@ def decode_claims(lines: bytes) -> list[Claim]:
 
 
 def verdict_on(claims: list[Claim]) -> str | None:
-    """Returns "complete", a description of the contradiction, or None while ranks are missing."""
+    """Returns "complete", a description of the contradiction, or None if ranks are missing."""
     first = claims[0]
     by_rank: dict[int, Claim] = {}
     for claim in claims:
@@ -130,7 +130,7 @@ def verdict_on(claims: list[Claim]) -> str | None:
 
 
 def describe_absence(claims: list[Claim], world_size: int, waited_s: float) -> str:
-    """Returns a description of the ranks that arrived and of those that did not."""
+    """Describes the ranks that have arrived and the ranks that are missing."""
     arrived = sorted({claim.rank for claim in claims})
     missing = [rank for rank in range(world_size) if rank not in set(arrived)]
     return (
@@ -143,7 +143,7 @@ def describe_absence(claims: list[Claim], world_size: int, waited_s: float) -> s
 def claim_rank(store: Store, claim: Claim, timeout_s: float) -> None:
     """Claims a rank and waits for the verdict.
 
-    From then on the death of this process sets the verdict. If the claim succeeds, the caller must call
+    After the claim, the death of this process sets the verdict. If the claim succeeds, the caller must call
     `take_back_will` once the group has formed.
 
     Raises:
@@ -173,10 +173,10 @@ def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
         ) from error
     if verdict == COMPLETE and mine in (None, COMPLETE):
         return
-    if verdict == COMPLETE:  # the claim was made after the verdict, so there is one rank too many
+    if verdict == COMPLETE:  # this claim was submitted after the verdict, so this rank is superfluous
         raise RendezvousError(f"rank {claim.rank}: {mine}")
     if verdict_on(decode_claims(store.get("claims"))) == COMPLETE:
-        return  # all ranks arrived and one has left since then; if this matters, forming the group fails
+        return  # a rank has left after all ranks arrived; if it is still needed, forming the group fails
     _await_readers(store)
     absence = timeout_in(verdict)
     if absence is not None:
@@ -185,7 +185,7 @@ def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
 
 
 def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, str | None]:
-    """Returns the verdict in force, and this rank's own verdict on the claims at its arrival."""
+    """Returns the final verdict, and this rank's own verdict on the claims that existed when it arrived."""
     mine = verdict_on(decode_claims(store.get("claims")))
     if mine is not None:
         settle(store, mine)
@@ -198,13 +198,13 @@ def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, s
 
 
 def _await_readers(store: Store) -> None:
-    """Waits until the other ranks have read the verdict, since the store may end with this process.
+    """Waits until the other ranks have read the verdict, because the store may end with this process.
 
-    Contradictory claims mean that all ranks were started together, so this also waits for ranks that have not arrived.
-    After a time-out it does not wait for them, since they may never arrive.
+    If claims are contradictory, the wait includes ranks that have not arrived yet, since all ranks were started
+    together. After a time-out it excludes them, since they may never arrive.
     """
     deadline = time.monotonic() + _READERS_S
-    with contextlib.suppress(StoreConnectionError):  # the store ended with another process, which has also waited here
+    with contextlib.suppress(StoreConnectionError):  # the process that served the store has ended after the same wait
         store.add(_READERS, 1)
         for_all = verdict_on(decode_claims(store.get("claims"))) not in (None, COMPLETE)
         while not _have_read_verdict(store, for_all) and time.monotonic() < deadline:
@@ -212,7 +212,7 @@ def _await_readers(store: Store) -> None:
 
 
 def _have_read_verdict(store: Store, all_ranks: bool) -> bool:
-    """Returns whether all live ranks that have arrived, or with `all_ranks` all ranks, have read the verdict."""
+    """Returns whether all live ranks that have arrived (or all ranks, if `all_ranks` is True) have read the verdict."""
     claims = decode_claims(store.get("claims"))
     expected = max(min(claim.world_size for claim in claims) if all_ranks else 0, len(claims))
     died = verdict_on(claims) in (None, COMPLETE) and timeout_in(store.get(KEY).decode()) is None
@@ -252,11 +252,11 @@ _delayed_closes: list[_DelayedClose] = []
 
 
 def close_store_later(opened: Store, check_in: Store) -> None:
-    """Closes `opened` in the background, after all ranks have read the verdict in `check_in`, or after 5 s."""
+    """Closes `opened` in the background once all ranks have read the verdict in `check_in`, at the latest after 5 s."""
     _DelayedClose(opened, check_in).start()
 
 
 def close_stores_now() -> None:
-    """Closes at once the stores that wait for late ranks; called when another rendezvous begins."""
+    """Immediately closes the stores kept open for late ranks; called when another rendezvous begins."""
     for thread in list(_delayed_closes):
         thread.close_now()

@@ -1,6 +1,6 @@
-"""Rank, world size and store of `env://`, from the variables that `paceline run`, torchrun and others set.
+"""Rank, world size and store for `env://`, from the variables set by `paceline run`, torchrun and other launchers.
 
-Without these variables, those of mpirun or srun are used if it has started the ranks.
+If these variables are not set, the variables of mpirun or srun are used.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from paceline.comm.store.store import Store
 
 STORE = "PACELINE_STORE"  # the launcher's store
 TORCH_STORE = "PACELINE_TORCH_STORE"  # host:port of the launcher's store for torch.distributed
-TORCH_STORE_REQUESTS = "PACELINE_TORCH_STORE_REQUESTS"  # named pipe over which a worker requests that store
-USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: True if a launcher serves the store at MASTER_PORT
+TORCH_STORE_REQUESTS = "PACELINE_TORCH_STORE_REQUESTS"  # named pipe for requests of that store
+USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun: True if it serves the store at MASTER_PORT
 
 
 def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
@@ -37,7 +37,7 @@ def rank_and_world_size(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the launcher's store, the store of rank 0 at MASTER_ADDR:MASTER_PORT, or one for a scheduler's ranks.
+    """Opens the launcher's store, rank 0's store at MASTER_ADDR:MASTER_PORT, or the store for a scheduler's ranks.
 
     Raises:
         ValueError: a variable is missing or malformed.
@@ -60,10 +60,10 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def open_store_at(served: str, timeout: timedelta) -> Store:
-    """Opens the store that a launcher serves, on this machine or, in an elastic job, on another one.
+    """Opens a store served by a launcher on this machine or, in an elastic job, on another machine.
 
     Args:
-        served: the store's address in the form of PACELINE_STORE.
+        served: the store's address, in the format of PACELINE_STORE.
         timeout: the time-out for connecting and for waiting calls.
 
     Raises:
@@ -82,12 +82,12 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
 
 
 def is_torch_store(port: int) -> bool:
-    """Returns whether the launcher serves torch's store at `port`, so that no rank can serve a store there."""
+    """Returns whether the launcher serves torch's store at `port`, in which case no rank can use this port."""
     return os.environ.get(TORCH_STORE, "").rpartition(":")[2] == str(port)
 
 
 def _is_without_launcher() -> bool:
-    """Returns whether no launcher has set this process's rank, so that a scheduler's variables are used."""
+    """Returns whether no launcher has set this process's rank, in which case a scheduler's variables are used."""
     return {"RANK", "WORLD_SIZE"}.isdisjoint(os.environ)
 
 

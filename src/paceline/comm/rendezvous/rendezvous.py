@@ -28,24 +28,24 @@ _RETRY_PAUSE_S = 0.05
 
 _handlers: dict[str, Handler] = {}
 
-# The number of rendezvous of this process by address and by store. A store that outlives a group keeps the keys of its
-# ranks, so each rendezvous has its own prefix. The number is the same on every rank, since all ranks create the same
-# groups.
+# The number of rendezvous in this process for each address and for each store. A store that outlives a group keeps the
+# group's keys, so each rendezvous uses this number as its own prefix. The number is the same on every rank, since all
+# ranks create the same groups.
 _met_at_address: Counter[str] = Counter()
 _met_at_store: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
-    """Registers a handler for `init_method="SCHEME://..."`; the arguments are those of torch's function of this name.
+    """Registers a handler for `init_method="SCHEME://..."`; takes the same arguments as torch's function of this name.
 
-    `init_process_group` calls the handler on each rank and uses its first result. The ranks then check in at the store
-    as with every other address, and a rank that is missing or claimed twice is reported.
+    `init_process_group` calls the handler on each rank and uses its first result. The ranks then check in at this store
+    as for any other address, and missing or duplicate ranks are reported.
 
     Args:
         scheme: the part of the address before "://", in upper or lower case.
         handler: a generator function `handler(url, timeout=timedelta(...), **kwargs)` that yields `(store, rank,
-            world_size)`. All ranks must share the store. The rank and world size passed to `init_process_group` are in
-            the address, as in "etcd://host/job?rank=0&world_size=2".
+            world_size)`. All ranks must share the store. The rank and world size passed to `init_process_group` are
+            part of the address, for example "etcd://host/job?rank=0&world_size=2".
 
     Raises:
         RuntimeError: the scheme already has a handler, or is one of Paceline's own.
@@ -66,7 +66,7 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
 
 class RendezvousResult:
-    """Result of a rendezvous. The death of this process is reported to the other ranks until `take_back_will(store)`.
+    """Result of a rendezvous. Until `take_back_will(store)`, the store reports this process's death to other ranks.
 
     Attributes:
         rank: this process's rank.
@@ -85,11 +85,11 @@ class RendezvousResult:
 def rendezvous(
     init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
 ) -> RendezvousResult:
-    """Meets the other ranks in a store.
+    """Performs a rendezvous with the other ranks through a store.
 
     Args:
-        init_method: "env://" (the default without a `store`), "tcp://host:port", "file:///path", or an address for
-            whose scheme `register_rendezvous_handler` was called.
+        init_method: "env://" (the default without a `store`), "tcp://host:port", "file:///path", or an address with a
+            scheme registered by `register_rendezvous_handler`.
         store: a store that all ranks share, instead of `init_method`.
         world_size: the number of ranks; -1 takes it from the environment or the URL.
         rank: this process's rank; -1 takes it from the environment or the URL.
@@ -129,7 +129,7 @@ def rendezvous(
         else:
             open_store = partial(shared_store.open_store_at_url, url)
     if open_store is environment.open_store:
-        # Workers that the launcher has restarted may meet in the same store as their predecessors.
+        # Restarted workers may use the same store as their predecessors.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", attempt)
     _check_rank(rank, world_size)
     prefix = f"paceline/{attempt}/{_next_at_address(url)}"
@@ -145,7 +145,7 @@ def _meet_at_store(store: Store, prefix: str, rank: int, world_size: int, timeou
 
 
 def _store_of_handler(url: str, scheme: str, rank: int, world_size: int, timeout_s: float) -> tuple[Store, int, int]:
-    """Returns the store, rank and world size that the user's handler yields first.
+    """Returns the first store, rank and world size that the user's handler yields.
 
     Raises:
         ValueError: there is no handler for the scheme, or it does not yield these values.
@@ -209,7 +209,7 @@ def _meet(open_store: Callable[[timedelta], Store], prefix: str, claim: Claim, t
                     f"rank {claim.rank} waited {timeout_s:.0f} s for {claim.world_size} ranks; rank 0, at whose "
                     f"address they meet, did not arrive: {error}"
                 ) from error
-            # The server is closing: it belongs to an earlier process group at this address.
+            # The server belongs to an earlier process group at this address and is closing.
             time.sleep(_RETRY_PAUSE_S)
         except BaseException as error:
             if opened is None:
@@ -236,7 +236,7 @@ def _next_at_address(address: str) -> int:
 
 
 def _next_at_store(store: Store) -> int:
-    """Returns 1 for the first rendezvous at a store, and so on; views of a store with the same prefix count as one."""
+    """Returns 1 for the first rendezvous at a store, 2 for the second, and so on; a view counts by its full prefix."""
     prefix = ""
     while isinstance(store, PrefixStore):
         prefix = f"{store.prefix}/{prefix}"

@@ -1,8 +1,9 @@
-"""Detection of the scheduler that started this process, and of the job's machines, from the environment.
+"""Detection, from the environment, of the scheduler that started this process and of the job's machines.
 
-A scheduler starts one launcher per machine or, like `mpirun -np 8`, one per rank. In the second case each launcher has
-one worker, and its `slot` is the launcher's number on its machine. If the scheduler starts the script itself, without a
-launcher, each process is a rank (`shared_store.py`). The schedulers' manuals document these variables:
+A scheduler starts one launcher per machine or, like `mpirun -np 8`, one per rank. In the second case each launcher
+starts one worker, and its `slot` is its number among the launchers on its machine. If the scheduler starts the script
+itself, without a launcher, each process is a rank (`shared_store.py`). These variables, which are documented in the
+schedulers' manuals, are used:
 
     Slurm                 SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID, SLURM_NNODES, SLURM_LOCALID, SLURM_STEP_NODELIST
     Open MPI              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
@@ -25,14 +26,14 @@ _PORTS = range(20000, 30000)  # below the ports that Linux assigns to connecting
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Job as described by a scheduler's variables; a field without a variable is None.
+    """Description of a job from a scheduler's variables; a field whose variable is not set is None.
 
     Attributes:
         name: the scheduler's name.
         node_rank: the number of this launcher.
         nodes: the number of launchers.
         address: the address of launcher 0's machine.
-        port: the port at which the launchers meet.
+        port: the port of the launchers' rendezvous.
         slot: the number of this launcher on its machine, and the number of launchers there.
         job: an identifier of this launch; empty if no variable contains one.
     """
@@ -70,7 +71,7 @@ class Scheduler:
 
 
 def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket.getfqdn) -> Scheduler | None:
-    """Returns the scheduler whose variables are complete, or None if there is none or it started only one process."""
+    """Returns the scheduler whose variables are all set, or None if there is none or it started only one process."""
     for detector in (_open_mpi, _slurm, _pmi, _kubernetes, _ray):
         found = detector(environment, host_name)
         if found is not None and found.nodes != 1:
@@ -79,10 +80,10 @@ def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket
 
 
 def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
-    """Detects Slurm only under srun: SLURM_STEP_NODELIST is not set in the batch script itself, which runs once.
+    """Detects Slurm only under srun: the batch script itself, which runs once, does not have SLURM_STEP_NODELIST.
 
-    An mpirun in the batch script starts its helpers with srun, so the ranks inherit srun's variables, which contradict
-    those of mpirun. MPI_LOCALNRANKS indicates MPICH's mpirun.
+    An mpirun in the batch script starts its helpers with srun, so the ranks inherit variables from srun that contradict
+    those from mpirun. MPI_LOCALNRANKS indicates MPICH's mpirun.
     """
     hosts = env.get("SLURM_STEP_NODELIST")
     if hosts is None or "MPI_LOCALNRANKS" in env or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
@@ -105,7 +106,7 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
-    """Returns this node's number of tasks from a text in the form of SLURM_STEP_TASKS_PER_NODE, such as 4(x2),3."""
+    """Returns this node's number of tasks according to a text such as "4(x2),3" (see SLURM_STEP_TASKS_PER_NODE)."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -116,7 +117,7 @@ def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Expands Slurm's short form of host names.
+    """Expands Slurm's abbreviated lists of host names.
 
     >>> expand_hostlist("gpu[01-03,7],login")
     ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
@@ -150,7 +151,7 @@ def _open_mpi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def _head_of_mpirun(env: Mapping[str, str]) -> str | None:
-    """Returns the host on which mpirun itself runs, where rank 0 runs by default."""
+    """Returns the host on which mpirun itself runs; rank 0 runs there by default."""
     uri = re.search(r"tcp://([^,:;]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))  # Open MPI 4
     if uri is not None:
         return uri[1]
@@ -197,5 +198,5 @@ def _given_port(env: Mapping[str, str]) -> int | None:
 
 
 def port_of(job: str) -> int:
-    """Derives a port from the job's name, so that all its machines choose the same one."""
+    """Derives a port from the job's name, which yields the same port on all machines of the job."""
     return _PORTS[crc32(job.encode()) % len(_PORTS)]

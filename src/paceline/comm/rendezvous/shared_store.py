@@ -1,10 +1,10 @@
-"""Stores in which ranks without a Paceline launcher meet.
+"""Stores for the rendezvous of ranks without a Paceline launcher.
 
 - `tcp://host:port` and `file:///path`, with `?rank=..&world_size=..` for this process.
-- Ranks that a scheduler started, for instance with `mpirun -n 2 python train.py` or srun. On one machine they meet in a
-  file of their user, so that no other program can occupy a port; on several machines they meet at the address of rank
-  0.
-- Ranks under torchrun, whose own TCPStore occupies MASTER_PORT. They must be on one machine, and meet in a file.
+- Ranks that a scheduler started, for instance with `mpirun -n 2 python train.py` or srun. On one machine they use a
+  file that belongs to their user, since another program could occupy a port; on several machines they use a server at
+  the address of rank 0.
+- Ranks under torchrun, whose own TCPStore occupies MASTER_PORT. They must be on one machine, and use a file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def scheduler_of_process() -> Scheduler | None:
 
 
 def open_scheduler_store(scheduler: Scheduler, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store in which the ranks of a scheduler meet.
+    """Opens the store for the rendezvous of ranks that a scheduler started.
 
     Raises:
         ValueError: the scheduler's variables do not contain rank 0's address.
@@ -56,8 +56,8 @@ def open_scheduler_store(scheduler: Scheduler, world_size: int, timeout: timedel
 def _starter() -> str:
     """Returns the process id and start time of the process that started all ranks of this machine.
 
-    It is the nearest ancestor that is not specific to a rank: each rank may have its own shell or wrapper as its
-    parent.
+    This process is the nearest ancestor that does not belong to a single rank: each rank may have its own shell or
+    wrapper as its parent.
     """
     process = os.getpid()
     while True:
@@ -66,7 +66,7 @@ def _starter() -> str:
         try:
             with open(f"/proc/{parent}/environ", "rb") as file:
                 is_rank = any(variable.startswith(_RANK_BY_PMI) for variable in file.read().split(b"\0"))
-        except OSError:  # another user's
+        except OSError:  # the process belongs to another user
             is_rank = False
         if not is_rank:
             return f"{parent}-{_fields(parent)[_START_TIME]}"
@@ -82,7 +82,7 @@ def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: 
     """Serves a store on rank 0 and connects to it on the other ranks.
 
     Raises:
-        PortInUseError: on rank 0, another program has the port.
+        PortInUseError: on rank 0, another program uses the port.
         StoreConnectionError: no process serves the store.
     """
 
@@ -97,7 +97,8 @@ def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: 
     try:
         return connect(True, timeout)
     except PortInUseError as error:
-        # Another process that was also started as rank 0 may serve a store there; then all ranks must raise this error.
+        # Another process that was also started as rank 0 may serve a store at this port. Joining that store lets the
+        # check-in report the duplicate rank on all ranks.
         try:
             return connect(False, min(timeout, _ANOTHER_RANK_0))
         except (PacelineError, OSError):
@@ -105,7 +106,7 @@ def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: 
 
 
 def open_torchrun_store(port: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store of the ranks that torchrun started on this machine.
+    """Opens the store for the ranks that torchrun started on this machine.
 
     Raises:
         ValueError: there are several machines.
@@ -150,7 +151,7 @@ def _whole(value: str, name: str, split: SplitResult) -> int:
 
 
 def is_served_by_launcher(url: str) -> bool:
-    """Returns whether the address is MASTER_PORT and the launcher serves a store there, so that no rank can."""
+    """Returns whether the URL's port is MASTER_PORT and is already used by the launcher's store."""
     try:
         port = urlsplit(url).port
     except ValueError:
@@ -159,7 +160,7 @@ def is_served_by_launcher(url: str) -> bool:
 
 
 def open_store_at_url(url: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store at the address.
+    """Opens the store at a tcp:// or file:// address.
 
     Raises:
         ValueError: the address is incomplete.

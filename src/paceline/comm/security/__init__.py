@@ -1,4 +1,4 @@
-"""Protection of connections: the job's secret, the handshake that proves it, TLS, and limits for unauthenticated peers.
+"""Protection of connections: the job's secret, the authentication handshake, TLS, and limits for unauthenticated peers.
 
 May use: `errors`, `linux`, and `paceline._core`, which encrypts. Start reading at `secret.py`, then `handshake.py`.
 `authenticated_listener.py` accepts connections; `levels.py` determines which connections `encryption.py` encrypts.

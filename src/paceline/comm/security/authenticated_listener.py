@@ -1,4 +1,4 @@
-"""Listener that admits only connections whose peer holds the job's secret."""
+"""Listener that only admits peers that have the job's secret."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.errors import AuthenticationError
 from paceline.linux import is_out_of_descriptors
 
 MAX_HANDSHAKES = 128
-_PAUSE_S = 0.05  # after a failed `accept`, for example because descriptors ran out
+_PAUSE_S = 0.05  # pause after a failed `accept`, for example when descriptors run out
 
 
 class ListeningEndpoint(Protocol):
-    """Listening socket, or an object with its methods."""
+    """Interface of a listening socket."""
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Waits for a connection; returns it and its peer's address."""
@@ -30,7 +30,7 @@ class ListeningEndpoint(Protocol):
         """Returns the endpoint's address; over TCP, it begins with the host and the port."""
 
     def setblocking(self, flag: bool, /) -> None:
-        """Sets whether `accept` waits."""
+        """Sets whether `accept` blocks."""
 
     def shutdown(self, how: int, /) -> None:
         """Wakes a thread that waits in `accept`."""
@@ -43,17 +43,18 @@ class ListeningEndpoint(Protocol):
 
 
 class AuthenticatedListener:
-    """Accepts connections on its own thread, and authenticates each connection on another thread.
+    """Accepts connections on one thread, and authenticates each of them on a thread of its own.
 
-    At most `MAX_HANDSHAKES` handshakes may be in progress. If there is one more, the oldest connection of the user or
-    host with the most handshakes is closed, so that silent peers cannot block others. Rejected connections are logged,
-    except those that the peer closes before it has sent invalid data.
+    At most `MAX_HANDSHAKES` handshakes may be in progress. Beyond this limit, the oldest connection from the user or
+    host with the most handshakes is closed, which keeps silent peers from blocking others. Rejected connections are
+    logged, except those that the peer closes without having sent invalid data.
 
     Args:
         listener: the listening socket, which this object closes.
         key: the key that the peer must prove.
         channel: the name of the channel that the peer must request, at most eight letters.
-        admit: a function that is called with each admitted connection, on the connection's thread, and must close it.
+        admit: a function that is called with each admitted connection, on the connection's thread. It must close the
+            connection.
         generation: the generation to which the peer must belong.
         secret: the job's secret, which determines the certificate of encrypted connections.
     """
@@ -90,7 +91,7 @@ class AuthenticatedListener:
         return port
 
     def require_descriptors(self) -> None:
-        """Raises the latest error of `accept` if it was a shortage of descriptors."""
+        """Raises the latest error from `accept` if it was caused by a shortage of descriptors."""
         if self._shortage is not None:
             raise self._shortage
 
@@ -123,7 +124,7 @@ class AuthenticatedListener:
                     _end(crowded_out)
             try:
                 threading.Thread(target=self._check, args=(connection, _host(address)), daemon=True).start()
-            except RuntimeError:  # no more threads can be started
+            except RuntimeError:  # the system cannot start another thread
                 self._leave(connection)
                 connection.close()
 
@@ -140,14 +141,14 @@ class AuthenticatedListener:
                 return
         except (AuthenticationError, OSError) as error:
             was_dropped = not (self._leave(connection) or has_proved)
-            if not self._closed:  # connections that `close` ended were not rejected
+            if not self._closed:  # connections that `close` ended do not count as rejected
                 self._log(host, error, was_dropped)
         finally:
             self._leave(connection)
         connection.close()
 
     def _log(self, host: str, error: Exception, was_dropped: bool) -> None:
-        """Logs a rejected connection unless its peer has ended: other processes report the death of a job's process."""
+        """Logs a rejected connection, unless the peer closed it: the death of a process is reported elsewhere."""
         if was_dropped:
             self._rejected.add(host, f"{host or 'it'} was silent while {MAX_HANDSHAKES} others came")
         elif not isinstance(error, (PeerGoneError, ConnectionError)):
@@ -159,7 +160,7 @@ class AuthenticatedListener:
 
 
 def _disable_nagle(connection: socket.socket) -> None:
-    """Sets TCP_NODELAY; otherwise Nagle's algorithm may delay a short message by up to 40 ms."""
+    """Sets TCP_NODELAY, because Nagle's algorithm may delay a short message by up to 40 ms."""
     if connection.family != socket.AF_UNIX:
         with contextlib.suppress(OSError):  # the peer has closed the connection
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -167,7 +168,7 @@ def _disable_nagle(connection: socket.socket) -> None:
 
 def _end(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # the connection's thread closes it
+        connection.shutdown(socket.SHUT_RDWR)  # the thread of this connection closes it
 
 
 def _host(address: object) -> str:

@@ -1,7 +1,8 @@
-"""Encryption of connections between machines: TLS 1.3, in the core, with a certificate derived from the job's secret.
+"""TLS 1.3 for connections between machines, implemented in the core, with a certificate derived from the job's secret.
 
-The connecting side begins with or without TLS. The accepting side distinguishes the two by the first byte, and rejects
-a connection that must be encrypted and is not. The handshake that proves the secret follows, as on every connection.
+The connecting side begins with or without TLS. The accepting side inspects the first byte to distinguish the two cases,
+and rejects an unencrypted connection that must be encrypted. The authentication handshake follows, as on every
+connection.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from paceline.comm.security.levels import chosen_level, must_encrypt
 from paceline.comm.security.secret import derive_key
 from paceline.errors import AuthenticationError
 
-_CLIENT_HELLO = b"\x16"  # the type of the first record of TLS; Paceline's own handshake begins with a letter
+_CLIENT_HELLO = b"\x16"  # the type of the first TLS record; Paceline's own handshake begins with a letter
 _FOREVER_S = 1e9
 
 
 class EncryptedSocket:
-    """A TLS connection, with those methods of a socket that Paceline uses."""
+    """A TLS connection with the socket methods that Paceline uses."""
 
     def __init__(self, plain: socket.socket, secret: bytes | None, accepts: bool) -> None:
         self._plain = plain
@@ -46,7 +47,7 @@ class EncryptedSocket:
         self.close()
 
     def shake_hands(self, timeout_s: float) -> str:
-        """Performs the TLS handshake; returns why it failed, or an empty string.
+        """Performs the TLS handshake; returns the reason for a failure, or an empty string on success.
 
         Raises:
             OSError: the handshake did not complete within `timeout_s` seconds.
@@ -54,7 +55,7 @@ class EncryptedSocket:
         return self._core.shake_hands(timeout_s)
 
     def settimeout(self, timeout_s: float | None) -> None:
-        """Sets the time-out of `sendall` and `recv` in seconds; None means no limit, and 0 means no waiting."""
+        """Sets the time-out of `sendall` and `recv` in seconds; None means no limit, and 0 means non-blocking."""
         self._timeout_s = timeout_s
 
     def sendall(self, data: bytes | memoryview) -> None:
@@ -66,7 +67,7 @@ class EncryptedSocket:
         self._core.send(bytes(data), self._limit_s())
 
     def recv(self, nbytes: int) -> bytes:
-        """Returns received data, at most 16 KiB, or no bytes if the peer has closed the connection.
+        """Receives at most 16 KiB of data; returns no bytes if the peer has closed the connection.
 
         Raises:
             OSError: no data was received in time, or the connection is broken.
@@ -74,7 +75,7 @@ class EncryptedSocket:
         return self._core.receive(nbytes, self._limit_s())
 
     def recv_into(self, memory: memoryview) -> int:
-        """Receives data into the beginning of `memory`, as `recv` does; returns the number of bytes.
+        """Receives data into the beginning of `memory`; returns the number of bytes. See `recv`.
 
         Raises:
             OSError: no data was received in time, or the connection is broken.
@@ -84,10 +85,10 @@ class EncryptedSocket:
         return len(data)
 
     def recv_now(self, nbytes: int) -> bytes:
-        """Returns received data, as `recv` does, but without waiting.
+        """Receives data like `recv`, but never blocks.
 
         Raises:
-            BlockingIOError: nothing has been received, or only a part of a record.
+            BlockingIOError: no data has arrived, or only a part of a TLS record.
             OSError: the connection is broken.
         """
         try:
@@ -96,7 +97,7 @@ class EncryptedSocket:
             raise BlockingIOError(str(error)) from None
 
     def release(self) -> _core.TlsConnection:
-        """Returns the connection for the core, which becomes responsible for closing the socket."""
+        """Releases the connection to the core, which then closes the socket."""
         self._plain.detach()
         return self._core
 
@@ -109,10 +110,10 @@ Connection = socket.socket | EncryptedSocket
 
 @lru_cache(maxsize=4)
 def identity_of(secret: bytes | None) -> _core.TlsIdentity:
-    """Returns the certificate of the jobs with this secret.
+    """Returns the certificate derived from a job's secret.
 
     Raises:
-        ValueError: this machine has no suitable OpenSSL; the message explains what to do.
+        ValueError: no suitable OpenSSL is installed; the message explains how to fix this.
     """
     try:
         return _core.TlsIdentity(derive_key(secret, "tls certificate"))
@@ -121,7 +122,7 @@ def identity_of(secret: bytes | None) -> _core.TlsIdentity:
 
 
 def is_between_machines(connection: Connection) -> bool:
-    """Returns whether a connection may lead to another machine, that is, whether it is not a Unix socket."""
+    """Returns whether a connection may lead to another machine, which is true of all except Unix sockets."""
     return connection.family != socket.AF_UNIX
 
 
@@ -130,8 +131,8 @@ def encrypt_as_client(connection: socket.socket, secret: bytes | None, timeout_s
 
     Raises:
         AuthenticationError: the peer has another job's certificate, or does not use TLS.
-        HandshakeUnfinishedError: the peer did not answer in time, or closed the connection.
-        ValueError: this machine has no OpenSSL.
+        HandshakeUnfinishedError: the peer did not answer in time, or closed the connection. ValueError: no suitable
+            OpenSSL is installed.
     """
     if not is_between_machines(connection) or not _is_due(connection):
         return connection
@@ -152,8 +153,9 @@ def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s
     """Encrypts a new connection on the accepting side if the peer begins with TLS.
 
     Raises:
-        AuthenticationError: the connection must be encrypted and is not, or the peer has another certificate.
-        HandshakeUnfinishedError: the handshake did not begin, or complete, in time.
+        AuthenticationError: the connection is unencrypted although it must be encrypted, or the peer has another
+            certificate.
+        HandshakeUnfinishedError: the handshake did not begin or did not complete in time.
     """
     if not is_between_machines(connection):
         return connection
@@ -169,7 +171,7 @@ def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s
         why = encrypted.shake_hands(max(0.0, deadline - time.monotonic()))
     except OSError as error:
         raise interrupted_handshake(connection, error) from error
-    except ValueError as error:  # no OpenSSL here
+    except ValueError as error:  # no suitable OpenSSL is installed
         raise AuthenticationError(f"{name_of(connection)} wants encryption: {error}") from error
     if why:
         raise AuthenticationError(f"{name_of(connection)} does not hold this job's certificate ({why})")
@@ -177,16 +179,16 @@ def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s
 
 
 def plain(connection: Connection) -> socket.socket:
-    """Returns a connection within a machine as a plain socket."""
+    """Returns the plain socket of a connection within a machine."""
     assert isinstance(connection, socket.socket)
     return connection
 
 
 def receive_now(connection: Connection, nbytes: int) -> bytes:
-    """Returns received data from a connection that is readable.
+    """Receives data from a readable connection, without blocking.
 
     Raises:
-        BlockingIOError: only a part of a record has been received.
+        BlockingIOError: only a part of a TLS record has been received.
         OSError: the connection is broken.
     """
     if isinstance(connection, EncryptedSocket):
@@ -195,7 +197,7 @@ def receive_now(connection: Connection, nbytes: int) -> bytes:
 
 
 def release_to_core(connection: Connection) -> int | _core.TlsConnection:
-    """Returns a connection for the core, which becomes responsible for closing it."""
+    """Releases a connection to the core, which then closes it."""
     return connection.release() if isinstance(connection, EncryptedSocket) else connection.detach()
 
 

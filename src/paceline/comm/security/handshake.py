@@ -1,11 +1,12 @@
-"""Handshake in which both ends of every new connection prove that they hold the job's secret.
+"""Handshake in which both ends of a new connection prove that they have the job's secret.
 
     connecting -> accepting   hello: magic, channel, rank, lane, generation, nonce
     accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | hello | nonce)
     connecting -> accepting   HMAC-SHA256(key, "C" | all so far), or zeros if the other proof was wrong
 
 The letters prevent reflection, the nonces prevent replay, and the channel's name prevents splicing one service's
-connection into another. A handshake takes 140 bytes; no data from a peer is used before its proof is checked.
+connection into another. A handshake takes 140 bytes. Data from a peer is not used before the peer's proof has been
+checked.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _ENCRYPTED_ONLY = b"this job takes encrypted connections only".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
 WITHOUT_HEADER = b"one port for many: say which number you want".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
-_REFUSAL = bytes(_PROOF_BYTES)  # a proof equals this with a probability of 1 in 2**256
+_REFUSAL = bytes(_PROOF_BYTES)  # equals a valid proof with a probability of only 1 in 2**256
 
 
 class HandshakeUnfinishedError(AuthenticationError):
@@ -42,17 +43,17 @@ class HandshakeUnfinishedError(AuthenticationError):
 
 
 class PeerGoneError(HandshakeUnfinishedError):
-    """The peer closed the connection without having sent invalid data: it has ended, or requested another service."""
+    """The peer closed the connection without having sent invalid data: it has exited, or requested another service."""
 
 
 class PeerHello:
-    """First message of the connecting side: its rank, and the channel that it requests.
+    """First message from the connecting side, with its rank and the requested channel.
 
     Attributes:
         channel: the service's name.
         rank: the rank that connects.
-        generation: the generation of the job to which the rank belongs.
-        lane: the number of the connection between the two ranks.
+        generation: the job's generation to which the rank belongs.
+        lane: the index of the connection among those between the two ranks.
     """
 
     def __init__(self, channel: str, rank: int = 0, generation: int = 0, lane: int = 0) -> None:
@@ -63,7 +64,7 @@ class PeerHello:
 
 
 def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float = TIMEOUT_S) -> None:
-    """Proves the secret on the connecting side, and checks the peer's proof.
+    """Runs the connecting side of the handshake: sends a proof of the secret and checks the peer's proof.
 
     Raises:
         AuthenticationError: the peer does not hold the key.
@@ -98,7 +99,7 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
 def verify(
     connection: Connection, key: bytes, channel: str, generation: int = 0, timeout_s: float = TIMEOUT_S
 ) -> PeerHello:
-    """Checks the peer's proof on the accepting side, and proves the secret; returns the peer's hello.
+    """Runs the accepting side of the handshake: checks the peer's proof and sends its own; returns the peer's hello.
 
     Raises:
         AuthenticationError: the peer does not hold the key, or uses another protocol.
@@ -127,12 +128,12 @@ def verify(
 
 
 def is_hello(beginning: bytes) -> bool:
-    """Returns whether the received bytes begin with the first message of a handshake, or are its beginning."""
+    """Returns whether the received bytes are a handshake hello, complete or truncated."""
     return beginning[: len(_MAGIC)] == _MAGIC[: len(beginning)]
 
 
 def refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> NoReturn:
-    """Rejects a connection that must be encrypted and is not, and informs the peer if it is a Paceline process.
+    """Rejects an unencrypted connection that must be encrypted, and informs the peer if it is a Paceline process.
 
     Raises:
         AuthenticationError: always, unless the peer was too slow.
@@ -153,7 +154,7 @@ def _digest(key: bytes, side: bytes, *parts: bytes) -> bytes:
 
 
 def name_of(connection: Connection) -> str:
-    """Returns the peer's name for messages: its address and port, or the Unix socket."""
+    """Returns a name for the peer in messages: the address and port, or the Unix socket."""
     try:
         peer = connection.getpeername()
     except OSError:
@@ -169,7 +170,7 @@ def _left(connection: Connection, deadline: float) -> float:
 
 
 def _refuse(connection: Connection, deadline: float) -> None:
-    """Informs the accepting side that its proof is wrong, so that it can report the reason."""
+    """Informs the accepting side that its proof is wrong, which allows it to report the reason."""
     with contextlib.suppress(HandshakeUnfinishedError):
         _send(connection, _REFUSAL, deadline)
 
@@ -183,7 +184,7 @@ def _send(connection: Connection, data: bytes, deadline: float) -> None:
 
 
 def _receive(connection: Connection, nbytes: int, deadline: float, expected: bytes = b"") -> bytes:
-    """Receives `nbytes` bytes and checks that they begin with `expected`, even if the peer closes the connection."""
+    """Receives `nbytes` bytes and checks that they begin with `expected`, even if the connection closes early."""
     data = b""
     while len(data) < nbytes:
         try:
@@ -210,6 +211,6 @@ def _require_prefix(connection: Connection, data: bytes, expected: bytes) -> Non
 
 
 def interrupted_handshake(connection: Connection, error: OSError) -> HandshakeUnfinishedError:
-    """Returns the error for a handshake that a failed connection interrupted."""
+    """Returns the error for a handshake that was interrupted by a failed connection."""
     kind = PeerGoneError if isinstance(error, ConnectionError) else HandshakeUnfinishedError
     return kind(f"{name_of(connection)} broke off the handshake ({error})")

@@ -1,11 +1,11 @@
 """Security levels: PACELINE_SECURITY and the addresses of both ends determine which connections are encrypted.
 
-    auth      no connection; every new connection is authenticated, as at every level except `none`
+    auth      no connections; every new connection is authenticated, as at every level except `none`
     encrypt   all connections between machines
-    none      no connection, and none is authenticated; for loopback, and elsewhere only if PACELINE_INSECURE is 1
+    none      no connections, and none is authenticated; allowed on loopback, elsewhere only if PACELINE_INSECURE is 1
 
 Without a level, connections between machines are encrypted if one of the two addresses is public. A connection within a
-machine is never encrypted: anyone who could read it could also read the memory of the processes.
+machine is never encrypted: a user who can read it can also read the memory of the processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEVELS = ("auth", "encrypt", "none")
 
 
 def chosen_level() -> str | None:
-    """Returns the level that was chosen for this job, or None.
+    """Returns the level set for this job, or None.
 
     Raises:
         ValueError: PACELINE_SECURITY is not a level.
@@ -73,7 +73,7 @@ def must_encrypt(own: str, peer: str, level: str | None) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether a numeric address can be reached only from this machine."""
+    """Returns whether a numeric address is reachable only from this machine."""
     return _address(address).is_loopback
 
 

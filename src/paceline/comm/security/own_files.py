@@ -1,8 +1,8 @@
 """Files and directories that only this user can access, in directories where other users may also create files.
 
-Another user can create a file with the expected name beforehand, or a link to a file of this user, and later read or
-forge the content. Therefore a new file is created exclusively, an existing file is opened without following links, and
-the opened file is checked rather than its name.
+Another user can create a file with the expected name beforehand, or a link to a file that belongs to this user, and
+later read or forge the content. Therefore new files are created exclusively, existing files are opened without
+following links, and the checks apply to the opened file rather than to its name.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ import tempfile
 
 from paceline.errors import RendezvousError
 
-_OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a named pipe would otherwise wait for its other end
+_OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a named pipe must not block
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class SharedFileError(PermissionError):
-    """Other users have, or had, access to a file that must be private to this user."""
+    """Other users have, or had, access to a file that must be private."""
 
 
 def open_own(path: str, access: int = os.O_RDWR) -> int:
-    """Opens a file private to this user, or creates it with mode 600; returns the descriptor, which the caller closes.
+    """Opens a private file of this user, or creates it with mode 600; returns a descriptor for the caller to close.
 
-    An empty file of this user that others may only read, as created by `touch`, is changed to mode 600.
+    If the file is empty, belongs to this user, and is only readable for others (as after `touch`), its mode is set to
+    600.
 
     Args:
         path: the file's path. Its last part must not be a link.
         access: the access mode, such as `os.O_RDWR`, with further flags.
 
     Raises:
-        SharedFileError: the file is a link, not a regular file, has another owner or a second name, or others have
-            access to it.
+        SharedFileError: the file is a link, is not a regular file, has another owner or a second name, or is accessible
+            to others.
         OSError: the file cannot be opened.
     """
     while True:
@@ -74,7 +75,7 @@ def _open_existing(path: str, access: int) -> int:
 
 
 def write_own(path: str, content: bytes) -> None:
-    """Writes a file with mode 600, replacing any other of that name; a reader sees either all of the content or none.
+    """Atomically writes a file with mode 600, replacing any existing file of that name.
 
     Raises:
         OSError: the file cannot be written.
@@ -86,10 +87,10 @@ def write_own(path: str, content: bytes) -> None:
 
 
 def append_to(path: str) -> int:
-    """Opens or creates a file for appending, without following links; returns the descriptor, which the caller closes.
+    """Opens or creates a file for appending, without following links; returns a descriptor for the caller to close.
 
     Raises:
-        OSError: the file is a link, not a regular file, or cannot be written to.
+        OSError: the file is a link, is not a regular file, or is not writable.
     """
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _OPENING, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -100,7 +101,7 @@ def append_to(path: str) -> int:
 
 
 def require_own_directory(path: str, may_be_roots: bool = False) -> None:
-    """Checks that a directory belongs to this user, so that no other user can replace files in it.
+    """Checks that a directory belongs to this user, which prevents other users from replacing files in it.
 
     Args:
         path: the directory's path. Its last part must not be a link unless `may_be_roots`.
@@ -130,18 +131,18 @@ def _refusal(path: str, seen: str) -> SharedFileError:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Returns whether a file belongs to this user and others have no access to it."""
+    """Returns whether a file belongs to this user and is inaccessible to others."""
     return status.st_uid == os.geteuid() and not status.st_mode & _OTHERS
 
 
 def _is_usual_there(path: str, status: os.stat_result) -> bool:
-    """Returns whether a file that this user creates in the same directory has the same owner and mode."""
+    """Returns whether new files that this user creates in the same directory get the same owner and mode."""
     usual = _usual(path)
     return usual is not None and (usual.st_uid, usual.st_mode) == (status.st_uid, status.st_mode)
 
 
 def _usual(path: str) -> os.stat_result | None:
-    """Returns the status of a new file with mode 600 in the directory of `path`, or None if none can be created.
+    """Returns the status of a file created with mode 600 in the directory of `path`, or None if this is impossible.
 
     Some file systems do not store owners and modes, and NFS maps root to the user nobody.
     """
@@ -159,7 +160,7 @@ def _usual(path: str) -> os.stat_result | None:
 
 
 def own_directory() -> str:
-    """Returns a directory in which no other user can create files, and creates it if necessary.
+    """Returns this user's private directory for files, and creates it if necessary.
 
     Raises:
         RendezvousError: other users have access to the directory.

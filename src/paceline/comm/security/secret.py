@@ -1,10 +1,10 @@
-"""Secret of a job: random bytes (32 by default, 16 at least) that only the processes of the job hold.
+"""Secret of a job: random bytes (32 by default, at least 16) that only the job's processes have.
 
-Workers inherit the secret as a sealed memory file, whose descriptor is in PACELINE_SECRET_FD. The variable outlives the
-descriptor: `subprocess` closes the descriptor in a child but passes on the environment, and the number may then refer
-to any other file. The variable therefore also contains the file's inode and the process that created it. A process that
-no longer has the descriptor opens the file through this creator's /proc/PID/fd, which the kernel permits only to
-processes of the same user.
+Workers inherit the secret as a sealed memory file, whose descriptor is in PACELINE_SECRET_FD. The variable may outlive
+the descriptor: `subprocess` closes the descriptor in a child but passes on the environment, and the same number may
+then refer to any other file. The variable therefore also contains the file's inode and the process that created it. A
+process that no longer has the descriptor opens the file through this creator's /proc/PID/fd, which the kernel permits
+only to processes of the same user.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
         return f"{self.fd}:{self.inode}:{self.maker}"
 
     def read_own(self) -> bytes | None:
-        """Returns the secret if this process still has the descriptor, otherwise None."""
+        """Returns the secret if the descriptor is still open in this process, and None if not."""
         return self._read(self.fd)
 
     def read_makers(self) -> bytes:
-        """Returns the secret from the process that created the file.
+        """Reads the secret from the process that created the file.
 
         Raises:
-            ValueError: neither that process nor this one has the file.
+            ValueError: neither that process nor this one has the file open.
         """
         path = f"/proc/{self.maker}/fd/{self.fd}"
         seen = "is another file by now"
@@ -103,8 +103,8 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
         )
 
     def _read(self, fd: int) -> bytes | None:
-        """Returns the content of descriptor `fd` if it is this file, otherwise None."""
-        with contextlib.suppress(OSError):  # the descriptor is closed, or its file cannot be sealed
+        """Returns the content of descriptor `fd` if it refers to this file, and None if not."""
+        with contextlib.suppress(OSError):  # the descriptor is closed, or refers to a file without seals
             is_ours = (
                 os.fstat(fd).st_ino == self.inode
                 and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME} ")
@@ -122,14 +122,14 @@ def _described(fd: int) -> str:
 
 
 def job_secret() -> bytes | None:
-    """Returns this process's secret, or None if it has none or the security level is `none`.
+    """Returns the job's secret, or None if there is none or the security level is `none`.
 
     Its sources are, in this order, the descriptor that workers inherit from `paceline run` (PACELINE_SECRET_FD),
-    PACELINE_SECRET, the file that PACELINE_SECRET_FILE names, and, in a child of a worker that lacks the descriptor,
-    the launcher's own descriptor.
+    PACELINE_SECRET, the file at PACELINE_SECRET_FILE, and the launcher's own descriptor (in a worker's child that lacks
+    the inherited one).
 
     Raises:
-        ValueError: the secret is too short, its file is readable by others, or the inherited secret cannot be read.
+        ValueError: the secret is too short, others can read its file, or the inherited secret cannot be read.
     """
     if chosen_level() == "none":
         return None
@@ -144,7 +144,7 @@ def _own_secret() -> bytes | None:
     if text := os.environ.get("PACELINE_SECRET"):
         return _checked(text.encode(), "PACELINE_SECRET")
     if path := os.environ.get("PACELINE_SECRET_FILE"):
-        # Links are followed, since Kubernetes uses them for secrets; their target is checked.
+        # Kubernetes uses links for secrets, so they are followed; the target of a link is checked.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             mode = stat.S_IMODE(status.st_mode)
@@ -174,9 +174,9 @@ def _checked(secret: bytes, source: str) -> bytes:
 
 
 def derive_key(secret: bytes | None, context: str) -> bytes:
-    """Returns HKDF-SHA256 (RFC 5869, one block) of the secret, bound to the purpose `context`.
+    """Derives a key for the purpose `context` from the secret with HKDF-SHA256 (RFC 5869, one block).
 
-    Without a secret the key is a public constant, which protects nothing; it is accepted only on loopback (see
+    Without a secret the key is a public constant, which provides no protection and is accepted only on loopback (see
     `require_secret`).
     """
     extracted = hmac.digest(b"paceline/1", secret if secret is not None else b"no secret", "sha256")

@@ -1,8 +1,8 @@
-"""Treatment of peers that have not been authenticated.
+"""Handling of peers that have not been authenticated.
 
-The kernel identifies a connection's origin. The number of pending connections is limited, so that silent peers cannot
-block others. Rejected connections are logged, a few in full and the rest as a count. Malformed data of any kind raises
-a `ValueError`.
+The kernel reports the origin of a connection. The number of pending connections is limited, which keeps silent peers
+from blocking others. The first rejected connections are logged in full, and further ones as a count. Malformed data of
+any kind raises a `ValueError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 
 _CREDENTIALS = struct.Struct("3i")
 
-# The request and the answer of NETLINK_SOCK_DIAG for one TCP socket (linux/inet_diag.h).
+# The NETLINK_SOCK_DIAG request and answer for one TCP socket (linux/inet_diag.h).
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
 _HEADER = struct.Struct("=IHHII")
 _KIND = struct.Struct("=BBBBI")
@@ -42,14 +42,14 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 def origin_of_connection(connection: socket.socket) -> str:
-    """Returns the origin of a connection as `origin_of` does; empty if the connection has ended."""
+    """Returns the origin of a connection (see `origin_of`), or an empty string if the connection has ended."""
     with contextlib.suppress(OSError):
         return origin_of(connection.getpeername(), connection.getsockname())
     return ""
 
 
 def origin_of(peer: object, own: object) -> str:
-    """Returns the origin of a connection: a user of this machine, another host, or an IPv6 network.
+    """Returns a connection's origin: a user on this machine, another host, or an IPv6 network.
 
     Args:
         peer: the peer's address, as `socket` returns it.
@@ -59,12 +59,12 @@ def origin_of(peer: object, own: object) -> str:
     ('10.0.0.5', '2001:db8:0:1::/64')
     """
     if not isinstance(peer, tuple) or not isinstance(own, tuple):
-        return ""  # a Unix socket
+        return ""  # the connection is a Unix socket
     host = str(peer[0]).partition("%")[0]
     if host.startswith(_LOOPBACK_PREFIXES):
-        with contextlib.suppress(OSError, struct.error):  # the kernel or a sandbox does not permit it
+        with contextlib.suppress(OSError, struct.error):  # the kernel or a sandbox forbids the query
             return f"user {_user_at(peer, own)}"
-    if ":" in host:  # the owner of one address usually has the whole network
+    if ":" in host:  # whoever has one IPv6 address usually has the whole /64 network
         network = socket.inet_pton(socket.AF_INET6, host)[:8] + bytes(8)
         return f"{socket.inet_ntop(socket.AF_INET6, network)}/64"
     return host
@@ -74,7 +74,7 @@ def _user_at(peer: tuple[object, ...], own: tuple[object, ...]) -> int:
     """Returns the id of the user who created the socket with the address `peer`, which is connected to `own`.
 
     Raises:
-        OSError: the kernel does not report it.
+        OSError: the kernel does not report the user.
     """
     family = socket.AF_INET6 if ":" in str(peer[0]) else socket.AF_INET
     addresses = (socket.inet_pton(family, str(address[0]).partition("%")[0]) for address in (peer, own))
@@ -90,16 +90,16 @@ def _user_at(peer: tuple[object, ...], own: tuple[object, ...]) -> int:
     return user
 
 
-Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # larger numbers do not fit into any system call
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # system calls take no larger numbers
 
 Data = TypeVar("Data")
 Decoded = TypeVar("Decoded")
 
 
 def decode_untrusted(decode: Callable[[Data], Decoded], data: Data) -> Decoded:
-    """Returns `decode(data)`, for a decoder of JSON or msgpack.
+    """Returns `decode(data)` for data from an untrusted peer; `decode` is a JSON or msgpack decoder.
 
-    For data that is nested too deeply, decoders raise a `RecursionError`, which is not a `ValueError`.
+    The `RecursionError` that decoders raise for data nested too deeply is converted to a `ValueError`.
 
     Raises:
         ValueError: the data cannot be decoded.
@@ -111,7 +111,7 @@ def decode_untrusted(decode: Callable[[Data], Decoded], data: Data) -> Decoded:
 
 
 def encodable(text: str) -> str:
-    """Returns the text in a form that can be encoded: lone surrogates, which JSON can contain, are written as escapes.
+    """Returns the text with lone surrogates, which JSON can contain but UTF-8 cannot encode, written as escapes.
 
     >>> encodable("a\\ud800b")
     'a\\\\ud800b'
@@ -121,16 +121,16 @@ def encodable(text: str) -> str:
 
 SHOWN = 3
 PERIOD_S = 10.0
-MAX_COUNTED_ADDRESSES = 1000  # further addresses are not counted, so that a flood does not fill memory
+MAX_COUNTED_ADDRESSES = 1000  # bounds the memory that a flood of connections takes
 
 _log = logging.getLogger(__name__)
 
 
 class RejectedConnections:
-    """Log of the rejected connections of one listener.
+    """Log of the connections that one listener has rejected.
 
-    The first `SHOWN` connections are logged with their reasons. Further ones are counted and summarised in one line
-    every `PERIOD_S` seconds, until a period passes without any.
+    The first `SHOWN` connections are logged with their reasons. Further ones are counted and summarized in one line
+    every `PERIOD_S` seconds, until a period passes without rejections.
 
     Args:
         channel: the name of the listener's service.
@@ -149,7 +149,7 @@ class RejectedConnections:
         self._closed = False
 
     def add(self, address: str, reason: object) -> None:
-        """Logs or counts a rejected connection from `address`, which has no port."""
+        """Logs or counts a rejected connection. `address` is the peer's address, without a port."""
         with self._changing:
             now_s = time.monotonic()
             if self._timer is None and now_s - self._latest_s > self._period_s:
@@ -185,7 +185,7 @@ class RejectedConnections:
         self._timer.daemon = True
         try:
             self._timer.start()
-        except RuntimeError:  # no more threads can be started; the next rejected connection tries again
+        except RuntimeError:  # no thread can be started; the next rejected connection retries
             self._timer = None
 
     def _sum_up(self) -> None:
@@ -216,7 +216,7 @@ Pending = TypeVar("Pending", bound=Hashable)
 class PendingConnections(Generic[Pending]):
     """Limited set of connections. One more than the limit replaces the oldest connection of the origin with the most.
 
-    A peer that opens many connections therefore replaces its own and does not affect a peer that opens few.
+    A peer that opens many connections therefore replaces its own connections and not those of peers with few.
 
     Args:
         most: the largest number of connections.
@@ -226,7 +226,7 @@ class PendingConnections(Generic[Pending]):
     def __init__(self, most: int, origin: Callable[[Pending], str]) -> None:
         self._most = most
         self._origin = origin
-        self._origins: dict[Pending, str | None] = {}  # in the order of arrival
+        self._origins: dict[Pending, str | None] = {}  # origins by connection, in the order of arrival
 
     def __len__(self) -> int:
         return len(self._origins)
@@ -236,7 +236,7 @@ class PendingConnections(Generic[Pending]):
         return iter(tuple(self._origins))
 
     def add(self, connection: Pending) -> Pending | None:
-        """Adds a connection; returns the one that it replaces, which the caller must end, or None."""
+        """Adds a connection; returns the connection that it replaces, which the caller must close, or None."""
         self._origins[connection] = None
         if len(self._origins) <= self._most:
             return None

@@ -1,10 +1,11 @@
-"""Store in a file that several processes open, even over NFS.
+"""Store in a file that several processes open, possibly over NFS.
 
-The file is a log of the operations that changed the store; every process replays it. Byte 0 of the lock space is locked
-while an operation runs, and every process that has the store open holds a shared lock on byte 1. If a process opens the
-file and finds byte 1 unlocked, no other process uses the store, and it restarts the log: the file of an earlier run is
-harmless. A file that does not begin as a log is not changed, and neither is a file to which other users have access. A
-process with last wills locks its own byte; a waiting process that finds this byte unlocked carries out the wills.
+The file is a log of the operations that changed the store; every process replays it. Processes coordinate with locks on
+bytes beyond any data. A process locks the first of these bytes during an operation, and holds a shared lock on the
+second one while it has the store open. A process that finds this second byte unlocked when it opens the file is the
+only user and restarts the log, so a file from an earlier run is harmless. A file that does not begin as a log is not
+changed, and neither is a file to which other users have access. A process with last wills locks a byte of its own; a
+waiting process that finds this byte unlocked executes the wills.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from paceline.durations import Timeout
 from paceline.errors import StoreError
 from paceline.linux import F_OFD_SETLK, F_OFD_SETLKW
 
-_OPERATION, _MEMBERS, _TESTATORS = 1 << 60, (1 << 60) + 1, 1 << 61  # bytes to lock, beyond any data
+_OPERATION, _MEMBERS, _TESTATORS = 1 << 60, (1 << 60) + 1, 1 << 61  # offsets of the bytes to lock, beyond any data
 _MAGIC = b"paceln/f"  # the beginning of the log
-_RECORD = struct.Struct("<III")  # number of bytes that follow, their CRC-32, number of fields
+_RECORD = struct.Struct("<III")  # number of bytes after this header, their CRC-32, number of fields
 _FIXED = struct.Struct("<Bq")
 _LENGTH = struct.Struct("<I")
 _FLOCK = struct.Struct("hhqqi4x")
@@ -41,13 +42,13 @@ _WILLS_PERIOD_S = 0.1
 class FileStore(Store):
     """A store in the file `file_name`, for processes that share a directory. `world_size` is only informational.
 
-    The store never removes the file. You may remove it between runs, but need not: the first process of a new run
-    discards an earlier run's content. The file is created with mode 600, since anyone who can write to it can change
-    the values that ranks read.
+    The store never removes the file. Removing it between runs is optional, because the first process of a new run
+    discards the content from earlier runs. The file is created with mode 600, since anyone who can write to it can
+    change the values that ranks read.
 
     Raises:
         ValueError: the file's directory does not exist.
-        StoreError: the file is a link, belongs to another user, can be accessed by others, or is not the file of a
+        StoreError: the file is a link, belongs to another user, can be accessed by others, or was not written by a
             store.
     """
 
@@ -65,15 +66,15 @@ class FileStore(Store):
         self._threads = threading.Lock()  # the file's locks exclude other processes, but not threads of this process
         self._table = _core.StoreTable()
         self._replayed = len(_MAGIC)
-        self._testator: bytes | None = None  # the number of this process's byte, once it has a will
-        self._wills: dict[bytes, dict[bytes, bytes]] = {}  # values by key, by testator
+        self._testator: bytes | None = None  # identifies the byte that this process locks once it has a will
+        self._wills: dict[bytes, dict[bytes, bytes]] = {}  # for each testator, the values by key
         while self._fd < 0:
             try:
                 self._fd = open_own(self.path)
             except SharedFileError as error:
                 raise StoreError(f"{self}: {error}") from None
             with self._locked():
-                if os.fstat(self._fd).st_nlink == 0:  # the file has been removed; other processes will create a new one
+                if os.fstat(self._fd).st_nlink == 0:  # the file was removed just now; open a new one
                     self.close()
                     continue
                 self._check_content()
@@ -83,7 +84,7 @@ class FileStore(Store):
                 _lock(self._fd, fcntl.F_RDLCK, _MEMBERS, wait=True)
 
     def _check_content(self) -> None:
-        """Checks that the file is empty or belongs to a store: any other content would be lost."""
+        """Checks that the file is empty or was written by a store, since the store may overwrite its content."""
         beginning = os.pread(self._fd, len(_MAGIC), 0)
         if not _MAGIC.startswith(beginning):
             self.close()
@@ -106,7 +107,7 @@ class FileStore(Store):
             self.close()
 
     def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
-        if self._owner != os.getpid():  # a forked child shares its parent's locks, so it must open the file itself
+        if self._owner != os.getpid():  # a forked child would share its parent's locks, so it reopens the file
             self.close()
             self._open()
         if self._fd < 0:
@@ -152,7 +153,7 @@ class FileStore(Store):
         size = state.st_size
         while self._replayed < size:
             record = _read_record(self._fd, self._replayed)
-            if record is None:  # its writer was killed while it wrote
+            if record is None:  # the record is incomplete: its writer was killed
                 os.ftruncate(self._fd, self._replayed)
                 return
             op, number, fields, nbytes = record
@@ -222,7 +223,7 @@ def _read_record(fd: int, offset: int) -> tuple[int, int, list[bytes], int] | No
 
 
 def _lock(fd: int, kind: int, byte: int, *, wait: bool) -> bool:
-    """Sets an open-file-description lock, which belongs to the descriptor and not to the process, as POSIX locks do."""
+    """Sets an open-file-description lock. Unlike a POSIX lock, it belongs to the descriptor instead of the process."""
     request = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
     try:
         fcntl.fcntl(fd, F_OFD_SETLKW if wait else F_OFD_SETLK, request)

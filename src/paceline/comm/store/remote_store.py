@@ -1,4 +1,4 @@
-"""Client of a store that another process, or another thread of this process, serves."""
+"""Client of a store served by another process or by another thread of this process."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from paceline.linux import is_out_of_descriptors
 CHANNEL = "store"
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
-_UNFINISHED_FOR_S = 20.0  # a busy or closing server may be late with a handshake; another program never finishes one
-_GRACE_S = 10.0  # the time for the server to answer, in addition to a request's own waiting time
+_UNFINISHED_FOR_S = 20.0  # a busy server may complete a handshake late, and another program never does
+_GRACE_S = 10.0  # time for the server's answer, in addition to a request's own waiting time
 
 _STATUS = tuple(StoreStatus)
-_ANSWERED, _CLOSED, _LOST = 0, 1, 4  # outcomes of an exchange with the server (native/store/client.hpp)
+_ANSWERED, _CLOSED, _LOST = 0, 1, 4  # results of a request (native/store/client.hpp)
 
 
 class StoreServerLostError(StoreConnectionError):
-    """The connection ended without a closing message from the server: its process has died, or the network is cut."""
+    """The connection broke without a closing message: the server's process has died, or the network is down."""
 
 
 class RemoteStore(Store):
-    """Client of a served store.
+    """Client of a store that another thread or process serves.
 
-    A thread that waits for a key occupies a connection, so other threads open more of them. A connection that the
-    server has closed is never reopened.
+    A thread that waits for a key occupies a connection, and other threads open additional ones. The client never
+    reopens a connection that the server has closed.
 
     Args:
         open_connection: a function that opens an authenticated connection. It keeps trying as long as the function
@@ -64,7 +64,7 @@ class RemoteStore(Store):
     def close(self) -> None:
         """Closes the connections, which wakes waiting threads; idempotent."""
         self._closed = True
-        if os.getpid() != self._owner:  # a forked child must not end its parent's connections
+        if os.getpid() != self._owner:  # a forked child must not close its parent's connections
             return
         for client in tuple(self._clients):
             client.close()
@@ -72,7 +72,7 @@ class RemoteStore(Store):
     def _connected(self) -> _core.StoreClient:
         client = _core.StoreClient(release_to_core(self._open_connection(lambda: not self._closed)))
         self._clients.append(client)
-        if self._closed:  # by another thread, while this one connected
+        if self._closed:  # another thread called `close` in the meantime
             client.close()
         return client
 
@@ -84,7 +84,7 @@ class RemoteStore(Store):
             )
         if self._closed:
             raise StoreConnectionError(f"{self} was closed by this process ({self._owner}) before {op.name.lower()}")
-        if op is StoreOp.LAST_WILL:  # a will belongs to a connection, so always use the same one
+        if op is StoreOp.LAST_WILL:  # a will belongs to a connection, so all wills use the same one
             result, status, answer, values = self._clients[0].ask(op, number, fields, timeout_s + _GRACE_S)
         else:
             result, status, answer, values = self._ask_idle(op, number, fields, timeout_s + _GRACE_S)
@@ -131,10 +131,10 @@ def connect(
         place: the server's address, for messages.
         secret: the job's secret, or None.
         timeout: the time-out for all attempts, in seconds or as a timedelta.
-        is_wanted: a function that returns false once this process has closed the store.
+        is_wanted: a function that returns False once this process has closed the store.
 
     Raises:
-        StoreConnectionError: no server answered, or the connection is no longer wanted. The message names the place,
+        StoreConnectionError: no server answered, or the connection is no longer wanted. The message reports the place,
             the number of attempts and the last error.
         AuthenticationError: the server belongs to another job, or is not a Paceline process.
     """
@@ -156,7 +156,7 @@ def connect(
                 raise
         except (OSError, HandshakeUnfinishedError) as error:
             if is_out_of_descriptors(error):
-                raise  # trying again does not help
+                raise  # a retry would fail as well
             if not is_wanted():
                 raise StoreConnectionError(
                     f"this process ({os.getpid()}) closed the store at {place} while one of its threads connected to "

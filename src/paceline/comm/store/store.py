@@ -1,6 +1,6 @@
-"""Interface of every store, an in-process store (`HashStore`), and a prefixed view of a store (`PrefixStore`).
+"""Interface of all stores, an in-process store (`HashStore`), and a prefixed view of a store (`PrefixStore`).
 
-Each call is one operation, which a subclass performs in `_apply`.
+Each call performs one operation, which subclasses implement in `_apply`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 class StoreOp(IntEnum):
-    """The operations, with their numbers in the protocol."""
+    """The operations of a store; the values are those used in the protocol."""
 
     SET = 1
     GET = 2
@@ -40,7 +40,7 @@ class StoreOp(IntEnum):
 
 
 class StoreStatus(IntEnum):
-    """The kinds of answers, with their numbers in the protocol."""
+    """The statuses of an answer; the values are those used in the protocol."""
 
     OK = 0
     TIMED_OUT = 1
@@ -80,12 +80,12 @@ class Store(ABC):
         """Adds `amount` to the number stored under `key` (0 if there is none) and returns the sum.
 
         Raises:
-            StoreError: the value is not a decimal number of 64 bits.
+            StoreError: the value is not a decimal number that fits into 64 bits.
         """
         return self._ask(StoreOp.ADD, [key.encode()], amount)[0]
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Sets `key` to `desired_value` if its value is `expected_value`; a missing key has an empty value.
+        """Sets `key` to `desired_value` if its value is `expected_value`; the value of a missing key is empty.
 
         Returns the value afterwards, or `expected_value` if the key is still missing.
         """
@@ -104,7 +104,7 @@ class Store(ABC):
         return self._ask(StoreOp.DELETE, [key.encode()])[0] == 1
 
     def num_keys(self) -> int:
-        """Returns the number of keys, including queues; a shared store counts those of all its users."""
+        """Returns the number of keys, including queues; a shared store counts the keys from all its users."""
         return self._ask(StoreOp.COUNT, [])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -123,7 +123,7 @@ class Store(ABC):
         self._ask(StoreOp.APPEND, [key.encode(), _bytes(value)])
 
     def has_extended_api(self) -> bool:
-        """Returns whether append, multi_get, multi_set and the queues work: always True."""
+        """Returns whether append, multi_get, multi_set and the queues are supported: always True."""
         return True
 
     def queue_push(self, key: str, value: bytes | str) -> None:
@@ -131,7 +131,7 @@ class Store(ABC):
         self._ask(StoreOp.QUEUE_PUSH, [key.encode(), _bytes(value)])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Removes and returns the first value of the queue `key`; waits for one.
+        """Removes and returns the first value of the queue `key`, waiting for one if `block` is True.
 
         Raises:
             StoreQueueEmptyError: the queue is empty, and `block` is False.
@@ -148,7 +148,7 @@ class Store(ABC):
         return self._ask(StoreOp.QUEUE_LENGTH, [key.encode()])[0]
 
     def set_last_will(self, key: str, value: bytes | str | None) -> None:
-        """Makes the store set `key` to `value` when this process's connection ends for any reason.
+        """Makes the store set `key` to `value` when the connection of this process ends for any reason.
 
         Each key has its own will. A later call for the same key replaces the value, and None withdraws it. A
         `HashStore`, which ends with its process, keeps no wills.
@@ -156,7 +156,7 @@ class Store(ABC):
         self._ask(StoreOp.LAST_WILL, [key.encode(), _bytes("" if value is None else value)], int(value is None))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Waits until `world_size` callers have called this method with `key`, which must not be used again."""
+        """Waits until this method has been called `world_size` times with `key`, which must not be reused."""
         if self.add(f"{key}/arrived", 1) == world_size:
             self.set(f"{key}/all", b"")
         self.wait([f"{key}/all"], timeout)

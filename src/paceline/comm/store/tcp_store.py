@@ -1,6 +1,7 @@
 """Store over TCP: one rank serves it, and all ranks connect to it.
 
-`StoreServer` accepts clients that prove the job's secret, and passes their connections to the core's server.
+`StoreServer` accepts clients that prove knowledge of the job's secret, and passes their connections to the core's
+server.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"  # keys
 
 
 class StoreServer:
-    """Server of a store. Python code runs only during a connection's handshake; a thread of the core serves requests.
+    """Server of a store. Python performs only the handshake of each connection; a thread in the core serves requests.
 
     Args:
         listener: the listening socket, which the server closes.
@@ -90,17 +91,17 @@ class TCPStore(RemoteStore):
         host_name: the name or address (IPv4 or IPv6) of the serving rank, the same on every rank. The server listens
             only on this address.
         port: the server's port. If it is 0 on the server, the system chooses a port; see the attribute `port`.
-        world_size: the number of clients, including the serving rank; None if it is unknown.
+        world_size: the number of clients, including the serving rank; None if unknown.
         is_master: whether this process serves the store.
         timeout: the time-out for connecting and for every waiting call, in seconds or as a timedelta.
-        wait_for_workers: whether the server waits here until `world_size` clients have connected.
-        multi_tenant: whether to use a server that this process already has on `port`.
+        wait_for_workers: whether the serving rank waits until `world_size` clients have connected.
+        multi_tenant: whether to reuse a server that this process already runs on `port`.
         master_listen_fd: the descriptor of a listening socket, which the server closes.
-        use_libuv: ignored; torch chooses between two servers with it, and there is only one here.
+        use_libuv: ignored; torch selects one of two server implementations with it, and Paceline has only one.
 
     Raises:
         ValueError: the address is not loopback and the job has no secret.
-        StoreConnectionError: the port is in use (the message names the process that holds it, if it can be determined),
+        StoreConnectionError: the port is in use (the message names the process that uses it, if it can be determined),
             or no server answered within `timeout`.
         AuthenticationError: the server at this address belongs to another job.
     """
@@ -187,7 +188,7 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
     try:
         require_secret(connection.getpeername()[0], secret)
         if connection.getpeername() == connection.getsockname():
-            # Connecting repeatedly to a free port of this machine can succeed with the caller itself at the other end.
+            # A socket that connects to a free port of its own machine can, by chance, connect to itself.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     except BaseException:
         connection.close()
@@ -198,8 +199,8 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
 def listen(host_name: str, port: int, secret: bytes | None) -> ListeningEndpoint:
     """Returns a listener on the first address of `host_name`, never on a wildcard address.
 
-    In a job with a single port for all connections between machines, `port` is a number at that port, and the
-    listener's address also contains this number.
+    In a job with a single port for all connections between machines, `port` is the number to listen at, and the address
+    of the listener also contains this number instead of a port.
 
     Raises:
         PortInUseError: another process listens on the port.
@@ -226,7 +227,7 @@ def listen(host_name: str, port: int, secret: bytes | None) -> ListeningEndpoint
 
 
 def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Returns a socket that listens as for `listen`, but always at its own port.
+    """Returns a socket that listens as described for `listen`, but always on its own port.
 
     Raises:
         PortInUseError, StoreConnectionError, ValueError: see `listen`.
@@ -235,7 +236,7 @@ def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.so
 
 
 def bind_to_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Returns a socket that is bound to its own port and does not listen yet.
+    """Returns a socket that is bound to its own port but does not listen yet.
 
     Raises:
         PortInUseError, StoreConnectionError, ValueError: see `listen`.
@@ -283,7 +284,7 @@ def _require_own(host_name: str, address: str, error: OSError) -> None:
 
 
 def port_owner(port: int) -> str | None:
-    """Returns the process that listens on a port of this machine, as in "process 4711 (python train.py)".
+    """Describes the process that listens on a port of this machine, for example as "process 4711 (python train.py)".
 
     Returns None if the process belongs to another user or has ended.
     """
