@@ -115,7 +115,7 @@ _PUBLIC = {
     "paceline.comm.group.subgroups": ("new_subgroups", "new_subgroups_by_enumeration", "split_group"),
     "paceline.comm.group.compression": ("Wire",),
     "paceline.comm.group.work": ("Work",),
-    # names of torch that have the same meaning here
+    #     # torch's names with the same meaning in Paceline
     "torch.distributed": (
         "DebugLevel",
         "DistBackendError",
@@ -204,7 +204,7 @@ _PUBLIC = {
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __version__ = "0.1.0"
-_MODULES = ("functional", "group")  # group for group.WORLD
+_MODULES = ("functional", "group")  # `group` provides group.WORLD
 __all__ = sorted([*_MODULE_OF, *_MODULES])
 
 

@@ -8,7 +8,7 @@ import torch
 from paceline.comm.engine.channel import CollectiveCall
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use under its affinity and its cgroup's quota; at least 1."""
+    """Returns the number of cores that this process may use given its affinity and its cgroup's quota; at least 1."""
 
 def cpu_quota(root: str = "") -> tuple[float, int]:
     """Returns the quota of this process's cgroup in cores (0 for no limit), and a number that identifies the cgroup.
@@ -19,12 +19,12 @@ def cpu_quota(root: str = "") -> tuple[float, int]:
 def cgroups(controller: str, root: str = "") -> tuple[list[str], bool]:
     """Returns the directories of this process's cgroup for a controller and of its ancestors, innermost first.
 
-    Without a controller, they are those of version 2. The flag is whether they come from the table of mounts; otherwise
-    the usual directories are returned, and may be incomplete.
+    Without a controller, they are those of version 2. The flag is True if the mount table lists the directories. If it
+    is False, the result consists of the usual directories and may be incomplete.
     """
 
 def domain(root: str = "") -> tuple[int, int]:
-    """Returns the NUMA node and the L3 cache that contain all cores of this process; -1 for none."""
+    """Returns the NUMA node and the L3 cache that all cores of this process share; -1 if there is none."""
 
 class Outcome:
     """The reason why a collective call failed."""
@@ -55,7 +55,7 @@ class Work:
     def outcome(self) -> Outcome | None: ...
 
 def endings() -> int:
-    """Returns the number of asynchronous calls of this process that have ended, modulo 2^32."""
+    """Returns the number of asynchronous calls that have ended in this process, modulo 2^32."""
 
 def announce_ending() -> None:
     """Wakes the threads that wait in `await_ending`."""
@@ -64,14 +64,14 @@ def await_ending(seen: int, timeout_ns: int) -> None:
     """Sleeps without the interpreter lock while `endings()` equals `seen`; may return early."""
 
 def create_directory(size: int) -> int:
-    """Creates the memory through which a host's ranks find each other; returns a descriptor that the caller closes."""
+    """Creates the shared memory in which a host's ranks register; returns a descriptor for the caller to close."""
 
 class Mesh:
-    """The ranks of this host, numbered as in the host directory."""
+    """The ranks on this host, numbered as in the host directory."""
 
     @staticmethod
     def join(rank: int, size: int, directory: int = -1, names: Sequence[int] = ()) -> Mesh:
-        """Enters this rank into the host directory of a descriptor, or a new one; `names` are the ranks' names."""
+        """Registers this rank in the host directory given by a descriptor, or in a new one under the ranks' `names`."""
 
     def absent(self, timeout_s: float) -> list[int]:
         """Waits up to `timeout_s` until all ranks have appeared; returns those that have not."""
@@ -82,7 +82,7 @@ class Mesh:
     def close(self) -> None: ...
 
 def wire_levels() -> list[str]:
-    """Returns the SIMD levels whose kernels this machine can run, slowest first."""
+    """Returns the SIMD levels that this machine supports, slowest first."""
 
 def packed_size(wire: int, count: int) -> int: ...
 def pack(wire: int, level: str, dtype: int, tensor: int, residual: int, packed: int, count: int) -> None:
@@ -92,9 +92,9 @@ def unpack(wire: int, level: str, dtype: int, packed: int, tensor: int, count: i
 def add_packed(wire: int, level: str, dtype: int, packed: int, tensor: int, count: int, divisor: int) -> None: ...
 
 class PreparedCall:
-    """A collective call that is prepared once and made many times, on the same memory.
+    """A collective call that is prepared once and executed many times on the same memory.
 
-    Both methods raise a ValueError if another thread is making the same call, or the group is closed.
+    Both methods raise a ValueError if another thread is executing the same call or the group is closed.
     """
 
     def run(self, timeout_ns: int, /) -> Outcome | None: ...
@@ -177,10 +177,10 @@ def sgd_options(
 ) -> UpdateOptions: ...
 
 class Update:
-    """The update of runs of elements by an optimizer, from front to back; see native/update/update.hpp.
+    """An optimizer's update of runs of elements, from front to back; see native/update/update.hpp.
 
-    A run consists of the addresses of its elements, of its two states and of its number of steps (0 for none), its
-    number of bytes, and the number of its parameter group.
+    A run is described by the addresses of its elements, of its two states and of its step count (0 for none), its size
+    in bytes, and the index of its parameter group.
     """
 
     def __init__(self, dtype: int, runs: Sequence[tuple[int, int, int, int, int, int]]) -> None: ...
@@ -188,7 +188,7 @@ class Update:
     def apply(self, averages: int, nbytes: int) -> None: ...
 
 class SharedMemory:
-    """Memory that ranks of a host map; it is freed when no rank has the object or one of its tensors."""
+    """Memory mapped by the ranks of a host; it is freed when no rank holds the object or one of its tensors."""
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Returns `nbytes` bytes from `offset` on as a one-dimensional uint8 tensor with its own storage."""
@@ -197,17 +197,17 @@ def share_memory(mesh: Mesh, nbytes: int) -> tuple[SharedMemory, int]:
     """Creates zeroed memory for the ranks of the mesh; returns it and its id."""
 
 def find_memory(mesh: Mesh, owner: int, id: int, nbytes: int, timeout_s: float) -> SharedMemory | None:
-    """Returns the memory that mesh rank `owner` created, or None on timeout or if its owner has left."""
+    """Returns the memory created by mesh rank `owner`, or None on timeout or if the owner has left."""
 
 def withdraw_memory(mesh: Mesh, id: int) -> None:
-    """Withdraws the memory from the mesh, once the others have found it."""
+    """Withdraws the memory from the mesh; called once the other ranks have found it."""
 
 def shared_tensor(nbytes: int) -> torch.Tensor: ...
 def simd_level() -> str: ...
 def reduce(out: int, sources: Sequence[int], count: int, dtype: int, reduce_op: int, divisor: int) -> None: ...
 def reduces(dtype: int, reduce_op: int, /) -> bool: ...
 def first_not_finite(pieces: Sequence[int], dtype: int, most_bytes: int) -> int:
-    """Returns the index of the first piece with NaN or infinity among its first `most_bytes` bytes, or -1."""
+    """Returns the index of the first piece that contains NaN or infinity in its first `most_bytes` bytes, or -1."""
 
 class TlsIdentity:
     """The certificate of a job, derived from 32 secret bytes."""
@@ -215,7 +215,7 @@ class TlsIdentity:
     def __init__(self, seed: bytes) -> None: ...
 
 class TlsConnection:
-    """A TLS connection over a socket, which Python must close unless the core takes the connection over."""
+    """A TLS connection over a socket. Python must close it unless the core takes it over."""
 
     def __init__(self, identity: TlsIdentity, socket: int, accepts: bool) -> None: ...
     def shake_hands(self, timeout_s: float) -> str: ...
@@ -253,11 +253,11 @@ def simulate(
     piece_nbytes: float,
     records: bool,
 ) -> tuple[list[float], list[float], list[tuple[int, int, float, float, float]]]:
-    """Returns the end of each schedule, the bytes on each link, and each transfer: route, step, bytes, begin, end.
+    """Returns the end time of each schedule, the bytes on each link, and (route, step, bytes, begin, end) per transfer.
 
-    All arguments of type `bytes` contain doubles. A route consists of eight: the number of its source in `schedules`,
+    All arguments of type `bytes` contain doubles. A route consists of eight: the index of its source in `schedules`,
     the source's number for its peer, the same two for the target, the latency, the overhead, the limit in bytes per
-    second, and the number of links that it uses; each of these links follows, with its weight.
+    second, and the number of links that it uses; the index and the weight of each of these links follow.
     """
 
 class Message:
@@ -301,7 +301,7 @@ def time_reduction(nbytes: int) -> float: ...
 RECORDING_NBYTES: int
 
 class RecordedCall:
-    """The record of a call of an engine that is not in the core, from its creation until `end`."""
+    """The record of a call in an engine outside the core, from its creation until `end`."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class RecordedCall:
     ) -> None: ...
 
 def begin_recording(fd: int, worker: str, host: str, boot: str, time_namespace: int) -> bool:
-    """Begins to record into the file `fd`, or into memory for -1; returns False if another process uses the file."""
+    """Begins to record into the file `fd`, or into memory if it is -1; returns False if another process uses it."""
 
 def is_recording() -> bool: ...
 def pause_recording(is_paused: bool, /) -> None:
@@ -341,7 +341,7 @@ def record_end(stamp: int, /) -> None: ...
 def record_begin_at(kind: int, name: int, first: int, second: int, tick: int, /) -> int: ...
 def record_end_at(stamp: int, tick: int, /) -> None: ...
 def record_tick_at(monotonic_ns: int, /) -> int:
-    """Returns the tick at a time of CLOCK_MONOTONIC, or 0 if nothing is recorded."""
+    """Returns the tick that corresponds to a time of CLOCK_MONOTONIC, or 0 if recording is disabled."""
 
 def record_end_with(stamp: int, first: int, second: int, /) -> None: ...
 def record_sent(stamp: int, /) -> None: ...
@@ -352,4 +352,4 @@ def record_span(kind: int, name: int, start: int, first: int, second: int, /) ->
 def record_value(name: int, value: float, /) -> None: ...
 def record_ticks() -> int: ...
 def snapshot_recording(fd: int, /) -> bytes:
-    """Returns a copy of a recording that is being written; empty if no process has begun to record there."""
+    """Returns a copy of a recording that is being written; empty if no process has begun to record into `fd`."""

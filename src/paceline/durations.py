@@ -1,4 +1,4 @@
-"""Conversion of time-outs to numbers without overflow; even `timedelta.max` is accepted, as no limit."""
+"""Conversion of time-outs to numbers without overflow; `timedelta.max` is accepted and means no limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST_OF_SOCKET_S = 1e6  # the system counts milliseconds in 32 bits
 
 
 def to_seconds(timeout: Timeout) -> float:
-    """Returns `timeout` in seconds: at least 0, at most a hundred years.
+    """Returns `timeout` in seconds, clamped to the range from 0 to a hundred years.
 
     Raises:
         TypeError: `timeout` is neither a timedelta nor a number.
@@ -38,7 +38,7 @@ def to_seconds(timeout: Timeout) -> float:
 
 
 def to_nanoseconds(timeout: Timeout) -> int:
-    """Returns `timeout` in nanoseconds, within the limits of `to_seconds`."""
+    """Returns `timeout` in nanoseconds, clamped to the same range as by `to_seconds`."""
     return int(to_seconds(timeout) * 1e9)
 
 

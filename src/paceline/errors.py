@@ -1,11 +1,11 @@
 """Error classes of Paceline, and two functions that format values for messages.
 
-A message has four parts: what was seen, where (rank, host, pid, call), what was expected, and what to do.
-Wrong arguments raise plain `ValueError` and `TypeError`; the errors below involve another process or a file.
+A message has four parts: what was seen, where (rank, host, pid, call), what was expected, and what to do. Wrong
+arguments raise plain `ValueError` and `TypeError`; the errors below concern another process or a file.
 
-Programs that were written for torch.distributed catch its errors. In a process that has imported torch, these classes
-are therefore subclasses of torch's: `CollectiveError` of `torch.distributed.DistBackendError`, `StoreError` of
-`DistStoreError`, and so on.
+Programs written for torch.distributed catch that library's errors. In a process that has imported torch, these classes
+are therefore subclasses of torch's errors: `CollectiveError` derives from `torch.distributed.DistBackendError`,
+`StoreError` from `DistStoreError`, and so on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_SHOWN = 100  # characters
 
 
 def and_more(names: Sequence[object], most: int) -> str:
-    """Returns the first `most` of `names` as text, with the number of the others.
+    """Returns the first `most` of `names` as text, followed by the number of omitted ones.
 
     >>> and_more([0, 1, 2], most=2)
     '0, 1 and 1 more'
@@ -32,9 +32,9 @@ def and_more(names: Sequence[object], most: int) -> str:
 
 
 def short_repr(value: object) -> str:
-    """Returns the `repr` of a simple value, and the type of any other, for a message.
+    """Returns the `repr` of a simple value, and a description of the type of any other value, for a message.
 
-    The `repr` of a tensor reads all of its values, and ends the process if its memory has been freed.
+    The `repr` of a tensor is avoided because it reads all values, and crashes the process if the memory has been freed.
 
     >>> short_repr("soon"), short_repr(None), short_repr([1])
     ("'soon'", 'None', 'a list')
@@ -44,29 +44,29 @@ def short_repr(value: object) -> str:
 
 
 class _Base(RuntimeError):
-    """A base for `PacelineError`, since Python cannot change the bases of a direct subclass of a built-in class."""
+    """Base of `PacelineError`, because Python cannot change the bases of a direct subclass of a built-in class."""
 
 
 class PacelineError(_Base):
-    """The base of all errors below."""
+    """Base class of all errors below."""
 
     def __init__(self, *args: object) -> None:
-        # Done with the first error and not at import: the launcher imports this module without torch, and a program
-        # may import torch later.
+        # The bases are changed when the first error is created rather than at import, because the launcher imports this
+        # module without torch, and a program may import torch later.
         if not _inherits_from_torch and "torch" in sys.modules:
             _inherit_from_torch()
         super().__init__(*args)
 
 
 class _TimedOut(PacelineError):
-    """An error whose message contains the words that programs look for in torch's time-outs."""
+    """Error whose message contains the words by which programs recognize torch's time-outs."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message if "timed out" in message else f"timed out: {message}")
 
 
 class OutOfDescriptorsError(PacelineError, OSError):
-    """This process has as many open files and sockets as the system allows; the message gives the limit."""
+    """This process has reached its limit of open files and sockets; the message reports the limit."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -74,15 +74,15 @@ class OutOfDescriptorsError(PacelineError, OSError):
 
 
 class AuthenticationError(PacelineError):
-    """The other end of a connection does not hold this job's secret, or refused ours."""
+    """The other end of a connection does not have this job's secret, or rejected this process's proof."""
 
 
 class RendezvousError(PacelineError):
-    """The ranks did not find each other: a rank is missing, claimed twice, or was given another world size."""
+    """The rendezvous failed: a rank is missing, claimed twice, or was started with a different world size."""
 
 
 class RendezvousTimeoutError(_TimedOut, RendezvousError, TimeoutError):
-    """Not all ranks arrived before the time-out; the message names those that did and those that did not."""
+    """Some ranks did not arrive before the time-out; the message lists the ranks that arrived and the missing ones."""
 
 
 class StoreError(PacelineError):
@@ -110,21 +110,21 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class CollectiveTimeoutError(_TimedOut, CollectiveError, TimeoutError):
-    """A rank did not reach a call before the time-out; the message names it and its latest call.
+    """A rank did not make a call before the time-out; the message names the rank and its latest call.
 
-    If that rank merely waits in another call, the message also names the rank that holds it up there.
+    If that rank is waiting in another call, the message also names the rank that blocks it there.
 
-    Attributes: `missing`, the other ranks (in the default group) that did not reach the call. It is empty if only this
-    rank was late, and where the engine cannot determine them.
+    Attributes: `missing`, the other ranks (in the default group) that did not make the call. It is empty if only this
+    rank was late, or if the engine cannot determine the missing ranks.
     """
 
     missing: tuple[int, ...] = ()
 
 
 class CollectiveObjectError(CollectiveError):
-    """A rank could not send its object, or sent data that this rank cannot decode or is configured not to decode.
+    """A rank could not send its object, or sent data that this rank cannot decode or does not allow (a pickle).
 
-    The group stays usable. Attributes: `rank` (in the default group) of the sender.
+    The group remains usable. Attributes: `rank`, the sender's rank in the default group.
     """
 
     def __init__(self, message: str, *, rank: int) -> None:
@@ -135,10 +135,10 @@ class CollectiveObjectError(CollectiveError):
 class PeerLostError(CollectiveError):
     """A rank died or left, and the group's calls cannot continue.
 
-    If a rank left because it had lost another one, the error describes the first rank that was lost, which need not be
-    in this group, and the message names both.
+    If a rank left because it had lost another rank, the error describes the rank that was lost first, which may be
+    outside this group, and the message names both ranks.
 
-    Attributes: `rank` (in the default group), `host` and `pid` of the process that was lost.
+    Attributes: `rank` (in the default group), `host` and `pid` of the lost process.
     """
 
     def __init__(self, message: str, *, rank: int, host: str, pid: int) -> None:
@@ -149,9 +149,9 @@ class PeerLostError(CollectiveError):
 
 
 class GroupAbortedError(CollectiveError):
-    """A rank called `abort` of the group, which ended the calls of all its ranks.
+    """A rank called `abort` on the group, which ended the calls on all ranks of the group.
 
-    Attributes: `rank` (in the default group) of the process that aborted the group.
+    Attributes: `rank`, the rank in the default group of the process that aborted the group.
     """
 
     def __init__(self, message: str, *, rank: int) -> None:
@@ -160,9 +160,10 @@ class GroupAbortedError(CollectiveError):
 
 
 class ReplicasDifferError(PacelineError):
-    """Ranks do not hold the same parameters, buffers, optimizer's state or random state.
+    """Parameters, buffers, optimizer states or random states differ between ranks.
 
-    Attributes: `ranks` (in the default group) that differ from the majority, or all if there is none.
+    Attributes: `ranks`, the ranks (in the default group) that differ from the majority, or all ranks if there is no
+    majority.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
@@ -171,7 +172,7 @@ class ReplicasDifferError(PacelineError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint could not be written or read; the message names the file, the rank and what to do."""
+    """A checkpoint could not be written or read; the message names the file and the rank and suggests a fix."""
 
 
 class CheckpointDamagedError(CheckpointError):
@@ -181,7 +182,8 @@ class CheckpointDamagedError(CheckpointError):
 class WorkerError(PacelineError):
     """A worker started by `paceline.spawn` failed; the message ends with its traceback.
 
-    Attributes: `rank` of the worker that failed first and its `exit_code` (if negative, the signal that ended it).
+    Attributes: `rank`, the rank of the worker that failed first, and `exit_code`, its exit code (a negative value is
+    the number of the signal that killed it).
     """
 
     def __init__(self, message: str, *, rank: int, exit_code: int | None = None) -> None:
@@ -190,11 +192,11 @@ class WorkerError(PacelineError):
         self.exit_code = exit_code
 
 
-# The names in torch._C, where every release since 2.6 has them. A class that a build of torch lacks is left out.
+# The names of the classes in torch._C in all releases since 2.6. Classes that a build of torch lacks are skipped.
 _OF_TORCH = {
     PacelineError: "_DistError",
     AuthenticationError: "_DistNetworkError",
-    RendezvousError: "_DistStoreError",  # torch's rendezvous uses the store, which raises if ranks are missing
+    RendezvousError: "_DistStoreError",  # in torch, the store raises this if ranks are missing
     StoreError: "_DistStoreError",
     StoreQueueEmptyError: "_DistQueueEmptyError",
     StoreConnectionError: "_DistNetworkError",
@@ -205,11 +207,11 @@ _inheriting = threading.Lock()
 
 
 def _inherit_from_torch() -> None:
-    """Makes torch's errors bases of Paceline's."""
+    """Adds torch's errors to the bases of Paceline's errors."""
     global _inherits_from_torch
     with _inheriting:
         core = getattr(sys.modules["torch"], "_C", None)
-        if core is None or _inherits_from_torch:  # torch is still being imported, or another thread did this
+        if core is None or _inherits_from_torch:  # torch is still being imported, or another thread was faster
             return
         for ours, name in _OF_TORCH.items():
             theirs = getattr(core, name, None)

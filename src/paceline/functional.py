@@ -1,4 +1,4 @@
-"""Public name of `paceline.comm.functional`: collectives through which gradients flow."""
+"""Public alias of `paceline.comm.functional`: differentiable collectives."""
 
 from __future__ import annotations
 

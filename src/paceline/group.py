@@ -9,7 +9,7 @@ from paceline.comm.group.default import GroupMember
 if TYPE_CHECKING:
     from paceline.comm.group.process_group import ProcessGroup
 
-WORLD: ProcessGroup | None  # looked up at each access
+WORLD: ProcessGroup | None  # resolved by `__getattr__` on each access
 
 
 def __getattr__(name: str) -> object:

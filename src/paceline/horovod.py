@@ -1,4 +1,4 @@
-"""Public name of `paceline.interop.horovod`: Horovod's interface, `import paceline.horovod as hvd`."""
+"""Public alias of `paceline.interop.horovod`: Horovod's interface, `import paceline.horovod as hvd`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from paceline.operate.launch.flags import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a job as `paceline run` does, but passes --local_rank=N to each worker unless --use-env is given."""
+    """Runs a job like `paceline run`, but passes --local_rank=N to each worker unless --use-env is given."""
     parser = Parser(
         prog="python -m paceline.launch",
         description="As `paceline run`, but passes --local_rank=N to each worker, unless --use-env is given.",

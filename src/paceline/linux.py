@@ -1,7 +1,7 @@
 """Linux system calls that some builds of Python lack, and helpers for process death and file descriptors.
 
-Python's own function is used if it exists; the builds of conda and uv target older systems and lack some of them. The
-system call numbers are the same on every architecture.
+Python's own function is used if it exists; the builds from conda and uv target older systems and lack some functions.
+The system call numbers used here are the same on every architecture.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ F_OFD_SETLK, F_OFD_SETLKW = 37, 38
 _PR_SET_PDEATHSIG = 1
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN, _PIDFD_GETFD = 424, 434, 438
 
-# Opened at import: the forked child of a process with threads must not wait for locks that another thread held.
+# Opened at import, because loading takes locks that another thread may hold while a child is forked; the child would
+# then wait forever.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_out_of_descriptors(error: BaseException | None) -> bool:
-    """Returns whether `error`, or an error that caused it, is a shortage of file descriptors."""
+    """Returns whether `error`, or an error in its chain of causes, reports a shortage of file descriptors."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return True
@@ -37,7 +38,7 @@ def is_out_of_descriptors(error: BaseException | None) -> bool:
 
 
 def out_of_descriptors_error(who: str, what: str) -> OutOfDescriptorsError:
-    """Returns the error for a rank or process that needed file descriptors.
+    """Returns the error for a rank or process that has run out of file descriptors.
 
     Args:
         who: the name of the rank or process.
@@ -51,7 +52,7 @@ def out_of_descriptors_error(who: str, what: str) -> OutOfDescriptorsError:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent, the process `parent`, ends."""
+    """Makes the kernel kill this process when its parent, the process `parent`, ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -73,7 +74,7 @@ def pidfd_open(pid: int) -> int:
 
     Raises:
         ProcessLookupError: there is no such process.
-        OSError: the kernel has no such descriptors (before 5.3), or a sandbox forbids them.
+        OSError: the kernel does not support process descriptors (before 5.3), or a sandbox forbids them.
     """
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)

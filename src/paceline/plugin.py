@@ -1,4 +1,4 @@
-"""Public name of `paceline.interop.torch_backend`: the backend "paceline" of `torch.distributed`."""
+"""Public alias of `paceline.interop.torch_backend`: the "paceline" backend for `torch.distributed`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public name of `paceline.operate.diagnosis.recording_reader`: functions that read recordings."""
+"""Public alias of `paceline.operate.diagnosis.recording_reader`: functions that read recordings."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import contextlib
 import socket
 
 DEFAULT_ROUTE_TARGETS = ("192.0.2.1", "2001:db8::1")
-"""Addresses for documentation (RFC 5737, RFC 3849): no machine has them, so they lie behind the default route."""
+"""Addresses reserved for documentation (RFC 5737, RFC 3849): no machine has them, so packets take the default route."""
 
 _DISCARD_PORT = 9
 
@@ -17,13 +17,13 @@ def resolver_name(host: str) -> bytes | str:
 
 
 def source_address(target: str) -> str:
-    """Returns the address from which this machine would send to `target`, a host name or an address.
+    """Returns the local address from which packets to `target`, a host name or an address, are sent.
 
     Raises:
-        OSError: there is no route to it.
+        OSError: there is no route to `target`.
     """
     for family, _, _, _, address in socket.getaddrinfo(resolver_name(target), _DISCARD_PORT, type=socket.SOCK_DGRAM):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            probe.connect(address)  # sends nothing, since it is a UDP socket
+            probe.connect(address)  # connecting a UDP socket sends nothing
             return str(probe.getsockname()[0])
     raise OSError(f"no route to {target}")

@@ -1,23 +1,23 @@
 """Differentiable collectives, like `torch.distributed.nn.functional`, but with correct gradients.
 
-In the backward pass every rank calls the adjoint collective. The gradient of a rank's input is the gradient of the sum
-of all ranks' losses with respect to this input. This has three consequences:
+In the backward pass every rank calls the adjoint collective. The gradient of a rank's input is the derivative of the
+sum of all ranks' losses with respect to this input. This has three consequences:
 
-- Every rank must run the backward pass through the call, even if it does not use the result, as the ranks other than
-  the destination of `reduce` and `gather`. A rank whose loss does not need the result can add `0 * result.sum()` to it.
+- Every rank must run the backward pass through the call, even if it does not use the result, as is usual for ranks
+  other than the destination of `reduce` and `gather`. Such a rank can add `0 * result.sum()` to its loss.
 - The input must require a gradient either on all ranks or on none. `broadcast` and `scatter` ensure this themselves:
-  the source announces whether its input does.
-- The ranks must make the calls in the same order, as always. Their backward passes then also have the same order.
+  the source announces whether its input requires one.
+- The ranks must make the calls in the same order, as always. Their backward passes then run in the same order too.
 
 With SUM and AVG a collective is a linear map from the tensors of all ranks to the tensors of all ranks; its backward
 pass is the adjoint of this map. Broadcast and reduce are each other's adjoints, as are gather and scatter, and
 all_gather and reduce_scatter; all_reduce and all_to_all are their own adjoints. Every backward pass can therefore be
-differentiated again. For MAX, MIN and PRODUCT, the tensors are gathered and reduced by torch.
+differentiated again. For MAX, MIN and PRODUCT, the tensors are gathered and then reduced by torch.
 
-Under torch.compile each call breaks the graph.
+Under torch.compile, each call causes a graph break.
 
-All calls raise the errors of the plain collectives, in the backward pass as well, and ValueError on a rank that is not
-in `group`. `src` and `dst` are ranks of the default group.
+All calls raise the errors of the plain collectives, in the backward pass as well, and a ValueError on a rank that is
+not in `group`. `src` and `dst` are ranks of the default group.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _UNFIT = -1
 
 @eager
 def all_reduce(tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
-    """Returns the reduction of all ranks' `tensor`, the same on every rank; `tensor` does not change.
+    """Returns the reduction of `tensor` over all ranks, the same on every rank; does not modify `tensor`.
 
     The gradient is correct for every reduction: for SUM it is the sum of the ranks' gradients, for AVG their mean, and
     for PRODUCT their sum times the product of the other ranks' values. For MIN and MAX the sum is divided equally among
@@ -87,9 +87,9 @@ def all_reduce(tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group 
 
 @eager
 def reduce(tensor: torch.Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
-    """Returns the reduction of all ranks' `tensor` on rank `dst`, and zeros on the others.
+    """Returns the reduction of `tensor` over all ranks on rank `dst`, and zeros on all other ranks.
 
-    The gradient is that of `all_reduce`, but only of rank `dst`'s loss; the gradients of the zeros are ignored.
+    The gradient is computed as for `all_reduce`, but only from rank `dst`'s loss; gradients of the zeros are ignored.
 
     Raises:
         TypeError: `op` is not defined for the tensor's type.
@@ -106,7 +106,7 @@ def reduce(tensor: torch.Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: 
 def reduce_scatter(
     output: torch.Tensor, input_list: Sequence[torch.Tensor], op: Reduction = ReduceOp.SUM, group: Group = None
 ) -> torch.Tensor:
-    """Reduces the ranks' `input_list[r]` into rank r's `output` and returns `output`, through which gradients flow.
+    """Reduces `input_list[r]` over all ranks into rank r's `output`; returns `output`, through which gradients flow.
 
     Args:
         output: a tensor with the shape of each input.
@@ -114,7 +114,7 @@ def reduce_scatter(
 
     Raises:
         TypeError: `op` is not defined for the tensors' type.
-        ValueError: the number of inputs is not the number of ranks, or the shapes differ.
+        ValueError: the number of inputs differs from the number of ranks, or the shapes differ.
     """
     members = _members(group, "reduce_scatter")
     shapes = {tuple(tensor.shape) for tensor in (output, *input_list)}
@@ -130,7 +130,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None
 ) -> torch.Tensor:
-    """Reduces as `reduce_scatter` does, but with the inputs concatenated in rank order in one tensor.
+    """Performs a `reduce_scatter` with the inputs concatenated in rank order in one tensor.
 
     Args:
         output: a tensor for this rank's part.
@@ -152,9 +152,9 @@ def reduce_scatter_tensor(
 
 @eager
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
-    """Returns rank `src`'s `tensor` on every rank; the other ranks' tensors determine only the shape and the dtype.
+    """Returns rank `src`'s `tensor` on every rank; tensors on other ranks determine only the shape and the dtype.
 
-    The gradient of rank `src`'s tensor is the sum of all ranks' gradients; the gradient of the other tensors is zero.
+    The gradient of rank `src`'s tensor is the sum of all ranks' gradients; the gradients of all other tensors are zero.
     The result requires a gradient on all ranks if rank `src`'s tensor does.
     """
     members = _members(group, "broadcast")
@@ -166,7 +166,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tens
 
 @eager
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """Returns all ranks' `tensor` in rank order on rank `dst`, and as many tensors of zeros on the other ranks.
+    """Returns all ranks' `tensor` in rank order on rank `dst`, and the same number of zero tensors on other ranks.
 
     The gradient of a rank's tensor is the gradient of its copy on rank `dst`; the gradients of the zeros are ignored.
     """
@@ -176,14 +176,14 @@ def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[tor
 
 @eager
 def scatter(tensors: Sequence[torch.Tensor] | None, src: int = 0, group: Group = None) -> torch.Tensor:
-    """Returns the entry for this rank of rank `src`'s `tensors`.
+    """Returns this rank's entry in the `tensors` of rank `src`.
 
     Args:
         tensors: on rank `src`, a list of one tensor for each rank, all with the same shape and dtype. Other ranks pass
             None; tensors that they pass are ignored, and their gradient is zero.
 
-    The gradients of all ranks are gathered on rank `src`. The result requires a gradient on all ranks if one of rank
-    `src`'s tensors does.
+    The backward pass gathers all ranks' gradients on rank `src`. The result requires a gradient on all ranks if one of
+    rank `src`'s tensors does.
 
     Raises:
         ValueError: rank `src` did not pass one tensor for each rank, all with the same shape and dtype; raised on all
@@ -224,16 +224,17 @@ def all_gather_into_tensor(
     return applied(AllGather, _members(group, "all_gather_into_tensor"), output_tensor, input_tensor)
 
 
-_all_gather_base = all_gather_into_tensor  # its name in torch.distributed.nn.functional
+_all_gather_base = all_gather_into_tensor  # the name in torch.distributed.nn.functional
 
 
 @eager
 def all_to_all(
     output_tensor_list: Sequence[torch.Tensor], input_tensor_list: Sequence[torch.Tensor], group: Group = None
 ) -> tuple[torch.Tensor, ...]:
-    """Sends `input_tensor_list[r]` to rank r, and returns the received tensors in the order of their senders.
+    """Sends `input_tensor_list[r]` to rank r; returns the received tensors in the order of the sending ranks.
 
-    `output_tensor_list` gives the shapes and is written to, but gradients flow only through the returned tensors.
+    `output_tensor_list` determines the shapes and receives the data, but gradients flow only through the returned
+    tensors.
     """
     return all_exchanged(_members(group, "all_to_all"), list(output_tensor_list), input_tensor_list)
 
@@ -246,9 +247,9 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """Exchanges rows as `all_to_all` exchanges tensors; gradients flow through the returned `output`.
+    """Performs an `all_to_all` on the rows of one tensor; gradients flow through the returned `output`.
 
-    The split sizes are numbers of rows, one for each rank; None or an empty list splits the rows evenly.
+    The split sizes are numbers of rows, one per rank; with None or an empty list, rows are divided evenly.
 
     Raises:
         ValueError: the split sizes do not add up to the number of rows, or the rows cannot be split evenly.
@@ -259,7 +260,7 @@ def all_to_all_single(
 
 @eager_methods
 class AllReduce(Function):
-    """Reduces all ranks' tensors on every rank; differentiable for SUM and AVG."""
+    """All-reduce; differentiable for SUM and AVG."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, op: ReduceOp, tensor: torch.Tensor) -> torch.Tensor:
@@ -271,7 +272,7 @@ class AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """Returns the gradients, reduced with the same operation."""
+        """Returns the all-reduced gradients."""
         return None, None, applied(AllReduce, ctx.group, ctx.op, grad)
 
 
@@ -295,7 +296,7 @@ class Broadcast(Function):
 
 @eager_methods
 class Reduce(Function):
-    """Reduces all ranks' tensors on the root, with zeros elsewhere; differentiable for SUM and AVG."""
+    """Reduce to the root, with zeros on other ranks; differentiable for SUM and AVG."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, root: int, op: ReduceOp, tensor: torch.Tensor) -> torch.Tensor:
@@ -331,7 +332,7 @@ class AllGather(Function):
 
 @eager_methods
 class ReduceScatter(Function):
-    """Gives each rank its part of the reduction of contiguous tensors; differentiable for SUM and AVG."""
+    """Reduce-scatter of contiguous tensors; differentiable for SUM and AVG."""
 
     @staticmethod
     def forward(
@@ -345,14 +346,14 @@ class ReduceScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """Returns all ranks' gradients, divided by the number of ranks for AVG."""
+        """Returns the gathered gradients of all ranks, divided by the number of ranks for AVG."""
         gathered = applied(AllGather, ctx.group, grad.new_empty(ctx.shape), grad)
         return None, None, None, _averaged(gathered, ctx.op, ctx.group)
 
 
 @eager_methods
 class Gather(Function):
-    """Stacks all ranks' tensors on the root, along a new first dimension, with zeros elsewhere."""
+    """Stacks all ranks' tensors on the root along a new first dimension; returns zeros on other ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -397,7 +398,7 @@ class Scatter(Function):
 
 @eager_methods
 class AllToAll(Function):
-    """Copies one tensor from each rank to each rank, into tensors that share the memory of `outputs`."""
+    """Copies a tensor from each rank to each rank, into tensors that share memory with `outputs`."""
 
     @staticmethod
     def forward(
@@ -410,14 +411,14 @@ class AllToAll(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        """Sends each gradient back to the rank of its tensor."""
+        """Sends each gradient back to the rank that sent the tensor."""
         returned = [grads[0].new_empty(shape) for shape in ctx.shapes]
         return None, None, *all_exchanged(ctx.group, returned, grads)
 
 
 @eager_methods
 class AllToAllSingle(Function):
-    """Copies rows of one tensor from each rank to each rank; with None as split sizes, they are divided evenly."""
+    """Copies rows from each rank to each rank; if the split sizes are None, the rows are divided evenly."""
 
     @staticmethod
     def forward(
@@ -436,7 +437,7 @@ class AllToAllSingle(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """Sends the gradients of the rows back to the ranks of the rows."""
+        """Sends the gradient of each row back to the rank that sent the row."""
         returned = grad.new_empty(ctx.shape)
         return (
             None,
@@ -448,14 +449,14 @@ class AllToAllSingle(Function):
 
 
 def applied(function: type[Function], *arguments: object) -> torch.Tensor:
-    """Calls `function.apply`, whose result torch leaves untyped."""
+    """Calls `function.apply` with a typed result, which torch's annotations lack."""
     return cast(torch.Tensor, function.apply(*arguments))
 
 
 def all_exchanged(
     group: ProcessGroup, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Calls `AllToAll.apply`, whose result is several tensors."""
+    """Calls `AllToAll.apply`, which returns several tensors."""
     return cast(tuple[torch.Tensor, ...], AllToAll.apply(group, outputs, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -478,7 +479,7 @@ def announce_gradient(requires_grad: bool, group: ProcessGroup, root: int) -> bo
 def announce_template(
     tensors: Sequence[torch.Tensor] | None, group: ProcessGroup, root: int
 ) -> tuple[torch.Tensor, bool]:
-    """Returns an uninitialised tensor like each of the root's, and whether any of the root's requires a gradient.
+    """Returns an uninitialized tensor like each of the root's tensors, and whether any of these requires a gradient.
 
     Raises:
         ValueError: the root did not pass one tensor for each rank, all with the same shape and dtype; raised on all
@@ -518,7 +519,7 @@ def _members(group: Group, call: str) -> ProcessGroup:
 
 
 def _unscaled(tensor: torch.Tensor, op: Reduction, call: str) -> tuple[torch.Tensor, ReduceOp]:
-    """Returns the tensor multiplied by the factor of `op`, if it has one, and the reduction without the factor."""
+    """Returns the tensor multiplied by the factor in `op`, if there is one, and the reduction without that factor."""
     if isinstance(op, PremulSum):
         return tensor * op.factor, ReduceOp.SUM
     if op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_complex():
@@ -531,7 +532,7 @@ def _gathered(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _locally(gathered: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Returns the reduction over the first dimension; torch computes its gradient."""
+    """Reduces over the first dimension with torch's operations, which torch can differentiate."""
     return _LOCALLY[op](gathered, 0)
 
 

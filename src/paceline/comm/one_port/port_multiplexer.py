@@ -107,7 +107,7 @@ class _PendingClient:
 
 @dataclass(eq=False)
 class _RegisteredListener:
-    """A listener on this machine; it is registered as long as the connection over which it requested a number."""
+    """A listener on this machine, registered while the connection on which it requested its number is open."""
 
     connection: socket.socket
 

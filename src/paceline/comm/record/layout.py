@@ -1,12 +1,12 @@
-"""Layout of a recording, as native/record/layout.hpp defines it, and the meaning of its numbers.
+"""Layout of a recording (native/record/layout.hpp) and the meaning of its fields.
 
 A recording is one block of memory, little-endian: a header, the pairs of times that calibrate its clock, a table of
 names, a table of groups, a ring of calls, a ring of events and a table of links. Every entry except a name begins with
-a *stamp*: the entry's index, a version that each change increments, and whether the entry is complete, open (it will
-change again) or being written. A copy of an entry is consistent if the stamp was the same before and after copying.
+a *stamp*: the entry's index, a version that each change increments, and a flag for complete, open (it will change
+again) or being written. A copy of an entry is consistent if the stamp was the same before and after copying.
 
-The core defines the numbers of dtypes, operations and outcomes in native/reduce/reduce.hpp and native/call/call.hpp.
-Tests compare both with this file.
+The codes of dtypes, operations and outcomes are defined by the core in native/reduce/reduce.hpp and
+native/call/call.hpp. Tests compare both with this file.
 """
 
 from __future__ import annotations
@@ -71,27 +71,27 @@ OUTCOMES = {
 
 
 class EventKind(IntEnum):
-    """Kind of an event. Its name and its two integers, `first` and `second`, depend on the kind.
+    """Kind of an event, which determines the meaning of the event's name and of its integers `first` and `second`.
 
     | kind | name | first | second |
     | --- | --- | --- | --- |
     | SPAN | the user's name | | |
     | VALUE | the user's name | the bits of a double | |
     | STEP | the source of the steps: `ddp`, `elastic`, ... | the step's number | |
-    | FORWARD, BACKWARD | the source of the steps | the shard, of logical shards | |
+    | FORWARD, BACKWARD | the source of the steps | the index of the logical shard, if there are any | |
     | BUCKET | the averaging component: `ddp`, `zero` | the bucket's number | its bytes |
     | OPTIMIZER | the optimizer's class | | |
     | DATA_WAIT | the loader's class | the batch's number | |
     | VIEW_CHANGE | the change | the new view's generation | its number of workers |
-    | RECOMPUTE | | the number of runs of shards computed for lost members | |
-    | NOT_FINITE | the parameter, or the logged number | the step | the number of gradients |
-    | DIFFERENCE | the first tensor that differs between replicas | the step | the first rank that differs |
-    | CHECKPOINT | `send` or `receive`: an elastic job's state | | |
+    | RECOMPUTE | | the number of shard runs repeated for lost members | |
+    | NOT_FINITE | the parameter, or the logged number | the step | the number of affected gradients |
+    | DIFFERENCE | the first tensor that differs between replicas | the step | the first differing rank |
+    | CHECKPOINT | `send` or `receive`, for the state of an elastic job | | |
     | CHUNK | the operation of a call staged through host memory | the chunk's number | its bytes |
     | DEVICE | the current phase of a device: `forward`, `backward`, `optimizer` | the device's index | the step |
 
     A bucket starts when its last gradient is ready, is sent at `Event.sent_ns`, and ends when its average is available.
-    A chunk lasts from the beginning of its copy to host memory until its copy back is on the device's stream.
+    A chunk lasts from the beginning of its copy to host memory until the copy back is enqueued on the device's stream.
     """
 
     SPAN = 1
@@ -117,9 +117,9 @@ VERSION = 1
 NBYTES = 1671168
 
 HEADER = struct.Struct("<QIIQ10IIiiIIIQQQQ")
-"""magic, version, header's bytes, bytes; offset and capacity of pairs, names, groups, calls, events; pid, rank, world
-size, clock kind, flags, number of link entries ever used, ticks per second (0: unknown), time namespace, pair count,
-name count."""
+"""magic number, version, header size in bytes, total size in bytes; offset and capacity of pairs, names, groups, calls
+and events; pid, rank, world size, clock kind, flags, number of link entries ever used, ticks per second (0: unknown),
+time namespace, pair count, name count."""
 
 LINKS_PLACE = struct.Struct("<II")  # offset and capacity of the links
 LINKS_PLACE_AT = 120
@@ -137,31 +137,31 @@ GROUP = struct.Struct("<QIIiIQIIQQQ")
 """stamp, serial, size, own rank, name, identity, members listed, engine's name, ticks of opening and closing, spare"""
 GROUP_NBYTES = 512
 CALL = struct.Struct("<QIBBBBQQiBBBBQQQQQiIIIqQQq")
-"""stamp; group, operation, dtype, reduction, algorithm; sequence; count; root, state, outcome, is asynchronous, spare;
-ticks of arrival, start and end; bytes through shared memory, over TCP; last rank to arrive, first missing rank; step,
-thread; tag; tick at which all had arrived; missing ranks as bits, from the first of them on; predicted nanoseconds (0:
-no prediction)"""
+"""stamp; group, operation, dtype, reduction, algorithm; sequence; count; root, state, outcome, asynchronous flag,
+unused; ticks of arrival, start and end; bytes sent through shared memory and over TCP; last rank to arrive, first
+missing rank; step, thread; tag; tick at which all ranks had arrived; bit mask of missing ranks, starting at the first
+one; predicted nanoseconds (0: no prediction)"""
 EVENT = struct.Struct("<QIIQQqqQII")
-"""stamp; kind, name; ticks of start and end; first, second; tick of sending; step, thread"""
+"""stamp; kind, name; ticks of start and end; `first`, `second`; tick at which a bucket was sent; step, thread"""
 LINK = struct.Struct("<QIiQQQQQQQIIIIII")
-"""stamp; group; the other rank in the default group; tick of measuring; bytes sent and acknowledged, received; segments
-sent; latest delivery rate in bytes per second; microseconds with data in flight, and of these limited by the other
-rank's receive window; round trip, its variation and the shortest in microseconds; segments retransmitted; milliseconds
-for which an answer has been pending; connections"""
+"""stamp; group; the other rank (in the default group); tick of the measurement; bytes sent and acknowledged, bytes
+received; segments sent; latest delivery rate in bytes per second; microseconds with data in flight, and microseconds
+limited by the other rank's receive window; round-trip time, its variation and its minimum in microseconds;
+retransmitted segments; milliseconds for which an answer has been pending; number of connections"""
 
 WORD_NBYTES = 8
 WRITING = 1
 OPEN = 2
-ENDED_FLAG = 1  # in the header's flags: the process has ended normally
+ENDED_FLAG = 1  # flag in the header: the process has ended normally
 
 
 def state_of(stamp: int) -> int:
-    """Returns 0 for a complete entry, `OPEN` or `WRITING`."""
+    """Returns the state of an entry: 0 (complete), `OPEN` or `WRITING`."""
     return stamp & 3
 
 
 def index_of(stamp: int) -> int:
-    """Returns the entry's index, counted from 0 over all entries that have been written."""
+    """Returns the entry's index among all entries that have ever been written, starting at 0."""
     return stamp >> 8
 
 

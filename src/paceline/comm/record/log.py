@@ -1,7 +1,7 @@
-"""Log of a program's numbers, such as its loss, with a warning when one becomes NaN or infinite.
+"""Logging of named numbers, such as the loss, with a warning if a number becomes NaN or infinite.
 
-Sinks pass the numbers on to TensorBoard, Weights & Biases or MLflow. The user provides the objects of these libraries;
-this module imports none of them, except MLflow if its sink is created without a client.
+Sinks forward the numbers to TensorBoard, Weights & Biases or MLflow. The user creates the writer, run or client; this
+module imports none of these libraries, except MLflow if its sink is created without a client.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from paceline.comm.record.layout import EventKind
 from paceline.comm.record.recorder import known_rank
 from paceline.comm.record.spans import STEPS, note_event, number_of
 
-_was_finite: dict[str, bool] = {}  # by name; False once a warning has been issued
-_listeners: list[Callable[[Mapping[str, float]], None]] = []  # called with the numbers of each `log`
+_was_finite: dict[str, bool] = {}  # for each name, False once a warning has been issued
+_listeners: list[Callable[[Mapping[str, float]], None]] = []  # called with the numbers passed to each `log`
 
 
 def log(**values: SupportsFloat) -> None:
-    """Records named numbers, such as the loss and the learning rate, with the current step.
+    """Records named numbers, such as the loss and the learning rate, for the current step.
 
-    Numbers and tensors of one element are converted to a double at once. For a tensor on a GPU, this waits until the
-    GPU has computed it; a loop that must not wait should log such values only every few steps. A warning reports the
-    first NaN or infinity of a number that was finite before, or whose name contains "loss".
+    Numbers and tensors of one element are converted to a double at once. For a tensor on a GPU, this call blocks until
+    the GPU has computed the value, so performance-critical loops should log such values only every few steps. If a
+    number that was finite before, or whose name contains "loss", becomes NaN or infinite, a warning is issued once.
 
         paceline.log(loss=loss, lr=scheduler.get_last_lr()[0])
 
@@ -72,11 +72,11 @@ class LogSink(Protocol):
     """Destination of logged numbers."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the numbers of one call of `log`, by name, with the training step in which they were logged."""
+        """Writes the numbers passed to one call of `log`, by name; `step` is the current training step."""
 
 
 class TensorBoardLog:
-    """Writes to a `SummaryWriter` of torch.utils.tensorboard or of tensorboardX.
+    """Writes to a `SummaryWriter` from torch.utils.tensorboard or tensorboardX.
 
     paceline.log_to(paceline.TensorBoardLog(SummaryWriter("runs/digits")))
 
@@ -96,7 +96,7 @@ class TensorBoardLog:
 
 
 class WandbLog:
-    """Writes to a run of Weights & Biases.
+    """Writes to a Weights & Biases run.
 
     paceline.log_to(paceline.WandbLog(wandb.init(project="digits")))
 
@@ -115,7 +115,7 @@ class WandbLog:
 
 
 class MlflowLog:
-    """Writes to MLflow's active run, or to a `client` with the same `log_metrics(values, step=...)`.
+    """Writes to MLflow's active run, or to a `client` that provides `log_metrics(values, step=...)`.
 
     paceline.log_to(paceline.MlflowLog())
 
@@ -132,16 +132,16 @@ class MlflowLog:
         self._client = client
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the numbers as metrics of the step."""
+        """Logs the numbers as metrics for the step."""
         self._client.log_metrics(dict(values), step=step)
 
 
 def log_to(sink: LogSink | None) -> None:
     """Adds a sink for the numbers that this process logs; None removes all sinks.
 
-    Call it on one rank only, or the same curve is drawn several times. The step is the recording's current step or, in
-    a program without recorded steps, the number of calls of `log`; see docs/observe.md. `log` raises the errors that a
-    sink raises.
+    Call it on one rank only; otherwise each rank draws the same curve. The step passed to the sink is the recording's
+    current step or, in a program without recorded steps, the number of calls to `log`; see docs/observe.md. Errors
+    raised by a sink propagate to the caller of `log`.
 
         if paceline.get_rank() == 0:
             paceline.log_to(paceline.TensorBoardLog(SummaryWriter()))

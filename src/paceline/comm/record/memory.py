@@ -1,13 +1,13 @@
-"""Memory into which a process records: the launcher's, a file of its own, or memory that ends with the process.
+"""Memory for a process's recording: memory kept by the launcher, a file, or memory that ends with the process.
 
 `paceline run` creates a memory file (memfd) for each worker, keeps it open, and identifies it in PACELINE_RECORD_FD.
 The worker opens it through the launcher's /proc/PID/fd, which the kernel permits only to processes of the same user.
-The recording therefore works even if a script closes inherited descriptors, and child processes do not inherit it.
+Recording therefore works even if a script closes inherited descriptors, and child processes do not inherit the file.
 
-A process without a launcher records into a file in a directory that only its user may enter, by default in /dev/shm. A
-mapped file on a disk would be written back continually, and a page for which the disk has no space would end the
-process with SIGBUS. For the same reason all of the file's space is reserved before it is mapped, and no file is created
-if space is short.
+A process without a launcher records into a file in a directory accessible only to its user, by default in /dev/shm. The
+kernel would continually write a mapped file on a disk back, and would kill the process with SIGBUS if the disk were
+full. For the same reason the space for the file is reserved before the file is mapped, and no file is created if space
+is short.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ VARIABLE = "PACELINE_RECORD"
 HANDED_VARIABLE = "PACELINE_RECORD_FD"
 DIRECTORY_VARIABLE = "PACELINE_RECORD_DIR"
 SUFFIX = ".record"
-MEMORY_NAME = "paceline-recording"  # the name of the launchers' memory files in /proc
+MEMORY_NAME = "paceline-recording"  # the name under which launchers' memory files appear in /proc
 
 MOST_FILES = 8
-_MOST_RUNNING = 1024  # the number of files of running processes: one host may have this many ranks
-_LEAST_ROOM = 32  # the free space that the file system must have for a recording, as a multiple of its size
+_MOST_RUNNING = 1024  # the maximum number of files from running processes: a host may have this many ranks
+_LEAST_ROOM = 32  # the free space required for a recording, as a multiple of its size
 
 
 def is_switched_off() -> bool:
@@ -36,12 +36,12 @@ def is_switched_off() -> bool:
     return os.environ.get(VARIABLE, "on") == "off"
 
 
-class HandedMemory:  # not a dataclass: every worker imports this module, and importing dataclasses takes time
+class HandedMemory:  # not a dataclass, because importing dataclasses would slow down the start of every worker
     """Address of the memory that a launcher keeps for a worker.
 
     Attributes:
         fd: the file's descriptor in the launcher.
-        inode: the file's inode, which reveals a reused descriptor.
+        inode: the file's inode, to detect a reused descriptor number.
         maker: the launcher's process id.
     """
 
@@ -52,7 +52,7 @@ class HandedMemory:  # not a dataclass: every worker imports this module, and im
 
     @classmethod
     def parse(cls, text: str) -> HandedMemory | None:
-        """Parses the text that `str` returned; returns None for any other text."""
+        """Parses the output of `str`; returns None for any other text."""
         try:
             return cls(*map(int, text.split(":")))
         except (ValueError, TypeError):
@@ -88,7 +88,7 @@ def handed_memory() -> Iterator[int | None]:
 
 @contextlib.contextmanager
 def own_memory() -> Iterator[int]:
-    """Yields a descriptor of a new file of this process, or -1 if no file could be created."""
+    """Yields a descriptor of a new file for this process, or -1 if no file could be created."""
     fd = _new_file()
     try:
         yield fd
@@ -98,7 +98,7 @@ def own_memory() -> Iterator[int]:
 
 
 def directory_of_files() -> str:
-    """Returns the directory in which processes without a launcher create their files."""
+    """Returns the directory for the recordings of processes without a launcher."""
     return os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/paceline-{os.getuid()}"
 
 
@@ -127,7 +127,7 @@ def _new_file() -> int:
 
 
 def _prune(directory: str) -> None:
-    """Removes the oldest files of processes that have ended, so that at most `MOST_FILES` remain with the new one.
+    """Removes the oldest files of ended processes until at most `MOST_FILES` remain, including the one to be created.
 
     Raises:
         FileExistsError: too many files belong to running processes.
@@ -136,7 +136,7 @@ def _prune(directory: str) -> None:
     for name in names[: max(0, len(names) - MOST_FILES + 1)]:
         pid = name.removesuffix(SUFFIX).rpartition("-")[2]
         if not (pid.isdecimal() and os.path.exists(f"/proc/{pid}")):
-            with contextlib.suppress(FileNotFoundError):  # another process is pruning too
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed the file
                 os.unlink(os.path.join(directory, name))
     if len(names) >= _MOST_RUNNING:
         raise FileExistsError(directory)

@@ -1,6 +1,6 @@
-"""Recorder of this process, which starts the recording and records the process's rank, groups and end.
+"""Recorder for this process, which starts the recording and records the process's rank, groups and exit.
 
-The recorder is on unless PACELINE_RECORD is "off". It starts with the process's first group or first span.
+The recorder is enabled unless PACELINE_RECORD is "off". It starts when the process creates its first group or span.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _rank: int | None = None
 
 
 def begin() -> None:
-    """Starts the recording unless it has already started or is switched off."""
+    """Starts the recording unless it has already started or is disabled."""
     global _has_tried
     _has_tried = True
     if _core.is_recording() or is_switched_off():
         return
     identity = (os.environ.get(_WORKER_VARIABLE, ""), socket.gethostname(), _boot_id(), _time_namespace())
-    with contextlib.suppress(OSError), handed_memory() as fd:  # training must not fail because there is no recording
+    with contextlib.suppress(OSError), handed_memory() as fd:  # training continues if the recording cannot start
         if fd is not None and _core.begin_recording(fd, *identity):
             return
     with contextlib.suppress(OSError), own_memory() as fd:
@@ -37,7 +37,7 @@ def begin() -> None:
 
 
 def begin_once() -> None:
-    """Starts the recording unless this process, or the one that forked it, has already tried to."""
+    """Starts the recording unless this process, or the process that forked it, has already tried to start it."""
     if not _has_tried:
         begin()
 
@@ -56,12 +56,12 @@ def identify_once(rank: int, world_size: int) -> None:
 
 
 def known_rank() -> int | None:
-    """Returns this process's rank, or None before it has one."""
+    """Returns this process's rank, or None if no rank has been recorded yet."""
     return _rank
 
 
 def open_group(name: str, engine: str, identity: int, rank: int, ranks: Sequence[int]) -> int:
-    """Records a group; returns the serial number of its calls in the recording, or 0 if nothing is recorded.
+    """Records a group; returns the serial number for its calls in the recording, or 0 if recording is disabled.
 
     Args:
         name: the group's name; "" stands for the default group.
@@ -74,7 +74,7 @@ def open_group(name: str, engine: str, identity: int, rank: int, ranks: Sequence
 
 
 def close_group(serial: int) -> None:
-    """Records the end of a group."""
+    """Records that a group has ended."""
     _core.record_group_closed(serial)
 
 

@@ -1,9 +1,9 @@
-"""Spans, events and training steps, which the program and every layer of Paceline record.
+"""Spans, events and training steps, recorded by the program and by every layer of Paceline.
 
-All other entries of a recording are assigned to steps. A step of `DistributedDataParallel` lasts from its first forward
+Every other entry in a recording belongs to a step. A step of `DistributedDataParallel` lasts from its first forward
 pass in training mode to the first forward pass after the gradients were averaged; forward passes under `no_sync` belong
-to the same step. A step of an elastic job is a round, and a step of `LogicalShards` is a `backward`. In a program with
-several of these, the first one determines the steps, unless there are elastic rounds, which take precedence.
+to the same step. In an elastic job a step is a round, and with `LogicalShards` it is a call to `backward`. If a program
+uses several of these, the first one determines the steps; elastic rounds always take precedence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ os.register_at_fork(after_in_child=_numbers.clear)
 
 
 def number_of(name: str) -> int:
-    """Returns the number of a name in the recording, or 0 if nothing is recorded."""
+    """Returns the number that identifies a name in the recording, or 0 if recording is disabled."""
     number = _numbers.get(name)
     if number is None:
         begin_once()
@@ -40,18 +40,18 @@ def number_of(name: str) -> int:
     return number
 
 
-class span:  # noqa: N801  # used as a function and in `with` statements, like the functions of contextlib
+class span:  # noqa: N801  # used like a function of contextlib
     """Records the duration of a part of the program under a name.
 
     It can be used as a context manager and as a decorator, may be nested and used on several threads, and takes less
-    than a microsecond. The recording keeps the latest 16,384 spans and events. Diagnoses report spans that have not
+    than a microsecond. The recording keeps the latest 16,384 spans and events. Diagnoses include spans that have not
     ended; see docs/observe.md.
 
         with paceline.span("augment"):
             images = augment(images)
 
     Args:
-        name: a few words; a recording has room for 500 different names of up to 63 bytes.
+        name: a short description; a recording can hold 500 different names of up to 63 bytes each.
     """
 
     __slots__ = ("_name", "_stamps")
@@ -88,7 +88,7 @@ class span:  # noqa: N801  # used as a function and in `with` statements, like t
 
 
 class RecordedSpan:
-    """Span of one of Paceline's own kinds, for use by one thread at a time."""
+    """Span with one of Paceline's own event kinds, for use by one thread at a time."""
 
     __slots__ = ("_first", "_kind", "_name", "_second", "_stamp")
 
@@ -108,7 +108,7 @@ class RecordedSpan:
 
 
 def begin_event(kind: int, name: str = "", first: int = 0, second: int = 0) -> int:
-    """Begins an event; returns the stamp with which `_core.record_end` ends it."""
+    """Begins an event; returns the stamp to pass to `_core.record_end` at its end."""
     return _core.record_begin(kind, number_of(name) if name else 0, first, second)
 
 
@@ -118,7 +118,7 @@ def note_event(kind: int, name: str = "", first: int = 0, second: int = 0) -> No
 
 
 class StepCounter:
-    """Counter of this process's training steps. One object, the *maker*, determines where steps begin and end."""
+    """Counter for this process's training steps. One object, the *maker*, determines where steps begin and end."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -130,7 +130,7 @@ class StepCounter:
         """Ends the current step and begins the next one. Does nothing if another object determines the steps.
 
         Args:
-            maker: the object that reports the step. It becomes the maker if there is no other.
+            maker: the object that reports the step. It becomes the maker if there is none yet.
             name: the name of the steps' source, such as "ddp".
             precedence: the maker's precedence; a maker with a higher precedence replaces the current one.
         """

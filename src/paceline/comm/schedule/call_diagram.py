@@ -1,4 +1,4 @@
-"""SVG diagram of a simulated call, with its messages over time (`draw_call`)."""
+"""SVG diagram of a simulated call that shows messages over time (`draw_call`)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ STYLE = """
 def draw_call(algorithm: str, operation: Operation, nbytes: int, network: Network, root: int = 0) -> str:
     """Returns an SVG of a call: ranks from top to bottom, time from left to right, and a band for each message.
 
-    A band extends from its sender's line, while its bytes are sent, to the receiver's line, while they arrive. Its
-    colour is that of its first block.
+    A band extends from the interval on the sender's line in which the bytes are sent to the interval on the receiver's
+    line in which they arrive. The color of a band depends on the message's first block.
 
     Raises:
-        ValueError: the algorithm does not offer the operation, or there are too many ranks or messages for a picture.
+        ValueError: the algorithm does not implement the operation, or there are too many ranks or messages for a
+            picture.
     """
     n = network.world_size
     if n > MOST_RANKS:
@@ -117,7 +118,7 @@ class _CallDiagram:
         return f'<polygon points="{points}" {look}><title>{title}</title></polygon>'
 
     def _now(self) -> str:
-        """Returns a line that moves from left to right repeatedly."""
+        """Returns an animated line that repeatedly moves from left to right."""
         moves = "".join(
             f'<animate attributeName="{end}" from="{LEFT}" to="{WIDTH - RIGHT}" dur="{PLAYS_S}s" '
             'repeatCount="indefinite"/>'

@@ -1,20 +1,20 @@
-"""The circulant graph: as few rounds as a tree and as few bytes as a ring, for any number of members; and rails.
+"""Collectives on the circulant graph, with as few rounds as a tree and as few bytes as a ring, and on rails.
 
-In the reduce-scatter, a member first holds contributions to the blocks of all n members. In each round it keeps the
-contributions to its own block and to those of the next members up to a certain distance. It divides the rest into parts
-and sends each part to the member whose block is the first in that part. With halves (`radix` 2) the remaining data
-halves in each round, as in Träff 2024, "Optimal, non-pipelined reduce-scatter and allreduce algorithms"; more parts
-save rounds on links with a high latency. No byte is sent more often than in a ring. All members have the same steps
-relative to their own position.
+The number of members may be arbitrary. At the start of a reduce-scatter, a member holds contributions to the blocks of
+all n members. In each round it keeps the contributions to its own block and to the blocks of the next members up to a
+certain distance. It divides the rest into parts, and sends each part to the member that owns the part's first block.
+With halves (`radix` 2) the remaining data halves in each round, as in Träff 2024, "Optimal, non-pipelined
+reduce-scatter and allreduce algorithms"; more parts save rounds, which helps on links with a high latency. No byte is
+sent more often than in a ring. All members perform the same steps relative to their own position.
 
-In an all-reduce on rails, the l-th ranks of all hosts are the l-th rail, which owns the l-th slice of the tensor. Rings
-within the hosts reduce the slice, the rail exchanges it between hosts on the circulant graph, and rings within the
-hosts pass the slices around. The tensor is cut into segments: while one segment is exchanged between hosts, the next
-one is reduced within them. Each host's rings move the blocks in the order in which its rails need them.
+In an all-reduce on rails, the l-th ranks of all hosts form the l-th rail, which owns the l-th slice of the tensor.
+Rings within the hosts reduce the slice, the rail exchanges it between hosts on the circulant graph, and rings within
+the hosts distribute the slices. The tensor is divided into segments: while one segment is exchanged between hosts, the
+next one is reduced within them. The rings of a host move the blocks in the order in which the rails need them.
 
-`hierarchical.py` uses `LONG`: a rank exchanges data with one other host at a time, and there are many segments. The
-algorithm `circulant` uses `SHORT`, for tensors for which latency matters more than bandwidth: there are fewer rounds,
-in which a rank sends to several hosts at the same time, and fewer segments.
+`hierarchical.py` uses the parameters `LONG`, with which a rank exchanges data with one other host at a time, in many
+segments. The algorithm `circulant` uses `SHORT`, for tensors whose transfer is dominated by latency: there are fewer
+segments and fewer rounds, and a rank sends to several hosts at the same time.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ from paceline.comm.schedule.steps import (
 
 
 class CirculantRound(NamedTuple):
-    """A round that reduces the blocks at distances below `reach` to the blocks below `width`, in parts of `width`."""
+    """A round that reduces the blocks at distances below `reach` to those below `width`, in parts of `width` blocks."""
 
     width: int
     reach: int
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """The parts that are sent, as their distances and numbers of blocks."""
+        """The distance and the number of blocks of each part that is sent."""
         distances = range(self.width, self.reach, self.width)
         return [(distance, min(self.width, self.reach - distance)) for distance in distances]
 
 
 def circulant_rounds(n: int, radix: int) -> list[CirculantRound]:
-    """Returns the rounds of a reduce-scatter among n members; an all-gather has them in reverse.
+    """Returns the rounds of a reduce-scatter among n members; an all-gather runs them in reverse.
 
-    There are as few rounds as with parts of a `radix`-th, and as few parts as this number of rounds allows.
+    The number of rounds is the minimum for `radix` parts per round, and the number of parts is the minimum for this
+    number of rounds.
     """
     found = _rounds_of_radix(n, radix)
     while radix > 2 and len(smaller := _rounds_of_radix(n, radix - 1)) == len(found):
@@ -76,7 +77,7 @@ def _rounds_of_radix(n: int, radix: int) -> list[CirculantRound]:
 
 
 def send_order(n: int, me: int, radix: int) -> list[int]:
-    """Returns the blocks in the order in which member `me` sends them in a reduce-scatter, with its own block last."""
+    """Returns the blocks in the order in which member `me` sends them in a reduce-scatter; its own block is last."""
     first = circulant_rounds(n, radix)[0].width if n > 1 else 0
     return [(me + first + distance) % n for distance in range(n)]
 
@@ -86,7 +87,7 @@ def reduce_phase(
 ) -> list[Step]:
     """Returns the steps of a reduce-scatter of OUTPUT in place, after which member i has the sums of blocks[i].
 
-    `members[me]` is this rank; there are as many blocks as members.
+    `members[me]` is this rank; the number of blocks equals the number of members.
     """
     n, steps = len(members), list[Step]()
     for turn in circulant_rounds(n, radix):
@@ -101,7 +102,7 @@ def reduce_phase(
 
 
 def gather_phase(members: Sequence[int], me: int, blocks: Sequence[int], radix: int) -> list[Step]:
-    """Returns the steps of an all-gather of OUTPUT: all members get blocks[i], which member i holds."""
+    """Returns the steps of an all-gather of OUTPUT, in which member i sends blocks[i] to all members."""
     n, steps = len(members), list[Step]()
     for turn in reversed(circulant_rounds(n, radix)):
         for distance, count in turn.parts:
@@ -117,27 +118,27 @@ def _slices_around(blocks: Sequence[int], first: int, count: int) -> list[Buffer
 
 
 def phase_latency_s(n: int, radix: int, link: LinkCost, calls: int = 1) -> float:
-    """Returns the seconds of latency in `calls` sequential phases of n members.
+    """Returns the total latency, in seconds, of `calls` sequential phases among n members.
 
-    The messages of a round are in flight at the same time, but each occupies its rank for a part of its alpha.
+    The messages of a round are in flight at the same time, but each one occupies its rank for a part of its alpha.
     """
     flight_s = link.alpha_s - link.busy_s
     return sum(flight_s + calls * len(turn.parts) * link.busy_s for turn in circulant_rounds(n, radix))
 
 
 class RailParameters(NamedTuple):
-    """The division of the work on rails.
+    """The division of work on rails.
 
     Attributes:
-        radix: the number of parts into which a round between hosts divides a rank's data.
-        segments: the number of parts into which the tensor is cut where hosts have several ranks.
+        radix: the number of parts into which each round between hosts divides a rank's data.
+        segments: the number of segments into which the tensor is divided if hosts have several ranks.
     """
 
     radix: int
     segments: int
 
     def segments_for(self, n_hosts: int, n_local: int) -> int:
-        """Returns the number of segments on `n_hosts` hosts of `n_local` ranks."""
+        """Returns the number of segments for `n_hosts` hosts with `n_local` ranks each."""
         return self.segments if n_hosts > 1 and n_local > 1 else 1
 
 
@@ -146,7 +147,7 @@ SHORT = RailParameters(radix=12, segments=2)
 
 
 def all_reduce(home: HostPosition, cut: RailParameters) -> BlocksAndSteps:
-    """Returns a rank's steps of an all-reduce between hosts with the same number of ranks."""
+    """Returns a rank's steps in an all-reduce between hosts with equal numbers of ranks."""
     hosts, host, local, me = home
     n_hosts, n_local = len(hosts), len(local)
     segments = range(cut.segments_for(n_hosts, n_local))
@@ -171,7 +172,7 @@ def all_reduce(home: HostPosition, cut: RailParameters) -> BlocksAndSteps:
 
 
 def _short_all_reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Rails with few rounds; on uneven hosts, the leaders exchange the data."""
+    """Runs on rails with few rounds; if hosts have different numbers of ranks, their leaders exchange the data."""
     hosts, host, local, me = home = find_host_position(topology)
     if home.is_even:
         return all_reduce(home, SHORT)
@@ -190,7 +191,7 @@ OFFERS: dict[Operation, Builder] = {Operation.ALL_REDUCE: _short_all_reduce}
 
 
 def cost(case: Case, cut: RailParameters) -> float:
-    """Returns the seconds of an all-reduce between hosts with the same number of ranks."""
+    """Returns the duration, in seconds, of an all-reduce between hosts with equal numbers of ranks."""
     return _phase_s(case, cut, case.gamma) + _phase_s(case, cut, 0)
 
 
@@ -206,7 +207,7 @@ def _phase_s(case: Case, cut: RailParameters, gamma: float) -> float:
 
 
 def _between_s(case: Case, radix: int, segments: int, nbytes: float, sharing: int, gamma: float) -> float:
-    """Returns the seconds of a phase between hosts, in which `sharing` ranks of each host exchange `nbytes` each."""
+    """Returns the duration, in seconds, of a phase in which `sharing` ranks of each host exchange `nbytes` each."""
     far, share = case.model.between_hosts, nbytes * (case.n_hosts - 1) / case.n_hosts
     waiting_s = phase_latency_s(case.n_hosts, radix, far, segments)
     return waiting_s + share * (sharing * far.beta_s_per_byte + gamma)

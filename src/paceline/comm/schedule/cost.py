@@ -1,6 +1,6 @@
-"""Prediction of each algorithm's duration for a call, choice of the fastest, and lower bounds for an all-reduce.
+"""Predicted durations of algorithms for a call, selection of the fastest, and lower bounds for an all-reduce.
 
-The closed forms are the `COSTS` of each algorithm, expressed in the terms of `cost_model.py`.
+The closed forms are the `COSTS` of each algorithm, expressed with the cost model in `cost_model.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AlgorithmPrediction:
 
 
 class PreferredAlgorithm(NamedTuple):
-    """An algorithm that is chosen although another is predicted to be slightly faster, and its advantage."""
+    """An algorithm that is chosen although another one is predicted to be slightly faster, and the reason."""
 
     prediction: AlgorithmPrediction
     merit: str
@@ -69,7 +69,7 @@ def predict(
         hosts: the ranks of each host; None if all ranks are on one host.
 
     Raises:
-        ValueError: the algorithm does not offer the operation, or `hosts` does not have `world_size` ranks.
+        ValueError: the algorithm does not implement the operation, or `hosts` does not contain `world_size` ranks.
     """
     sizes = tuple(len(host) for host in hosts) if hosts else (world_size,)
     if sum(sizes) != world_size or not all(sizes):
@@ -87,7 +87,7 @@ def choose(
     hosts: Sequence[Sequence[int]] | None = None,
     forced: str | None = None,
 ) -> AlgorithmChoice:
-    """Returns the fastest algorithm for the call, or `forced`, with the predictions of all others.
+    """Returns the fastest algorithm for the call, or `forced`, with the predicted durations of all candidates.
 
     The other arguments are those of `predict`.
 
@@ -98,7 +98,7 @@ def choose(
         AlgorithmPrediction(name, predict(model, name, operation, nbytes, world_size, hosts))
         for name in algorithms_offering(operation)
     ]
-    # The times are rounded so that the first one in the registry wins among algorithms that coincide in this case.
+    # Durations are rounded, so among algorithms that coincide in this case the first one in the registry is chosen.
     candidates = tuple(sorted(times, key=lambda prediction: float(f"{prediction.seconds:.9g}")))
     return forced_or_best(operation, nbytes, world_size, len(hosts or [0]), candidates, forced)
 
@@ -117,8 +117,8 @@ def forced_or_best(
     Args:
         operation, nbytes, world_size, n_hosts: the call.
         candidates: the algorithms from the fastest to the slowest.
-        forced: the algorithm to take, or None.
-        preferred: an algorithm that is about as fast as the fastest and is taken instead of it, or None.
+        forced: the algorithm to choose, or None.
+        preferred: an algorithm to choose in place of the fastest because it is nearly as fast, or None.
 
     Raises:
         ValueError: `forced` is not an algorithm, or does not offer the operation.
@@ -151,10 +151,10 @@ def _forced(name: str, operation: Operation, candidates: Sequence[AlgorithmPredi
 
 
 def least_all_reduce_s(network: Network, nbytes: int) -> float:
-    """Returns a lower bound on the duration of an all-reduce in seconds, for any algorithm.
+    """Returns a lower bound, in seconds, on the duration of an all-reduce with any algorithm.
 
-    Each of H hosts sends on average at least 2 (H - 1) / H of the bytes (Patarasuk and Yuan 2009), and the last byte
-    takes the latency. The same is true of the ranks of one host.
+    Each of H hosts sends on average at least 2 (H - 1) / H of the bytes (Patarasuk and Yuan 2009), and the last byte is
+    delayed by the latency. The same is true of the ranks of one host.
     """
     n_hosts, per_host = len(network.hosts), len(network.hosts[0])
     members, link = (n_hosts, network.node) if n_hosts > 1 else (per_host, network.within_host)
@@ -164,12 +164,12 @@ def least_all_reduce_s(network: Network, nbytes: int) -> float:
 
 
 def alpha_beta_s(network: Network, nbytes: int) -> float:
-    """Returns the alpha-beta bound of an all-reduce on H hosts with L ranks each, in seconds.
+    """Returns the alpha-beta bound, in seconds, for an all-reduce on H hosts with L ranks each.
 
     ceil(log2 H) alpha + ceil(log2 L) alpha' + max(2 (H - 1) / H * nbytes * beta, 2 (L - 1) / L * nbytes * beta'), where
-    alpha and beta are the costs between hosts, and alpha' and beta' those within a host. Each message at most doubles
-    the number of ranks that a rank's data has reached, and no byte needs to be sent more often. No known algorithm
-    attains both terms at once.
+    alpha and beta are the costs between hosts, and alpha' and beta' those within a host. The first two terms count the
+    rounds, each of which at most doubles the number of ranks that a rank's data has reached; the last one counts the
+    bytes that must be sent. No known algorithm attains both minima at once.
     """
     n_hosts, per_host = len(network.hosts), len(network.hosts[0])
     far, near = network.node, network.within_host
@@ -209,7 +209,7 @@ def _about_star(choice: AlgorithmChoice) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """Formats a time with its unit: `12.3 us`, `4.56 ms`, `7.89 s`."""
+    """Formats a time with a suitable unit: `12.3 us`, `4.56 ms`, `7.89 s`."""
     for unit, scale in (("us", 1e-6), ("ms", 1e-3)):
         if value < 1000 * scale:
             return f"{value / scale:.3g} {unit}"

@@ -1,9 +1,9 @@
-"""Cost model of the algorithms, in which a message costs alpha, a byte beta, and a reduced byte gamma.
+"""Cost model for the algorithms, in which a message costs alpha, each byte beta, and each reduced byte gamma.
 
-The terms are the usual ones: Hockney 1994 for a message, Thakur, Rabenseifner, Gropp 2005 for trees and for halving and
-doubling, Patarasuk and Yuan 2009 for rings. A rank sends one message and receives one message at a time. The formulas
-assume that ranks are numbered host by host, and that the ranks of a host share its network link. Each algorithm's file
-has its `COSTS` next to its `OFFERS`; `cost.py` evaluates them.
+The terms follow Hockney 1994 for a message, Thakur, Rabenseifner, Gropp 2005 for trees and for halving and doubling,
+and Patarasuk and Yuan 2009 for rings. A rank sends one message and receives one message at a time. The formulas assume
+that ranks are numbered host by host, and that the ranks of a host share its network link. Each algorithm's file defines
+`COSTS` next to `OFFERS`; `cost.py` evaluates them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 PIPE_NBYTES = 128 << 10
-"""The number of bytes of a long slice that a rank receives before it starts to pass them on."""
+"""The number of bytes that a rank receives of a long slice before it starts to forward them."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class LinkCost:
     """The cost of a message on a link.
 
     Attributes:
-        alpha_s: the seconds of a message.
+        alpha_s: the duration of an empty message, in seconds.
         beta_s_per_byte: the additional seconds for each byte.
-        overhead_s: the part of alpha during which the message occupies its ranks; None if unknown, which means half.
+        overhead_s: the part of alpha during which the message occupies its ranks; None (unknown) means half of alpha.
     """
 
     alpha_s: float
@@ -32,13 +32,13 @@ class LinkCost:
 
     @property
     def busy_s(self) -> float:
-        """The seconds for which a message of any length occupies its ranks."""
+        """The time, in seconds, for which a message of any length occupies its ranks."""
         return self.alpha_s / 2 if self.overhead_s is None else self.overhead_s
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The costs of the link between two ranks of a host, of a host's link to the network, and of reducing a byte."""
+    """The costs of a link between two ranks of a host, of a host's network link, and of the reduction of a byte."""
 
     within_host: LinkCost
     between_hosts: LinkCost
@@ -47,7 +47,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Case:
-    """A call; `nbytes` is the length of a rank's longest buffer, with all blocks of a gather, scatter or all-to-all."""
+    """A call; `nbytes` is the length of a rank's longest buffer: all blocks of a gather, a scatter or an all-to-all."""
 
     model: CostModel
     nbytes: int
@@ -80,12 +80,12 @@ class Case:
 
     @property
     def gamma(self) -> float:
-        """The seconds per reduced byte."""
+        """The cost, in seconds, of reducing a byte."""
         return self.model.gamma_s_per_byte
 
     @property
     def slowest(self) -> LinkCost:
-        """The slowest link when all ranks move data at the same time."""
+        """The link that is the slowest when all ranks send at the same time."""
         return self.model.between_hosts if self.n_hosts > 1 else self.model.within_host
 
     def link(self, distance: int) -> LinkCost:
@@ -95,7 +95,7 @@ class Case:
 
 
 Cost: TypeAlias = Callable[[Case], float]
-"""The closed form of one operation: the seconds that a call takes."""
+"""The closed form for one operation: the duration of a call, in seconds."""
 
 
 def message_s(link: LinkCost, nbytes: float, extra_s_per_byte: float = 0) -> float:
@@ -104,5 +104,5 @@ def message_s(link: LinkCost, nbytes: float, extra_s_per_byte: float = 0) -> flo
 
 
 def doubling_rounds(n: int) -> int:
-    """Returns the number of rounds in which n ranks are reached if each round doubles the number of ranks reached."""
+    """Returns the number of rounds needed to reach n ranks if each round doubles the number of ranks reached."""
     return (n - 1).bit_length()

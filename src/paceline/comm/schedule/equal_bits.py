@@ -1,8 +1,9 @@
-"""Proof that the results of all ranks are bitwise equal, although sums and PACK round.
+"""Proof that all ranks' results are bitwise equal although sums and PACK round.
 
-The value of a block is represented by a term of its computation: a rank's own block, a sum of two terms, a packed or
-unpacked term, or a mean. Equal terms have equal bits. `verify` proves that the order of events does not matter, so one
-order suffices: each rank executes its steps in order, and links hold any number of messages.
+The value of a block is represented by a term that describes its computation: a rank's own block, a sum of two terms, a
+packed or unpacked term, or a mean. Equal terms have equal bits. `verify` proves that the order of events does not
+matter, so checking one order is sufficient: each rank executes its steps in order, and links buffer any number of
+messages.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _OF_ALL = frozenset((Operation.ALL_REDUCE, Operation.ALL_GATHER))
 
 
 def require_equal_bits(schedules: Sequence[Schedule]) -> None:
-    """Proves that all ranks end an all_reduce or an all_gather with the same bits in OUTPUT.
+    """Proves that an all_reduce or an all_gather leaves the same bits in OUTPUT on all ranks.
 
     Args:
-        schedules: the schedules of all ranks in order, which `verify` accepts.
+        schedules: the schedules of all ranks, in order; `verify` must have accepted them.
 
     Raises:
-        ValueError: the operation has different results on different ranks.
+        ValueError: the operation produces different results on different ranks by definition.
         ScheduleError: two ranks may end with different bits; the message names them and the block.
     """
     first = schedules[0]
@@ -62,10 +63,10 @@ class TermExecution:
         }
 
     def to_the_end(self) -> None:
-        """Runs the ranks in turn, each until it waits for a message.
+        """Runs the ranks in turn, each until it must wait for a message.
 
         Raises:
-            ScheduleError: all ranks wait.
+            ScheduleError: all ranks wait for messages.
         """
         running = deque((rank, self._steps(rank)) for rank in range(len(self._schedules)))
         idle = 0
@@ -85,7 +86,7 @@ class TermExecution:
         return [held[place] for place in sorted(held) if place[0] is Buffer.OUTPUT]
 
     def _steps(self, rank: int) -> Iterator[int]:
-        """Executes the steps of a rank; yields the number of a step that must wait for its message."""
+        """Executes the steps of a rank; yields the index of each step that must wait for its message."""
         schedule, held = self._schedules[rank], self._memories[rank]
         for number, (kind, peer, dst, src, final) in enumerate(schedule.steps):
             if kind is StepKind.SEND:

@@ -1,10 +1,11 @@
-"""Recursive halving and doubling: log2(n) rounds as in a tree, and few bytes as in a ring.
+"""Recursive halving and doubling, with log2(n) rounds like a tree and as few bytes as a ring.
 
-It consists of a reduce-scatter, in which partners exchange halves of their remaining data, and an all-gather, which
-repeats the rounds in reverse: Rabenseifner 2004, "Optimization of Collective Reduction Operations". If the world size
-is not a power of two, the first ranks are folded, as in that paper: in each of the first pairs, the odd rank sends its
-data to the even rank and receives the result at the end. Broadcast is a scatter and an all-gather (Barnett et al. 1994;
-Thakur, Rabenseifner, Gropp 2005); the barrier is the dissemination barrier (Hensgen, Finkel, Manber 1988).
+An all-reduce consists of a reduce-scatter, in which partners exchange halves of their remaining data, and an
+all-gather, which repeats the rounds in reverse: Rabenseifner 2004, "Optimization of Collective Reduction Operations".
+If the world size is not a power of two, the first ranks are folded, as in that paper: in each of the first pairs, the
+odd rank sends its data to the even rank and receives the result at the end. Broadcast is a scatter followed by an
+all-gather (Barnett et al. 1994; Thakur, Rabenseifner, Gropp 2005); the barrier is the dissemination barrier (Hensgen,
+Finkel, Manber 1988).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from paceline.comm.schedule.steps import (
 class _Fold(NamedTuple):
     """The ranks that remain after folding. `slot` is this rank's index in `active`, whose length is a power of two.
 
-    `partner` is the other rank of a folded pair, or -1; `folded` is true on the rank of the pair that only waits.
+    `partner` is the other rank of a folded pair, or -1; `folded` is true on the idle rank of the pair.
     """
 
     active: list[int]
@@ -54,17 +55,17 @@ def _fold(group: Sequence[int], me: int) -> _Fold:
 
 
 def _even_edges(fold: _Fold) -> range:
-    """Returns the edges for one block per slot; slot i has the blocks range(edges[i], edges[i + 1])."""
+    """Returns the edges for one block per slot; the blocks of slot i are range(edges[i], edges[i + 1])."""
     return range(len(fold.active) + 1)
 
 
 def _rank_edges(fold: _Fold, world_size: int) -> list[int]:
-    """Returns the edges for the blocks of each slot's ranks; a folded pair has two blocks."""
+    """Returns the edges for one block per rank; the slot of a folded pair has two blocks."""
     return [*fold.active, world_size]
 
 
 def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) -> list[Step]:
-    """Returns the steps of a reduce-scatter: slot i's `into` gets the sums of its blocks of all slots' `own`."""
+    """Returns the steps of a reduce-scatter of all slots' `own`; slot i receives the sums of its blocks in `into`."""
     steps: list[Step] = []
     low, high = 0, len(fold.active)
     while (half := (high - low) // 2) > 0:
@@ -78,7 +79,7 @@ def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) 
 
 
 def doubling_phase(fold: _Fold, edges: Sequence[int], buffer: Buffer) -> list[Step]:
-    """Returns the steps of an all-gather: all slots get the blocks of each slot."""
+    """Returns the steps of an all-gather, in which every slot's blocks are sent to all slots."""
     steps: list[Step] = []
     width = 1
     while width < len(fold.active):
@@ -108,7 +109,7 @@ def all_reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Folds, halves, and gathers to the root, which is slot 0."""
+    """Folds, halves, and gathers to the root in slot 0."""
     world = rotated(range(topology.world_size), topology.root)
     fold = _fold(world, world.index(topology.rank))
     edges = _even_edges(fold)
@@ -124,7 +125,7 @@ def reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def broadcast(topology: RankTopology) -> BlocksAndSteps:
-    """Scatters from the root, which is slot 0, then doubles and unfolds."""
+    """Scatters from the root in slot 0, then doubles and unfolds."""
     world = rotated(range(topology.world_size), topology.root)
     fold = _fold(world, world.index(topology.rank))
     edges = _even_edges(fold)
@@ -152,7 +153,7 @@ def all_gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Folds, halves, and sends the folded rank its block."""
+    """Folds, halves, and sends each folded rank its block."""
     n = topology.world_size
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
@@ -195,9 +196,9 @@ OFFERS: dict[Operation, Builder] = {
 _OVERLAP = 4 / 3
 """The factor by which overlap slows down the rounds of long halves.
 
-The lower half arrives first. Ranks that need it begin their next round while others are still in the current one. They
-then use a part of the others' links and leave their own links idle afterwards. Simulations of 4 to 32 ranks give 1.32
-to 1.4.
+The lower half of a message arrives first. Ranks that need this half begin their next round while other ranks are still
+in the current one. The early ranks then take a part of the bandwidth on those ranks' links, and later leave their own
+links idle. Simulations with 4 to 32 ranks yield factors of 1.32 to 1.4.
 """
 
 
@@ -218,7 +219,7 @@ def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
 
 
 def _fold_s(case: Case, nbytes: float, gamma: float = 0) -> float:
-    """Returns the seconds in which folded ranks send or receive their data if the world size is not a power of two."""
+    """Returns the time, in seconds, in which folded ranks send or receive their data; 0 if no rank is folded."""
     return message_s(case.link(1), nbytes, gamma) if case.n & (case.n - 1) else 0
 
 

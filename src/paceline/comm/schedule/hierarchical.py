@@ -1,11 +1,11 @@
-"""Hierarchical algorithms: ranks exchange data first within each host, then between hosts over the slower links.
+"""Hierarchical algorithms, which exchange data first within each host, then between hosts over the slower links.
 
 If all hosts have the same number of ranks, the l-th ranks of all hosts form the l-th rail, which owns the l-th slice of
 the tensor: rings within the hosts reduce the slice, the rail exchanges it between hosts, and rings within the hosts
-pass the slices around, so that all ranks use the network at once (as in Horovod's and NCCL's hierarchical all-reduce;
-Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision"). Otherwise, and for operations
-with a root, each host's first rank is its leader and represents it; on the root's host the root is the leader.
-`circulant.py` has the all-reduce on rails.
+distribute the slices. All ranks thus use the network at once (as in the hierarchical all-reduce of Horovod and NCCL;
+Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision"). If hosts have different numbers
+of ranks, and in operations with a root, the first rank of each host is the leader and represents its host; on the
+root's host the root is the leader. `circulant.py` implements the all-reduce on rails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paceline.comm.schedule.steps import (
 
 
 def all_reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Rails; on uneven hosts, a tree in each host sums the tensors, and a ring of the leaders exchanges the sums."""
+    """Uses rails; with uneven hosts, a tree in each host sums the tensors, and a ring of leaders exchanges the sums."""
     hosts, host, local, me = home = find_host_position(topology)
     n_hosts = len(hosts)
     if home.is_even:
@@ -48,7 +48,7 @@ def all_reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Each rank collects its host's sums for its rail, which reduces them; on uneven hosts, the leaders do both."""
+    """Each rank collects its host's sums for its rail, which reduces them; with uneven hosts, leaders do both."""
     n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
@@ -86,7 +86,7 @@ def _ring_to_output(members: Sequence[int], me: int, held: Buffer) -> list[Step]
 
 
 def all_gather(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks are passed along the rails, then around each host; on uneven hosts, they pass through the leaders."""
+    """Blocks are passed along the rails, then around each host; with uneven hosts, they pass through the leaders."""
     n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
     steps = [copy(BufferSlice(Buffer.OUTPUT, topology.rank), OWN_INPUT)]
     if home.is_even:
@@ -101,14 +101,14 @@ def all_gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def broadcast(topology: RankTopology) -> BlocksAndSteps:
-    """The tensor is sent down a tree of the leaders, then down a tree in each host."""
+    """The tensor is sent down a tree of leaders, then down a tree in each host."""
     _, host, local, me = home = find_host_position(topology)
     between = tree.broadcast_phase(home.rail, host, OWN_OUTPUT) if me == 0 else []
     return 1, between + tree.broadcast_phase(local, me, OWN_OUTPUT)
 
 
 def reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Sums are sent up a tree in each host, then up a tree of the leaders."""
+    """Sums are sent up a tree in each host, then up a tree of leaders."""
     hosts, host, local, me = home = find_host_position(topology)
     own, into = (
         (OWN_OUTPUT, OWN_OUTPUT) if topology.rank == topology.root else (OWN_INPUT, BufferSlice(Buffer.SCRATCH, 0))
@@ -120,7 +120,7 @@ def reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def gather(topology: RankTopology) -> BlocksAndSteps:
-    """The leaders collect their hosts' blocks and send them up a tree of the leaders."""
+    """The leaders collect their hosts' blocks and send them up a tree of leaders."""
     hosts, host, local, me = home = find_host_position(topology)
     if me:
         return topology.world_size, [send(local[0], OWN_INPUT)]
@@ -131,7 +131,7 @@ def gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks are sent down a tree of the leaders, which distribute them within their hosts."""
+    """Blocks are sent down a tree of leaders, which distribute them within their hosts."""
     hosts, host, local, me = home = find_host_position(topology)
     if me:
         return topology.world_size, [receive(local[0], OWN_OUTPUT)]
@@ -142,14 +142,14 @@ def scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def barrier(topology: RankTopology) -> BlocksAndSteps:
-    """A tree in each host, and a dissemination barrier between the leaders."""
+    """A tree synchronizes the ranks of each host, and a dissemination barrier synchronizes the leaders."""
     _, host, local, me = home = find_host_position(topology)
     between = halving_doubling.disseminate_phase(home.rail, host) if me == 0 else []
     return 0, tree.arrive_phase(local, me) + between + tree.leave_phase(local, me)
 
 
 ALIKE = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER))
-"""The operations in which equal hosts have the same steps relative to their position."""
+"""The operations in which all hosts perform the same steps relative to their position, if hosts are equal."""
 
 OFFERS: dict[Operation, Builder] = {
     Operation.ALL_REDUCE: all_reduce,
@@ -164,7 +164,7 @@ OFFERS: dict[Operation, Builder] = {
 
 
 def _between(case: Case, turns: float, nbytes: float, gamma: float = 0, *, sharing: int = 1) -> float:
-    """Returns the seconds of `turns` messages between hosts while `sharing` ranks of a host send at once."""
+    """Returns the time, in seconds, for `turns` messages between hosts while `sharing` ranks per host send at once."""
     link = case.model.between_hosts
     return turns * (link.alpha_s + nbytes * (sharing * link.beta_s_per_byte + gamma))
 
@@ -174,7 +174,7 @@ def _within(case: Case, turns: float, nbytes: float, gamma: float = 0) -> float:
 
 
 def _rails(case: Case, gamma: float) -> float:
-    """Returns the seconds of a ring over slices within hosts, block by block, and of a ring between hosts."""
+    """Returns the time, in seconds, for a ring over slices within hosts, block by block, and a ring between hosts."""
     inside = (case.local - 1) * (case.n_hosts - 1) * case.model.within_host.alpha_s
     return (
         inside
@@ -188,7 +188,7 @@ def _leaders_ring(case: Case, gamma: float) -> float:
 
 
 def _through_leaders(case: Case, gamma: float = 0) -> float:
-    """Returns the seconds in which all bytes pass through a tree in the host and a tree between hosts."""
+    """Returns the time, in seconds, in which all bytes pass through a tree in the host and a tree between hosts."""
     return _within(case, doubling_rounds(case.local), case.nbytes, gamma) + _between(
         case, doubling_rounds(case.n_hosts), case.nbytes, gamma
     )
@@ -222,7 +222,7 @@ def _hierarchical_all_gather(case: Case) -> float:
 
 
 def _hierarchical_gather(case: Case) -> float:
-    """Returns the seconds of a sequential gather within the host and a gather in a tree between hosts."""
+    """Returns the time, in seconds, for a sequential gather within the host and a tree gather between hosts."""
     levels = [min(1 << level, case.n_hosts - (1 << level)) for level in range(doubling_rounds(case.n_hosts))]
     between = sum(_between(case, 1, width * case.local * case.block) for width in levels)
     return _within(case, case.local - 1, case.block) + between

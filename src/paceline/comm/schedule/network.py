@@ -1,18 +1,18 @@
-"""Network: hosts with their links, racks or regions that share an uplink, and the ranks on the hosts.
+"""Network model: hosts and their links, racks or regions that share an uplink, and the ranks on the hosts.
 
-Every link is full duplex. A message from one host to another passes up the source's link and down the target's, and
-through the uplinks of both groups if it leaves a group. Its latency is the largest of the hosts' latencies plus, if it
-passes through uplinks, the largest of the uplinks' latencies. For a pair of hosts with a link in `pairs`, that link's
-latency applies instead, and the messages also share its bandwidth.
+Every link is full duplex. A message between hosts passes up the source's link and down the target's link, and through
+the uplinks of both groups if it leaves a group. Its latency is the larger latency of the two hosts' links plus, if it
+passes through uplinks, the largest latency of the uplinks. If `pairs` contains a link for the two hosts, the latency of
+this link applies instead, and the messages also share its bandwidth.
 
 
-Packet loss has two costs. Lost packets are retransmitted, so only r (1 - p) of a rate r is left; and TCP slows down to
-at most MSS / RTT * sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion avoidance
+Packet loss has two costs. Lost packets are retransmitted, which leaves r (1 - p) of a rate r, and TCP slows down to at
+most MSS / RTT * sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion avoidance
 algorithm").
 
-`describe_differences` derives a network from measurements of all pairs of hosts. The pairs measure in the rounds of a
-tournament, as many as possible at the same time, so that a shared link, such as the uplink of a rack, lowers their
-rates.
+`describe_differences` derives a network from measurements between all pairs of hosts. The measurements follow the
+rounds of a tournament, with as many pairs as possible at the same time, because the bottleneck of a shared link, such
+as a rack's uplink, is only visible under concurrent traffic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import TypeAlias
 from paceline.comm.schedule.cost_model import CostModel, LinkCost
 
 MSS_NBYTES = 1448
-"""The payload of a TCP segment on Ethernet, in bytes."""
+"""The payload size of a TCP segment on Ethernet, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class NetworkLink:
     """A link.
 
     Attributes:
-        latency_s: the seconds from the sending of a byte to its arrival.
-        bytes_per_s: the rate in each direction.
-        loss: the share of packets that are lost.
-        overhead_s: the seconds for which a message of any length occupies its sender and its receiver.
+        latency_s: the time from the sending of a byte to its arrival, in seconds.
+        bytes_per_s: the rate in each direction, in bytes per second.
+        loss: the fraction of packets that are lost.
+        overhead_s: the time for which a message of any length occupies its sender and its receiver, in seconds.
     """
 
     latency_s: float
@@ -57,13 +57,13 @@ class NetworkLink:
 
     @property
     def cost(self) -> LinkCost:
-        """The cost of a message on the link, in the terms of the closed forms."""
+        """The cost of a message on the link, as used in the closed forms."""
         rate = min(self.bytes_per_s * (1 - self.loss), most_with_loss(self.latency_s, self.loss))
         return LinkCost(self.latency_s + self.overhead_s, 1 / rate, self.overhead_s)
 
 
 def most_with_loss(latency_s: float, loss: float) -> float:
-    """Returns the maximum rate, in bytes per second, of one TCP connection over a path that loses packets."""
+    """Returns the maximum rate, in bytes per second, of a TCP connection over a path with packet loss."""
     if loss == 0 or latency_s == 0:
         return float("inf")
     return MSS_NBYTES / (2 * latency_s) * sqrt(1.5 / loss)
@@ -84,13 +84,13 @@ class Network:
 
     Attributes:
         hosts: the ranks of each host.
-        within_host: the link between two ranks of a host; all transfers from a rank to others share its rate, and so do
-            all transfers to this rank.
+        within_host: the link between two ranks of a host. All transfers from a rank share the rate, and so do all
+            transfers to a rank.
         node: the link of each host, which its ranks share.
         groups: the racks or regions; a host is in at most one of them.
-        pairs: additional links of pairs of hosts, by (source, target).
-        gamma_s_per_byte: the seconds that a rank takes to reduce a byte.
-        nodes: the links of hosts whose link is not `node`.
+        pairs: additional links between pairs of hosts, by (source, target).
+        gamma_s_per_byte: the time that a rank takes to reduce a byte, in seconds.
+        nodes: the links of hosts whose link differs from `node`.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -124,10 +124,10 @@ class Network:
 
     @classmethod
     def of_costs(cls, model: CostModel, hosts: tuple[tuple[int, ...], ...]) -> Network:
-        """Returns a network with these costs; a message first occupies its ranks and is then in flight.
+        """Returns a network with the costs of `model`. A message first occupies its ranks and is then in flight.
 
-        Half of a measured alpha counts as each of these times, since it is unknown how much of it system calls take, as
-        opposed to the network and to waking a thread.
+        Each of these two times is set to half of a measured alpha, because the measurement does not separate the time
+        for system calls from the time for the network and for waking a thread.
         """
 
         def link(cost: LinkCost) -> NetworkLink:
@@ -147,7 +147,7 @@ class Network:
 
     @cached_property
     def group_of(self) -> Mapping[int, int]:
-        """The group of each host that is in a group."""
+        """The group of each host that belongs to one."""
         return {host: number for number, group in enumerate(self.groups) for host in group.hosts}
 
     @property
@@ -165,7 +165,7 @@ class Network:
         return self.nodes.get(host, self.node)
 
     def among(self, ranks: Sequence[int]) -> Network:
-        """Returns the part of the network that a group of these ranks uses; group rank r is ranks[r]."""
+        """Returns the part of the network used by a group of these ranks; group rank r is ranks[r]."""
         index = {rank: number for number, rank in enumerate(ranks)}
         kept = [number for number, host in enumerate(self.hosts) if any(rank in index for rank in host)]
         new = {host: number for number, host in enumerate(kept)}
@@ -181,7 +181,7 @@ class Network:
         )
 
     def cost_model(self) -> CostModel:
-        """Returns the terms of the closed forms, with the worst latency and the worst rate between hosts."""
+        """Returns the cost model for the closed forms, with the worst latency and the worst rate between hosts."""
         if len(self.hosts) == 1:
             return CostModel(self.within_host.cost, self.within_host.cost, self.gamma_s_per_byte)
         used = [self.node_of(host).cost for host in range(len(self.hosts))]
@@ -208,13 +208,13 @@ _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_links(text: str) -> dict[str, NetworkLink]:
-    """Parses links by name, as in `node=25gbit,0.05ms,region=1gbit,20ms,loss=0.1%`.
+    """Parses named links, for example `node=25gbit,0.05ms,region=1gbit,20ms,loss=0.1%`.
 
-    Each name is followed by a rate (kbit, mbit or gbit per second) and, unless they are 0, by a latency (us, ms or s)
-    and the percentage of lost packets, after `loss=`.
+    Each name is followed by a rate (kbit, mbit or gbit per second) and optionally by a latency (us, ms or s) and, after
+    `loss=`, the percentage of lost packets; both default to 0.
 
     Raises:
-        ValueError: a part is malformed, or a link has no rate.
+        ValueError: a part of the text is malformed, or a link has no rate.
     """
     parts: dict[str, dict[str, float]] = {}
     current: dict[str, float] = {}
@@ -252,15 +252,15 @@ def _quantity(part: str) -> dict[str, float]:
 Pair: TypeAlias = tuple[int, int]
 """The numbers of two hosts, the lower one first."""
 
-_SLOW_FRACTION = 0.5  # of the expected rate; the measured rates of equal links differ by less, or not repeatedly
+_SLOW_FRACTION = 0.5  # a link is slow below this fraction of the expected rate; equal links rarely differ so much
 
 
 def round_robin_rounds(n: int) -> list[list[Pair]]:
-    """Returns n - 1 rounds (n if n is odd) of disjoint pairs of n hosts, which together contain each pair once.
+    """Returns n - 1 rounds (n if n is odd) of disjoint pairs of n hosts; each pair occurs in exactly one round.
 
     All hosts except the first rotate on a circle, as in round-robin tournaments.
     """
-    circle = list(range(n)) + [-1] * (n % 2)  # the host paired with -1 pauses
+    circle = list(range(n)) + [-1] * (n % 2)  # -1 is a dummy: its partner sits out the round
     rounds = []
     for _ in range(len(circle) - 1):
         meeting = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
@@ -272,7 +272,7 @@ def round_robin_rounds(n: int) -> list[list[Pair]]:
 def describe_differences(n: int, measured: Mapping[Pair, NetworkLink]) -> str:
     """Returns the network of n hosts in the form of PACELINE_NETWORK, or "" if all links are equal or follow no rule.
 
-    It distinguishes slow links of single hosts, uplinks of racks, and slow links between a few pairs.
+    The recognized patterns are slow links of single hosts, uplinks of racks, and slow links between a few pairs.
 
     Args:
         n: the number of hosts.
@@ -309,7 +309,7 @@ def _link_of(host: int, bytes_per_s: float, measured: Mapping[Pair, NetworkLink]
 
 
 def _racks(n: int, thin: set[Pair]) -> list[list[int]]:
-    """Returns the groups of hosts between which all links are slow, or a single group if there is no such division."""
+    """Divides the hosts into groups between which all links are slow; returns a single group if this is impossible."""
     racks: list[list[int]] = []
     for host in range(n):
         near = [rack for rack in racks if any((other, host) not in thin for other in rack)]

@@ -39,7 +39,7 @@ _REFUSAL = bytes(_PROOF_BYTES)  # equals a valid proof with a probability of onl
 
 
 class HandshakeUnfinishedError(AuthenticationError):
-    """The peer stopped answering or closed the connection, so the secret was not checked; another attempt may work."""
+    """The peer stopped answering or closed the connection before the secret was checked; a retry may succeed."""
 
 
 class PeerGoneError(HandshakeUnfinishedError):

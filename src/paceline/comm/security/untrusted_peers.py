@@ -214,7 +214,7 @@ Pending = TypeVar("Pending", bound=Hashable)
 
 
 class PendingConnections(Generic[Pending]):
-    """Limited set of connections. One more than the limit replaces the oldest connection of the origin with the most.
+    """Bounded set of connections. Beyond the bound, a new one replaces the oldest from the origin with the most.
 
     A peer that opens many connections therefore replaces its own connections and not those of peers with few.
 
