@@ -12,7 +12,7 @@ _DISCARD_PORT = 9
 
 
 def resolver_name(host: str) -> bytes | str:
-    """Returns a host's name or address as bytes if it is ASCII; a `str` makes `socket` import a codec in 4 to 6 ms."""
+    """Encodes an ASCII host name or address as bytes; for a `str`, `socket` imports a codec, which takes 4 to 6 ms."""
     return host.encode() if host.isascii() else host
 
 

@@ -134,7 +134,7 @@ BOOT_AT, BOOT_NBYTES = 768, 64
 PAIR = struct.Struct("<QQqq")  # stamp, tick, CLOCK_MONOTONIC in ns, CLOCK_REALTIME in ns
 NAME_NBYTES = 64
 GROUP = struct.Struct("<QIIiIQIIQQQ")
-"""stamp, serial, size, own rank, name, identity, members listed, engine's name, ticks of opening and closing, spare"""
+"""stamp, serial number, size, own rank, name, identity, listed members, engine name, ticks of opening and closing, 0"""
 GROUP_NBYTES = 512
 CALL = struct.Struct("<QIBBBBQQiBBBBQQQQQiIIIqQQq")
 """stamp; group, operation, dtype, reduction, algorithm; sequence; count; root, state, outcome, asynchronous flag,

@@ -196,7 +196,7 @@ def cost(case: Case, cut: RailParameters) -> float:
 
 
 def _phase_s(case: Case, cut: RailParameters, gamma: float) -> float:
-    """Returns the seconds of a pipeline of segments whose two stages are the rings within hosts and the rails."""
+    """Returns the duration, in seconds, of a pipeline of segments with two stages: rings within hosts, and rails."""
     segments = cut.segments_for(case.n_hosts, case.local)
     turns, slice_nbytes = case.local - 1, case.nbytes / case.local
     within = turns * segments * case.model.within_host.alpha_s + turns * slice_nbytes * (

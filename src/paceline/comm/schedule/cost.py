@@ -33,7 +33,7 @@ class PreferredAlgorithm(NamedTuple):
 
 @dataclass(frozen=True)
 class AlgorithmChoice:
-    """The algorithm for a call, all candidates from the fastest to the slowest, and the reason for the choice."""
+    """The algorithm chosen for a call, all candidates from fastest to slowest, and the reason for the choice."""
 
     operation: Operation
     nbytes: int

@@ -28,7 +28,7 @@ def require_equal_bits(schedules: Sequence[Schedule]) -> None:
         schedules: the schedules of all ranks, in order; `verify` must have accepted them.
 
     Raises:
-        ValueError: the operation produces different results on different ranks by definition.
+        ValueError: the operation is neither an all_reduce nor an all_gather.
         ScheduleError: two ranks may end with different bits; the message names them and the block.
     """
     first = schedules[0]
@@ -44,7 +44,7 @@ def require_equal_bits(schedules: Sequence[Schedule]) -> None:
 
 
 class TermExecution:
-    """Runs the schedules of a world on terms. A term is a number; a table maps the numbers of its parts to it."""
+    """Executes a world's schedules on terms. Terms are numbers, assigned by a table from the numbers of their parts."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self._schedules = schedules

@@ -170,7 +170,7 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def disseminate_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Returns the steps of a barrier, which doubles in each round the number of members whose arrival is reported."""
+    """Returns the steps of a barrier; each round doubles the number of arrivals that a member has received."""
     n, steps, distance = len(group), list[Step](), 1
     while distance < n:
         steps += [send(group[(me + distance) % n], NOTHING), receive(group[me - distance], NOTHING)]
@@ -203,7 +203,7 @@ links idle. Simulations with 4 to 32 ranks yield factors of 1.32 to 1.4.
 
 
 def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
-    """Returns the seconds of rounds that move 1/2, 1/4, 1/8... of the bytes and, with `gamma`, reduce them.
+    """Returns the time, in seconds, for rounds that move 1/2, 1/4, 1/8... of the bytes and, with `gamma`, reduce them.
 
     The ranks of a host share its link to other hosts unless only one of them is active (`alone`).
     """

@@ -270,7 +270,7 @@ def round_robin_rounds(n: int) -> list[list[Pair]]:
 
 
 def describe_differences(n: int, measured: Mapping[Pair, NetworkLink]) -> str:
-    """Returns the network of n hosts in the form of PACELINE_NETWORK, or "" if all links are equal or follow no rule.
+    """Returns the network of n hosts in the format of PACELINE_NETWORK, or "" if links are equal or fit no pattern.
 
     The recognized patterns are slow links of single hosts, uplinks of racks, and slow links between a few pairs.
 
@@ -320,7 +320,7 @@ def _racks(n: int, thin: set[Pair]) -> list[list[int]]:
 
 
 def _uplink(n: int, rack: Sequence[int], measured: Mapping[Pair, NetworkLink], near_s: float) -> NetworkLink:
-    """Returns the uplink of a rack; its rate is the largest sum, in any round, of the rates of pairs that leave it."""
+    """Returns the uplink of a rack; its rate is the largest total rate, over all rounds, of the pairs that leave it."""
 
     def leaving(pairs: Sequence[Pair]) -> Iterator[NetworkLink]:
         return (measured[pair] for pair in pairs if (pair[0] in rack) != (pair[1] in rack))

@@ -1,16 +1,17 @@
-"""Quantised algorithms: data is rounded to few bits between hosts, while data within a host is exact.
+"""Quantized algorithms, which round data between hosts to few bits and keep data within a host exact.
 
 Ranks first sum within each host, as in `hierarchical.py`, and the l-th ranks of all hosts form the l-th rail. On a rail
-each rank sends every other rank its part of the host's sum, packed, and adds up the parts that it receives. The
-exchange is direct, since each hop of a ring would round again. The owner of a sum packs it once, sends it to all ranks,
-and uses the unpacked sum itself, so that all ranks get the same bits, as `equal_bits.py` proves.
+each rank packs its host's sum, sends every other rank the part that this rank owns, and adds up the parts that it
+receives. The exchange is direct, because each hop of a ring would round again. The owner of a sum packs it once, sends
+it to all ranks, and uses the unpacked sum itself. All ranks therefore get the same bits, as `equal_bits.py` proves.
 
-A byte crosses the network as often as in a ring. Each element is rounded twice, once in a host's sum and once in the
-whole sum. A rank packs each element of its slice once in a call, so one array of residuals suffices for error feedback
-(Seide et al. 2014, "1-bit stochastic gradient descent"; for both roundings as in Tang et al. 2021, "1-bit Adam").
+A byte crosses the network as often as in a ring. Each element is rounded twice, once in the sum of a host and once in
+the total. A rank packs each element of its slice once per call, so one array of residuals is sufficient for error
+feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; the feedback covers both roundings as in Tang et al.
+2021, "1-bit Adam").
 
-With two hosts, both send their whole sums instead, and both add up the packed sums. This takes as many bytes but fewer
-sequential messages, and each element is rounded only once.
+With two hosts, both send their entire sums instead, and both add up the packed sums. This takes the same number of
+bytes but fewer sequential messages, and each element is rounded only once.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from paceline.comm.schedule.steps import (
 )
 
 WIRES = ("bf16", "int8", "int4")
-"""The wire formats; the number of a format in native/wire/wire.hpp is its index here plus one."""
+"""The wire formats; the code of a format in native/wire/wire.hpp is its index in this tuple plus one."""
 
-_SliceOf = Callable[[int], BufferSlice]  # the slice in which a rank keeps a block of the tensor
+_SliceOf = Callable[[int], BufferSlice]  # maps a block of the tensor to the slice in which a rank keeps it
 
 
 def all_reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Rails; on uneven hosts, trees within the hosts and an exchange between the leaders."""
+    """Uses rails; with uneven hosts, trees within the hosts and an exchange between the leaders."""
     if len(topology.hosts) == 1:
         return hierarchical.all_reduce(topology)
     hosts, _, local, me = home = find_host_position(topology)
@@ -92,7 +93,7 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def all_gather(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks are passed along the rails, or through the leaders; all ranks get the rounded blocks."""
+    """Blocks are passed along the rails or through the leaders; all ranks receive the rounded blocks."""
     if len(topology.hosts) == 1:
         return hierarchical.all_gather(topology)
     n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
@@ -122,7 +123,7 @@ def _all_reduce_phase(home: HostPosition, blocks: Sequence[Sequence[int]]) -> li
 
 
 def _swap_phase(home: HostPosition, blocks: Sequence[int]) -> list[Step]:
-    """Returns the exchange between two hosts, in place. Both add the second host's blocks to those of the first."""
+    """Returns the exchange between two hosts, in place. Both hosts add the second host's blocks to the first host's."""
     peer, n = home.rail[1 - home.host], len(blocks)
     of_hosts = [[BufferSlice(Buffer.WIRE, host * n + index) for index in range(n)] for host in range(2)]
     own, others = of_hosts[home.host], of_hosts[1 - home.host]
@@ -138,10 +139,10 @@ def _swap_phase(home: HostPosition, blocks: Sequence[int]) -> list[Step]:
 def _reduce_phase(
     home: HostPosition, blocks: Sequence[Sequence[int]], held: _SliceOf, total: _SliceOf, slots: Iterator[int]
 ) -> list[Step]:
-    """Returns the direct exchange of `held` blocks, after which `total` has the sums of this rank's blocks.
+    """Returns the direct exchange of `held` blocks, which leaves the sums of this rank's blocks in `total`.
 
-    At the start `total` has this host's contributions. The other hosts' contributions are added in the order of the
-    hosts after this one.
+    At the start, `total` holds this host's contributions. The contributions of the other hosts are added in cyclic
+    order, beginning with the next host.
     """
     rail, me, n = home.rail, home.host, len(home.hosts)
     steps: list[Step] = []
@@ -159,7 +160,7 @@ def _reduce_phase(
 
 
 def _gather_phase(home: HostPosition, blocks: Sequence[Sequence[int]], slots: Iterator[int]) -> list[Step]:
-    """Returns the exchange in which all ranks of the rail get each block of OUTPUT, rounded, from its owner."""
+    """Returns the exchange in which each block's owner sends the rounded block of OUTPUT to all ranks of the rail."""
     rail, me, n = home.rail, home.host, len(home.hosts)
     steps: list[Step] = []
     for block in blocks[me]:

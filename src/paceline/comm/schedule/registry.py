@@ -1,7 +1,7 @@
-"""Registry of the algorithms: their names, operations and costs.
+"""Registry of algorithms, with their names, operations and costs.
 
-To add an algorithm, add a file in this folder with its `OFFERS` and `COSTS`, and one line here. The tests then prove
-its schedules and compare its costs with a simulation.
+To add an algorithm, add a file that defines `OFFERS` and `COSTS` to this folder, and a line to this file. The tests
+then prove its schedules and compare its costs with a simulation.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _ENTRIES: dict[str, _Entry] = {
 }
 
 ALGORITHMS = {name: offered for name, (offered, _) in _ENTRIES.items()}
-"""The operations of each algorithm, with the functions that build a rank's schedule."""
+"""For each algorithm, its operations and the functions that build a rank's schedule."""
 
 QUANTISED = dict.fromkeys(quantised.WIRES, quantised.OFFERS)
-"""The operations of each quantised format. No cost model chooses these formats: a call requests them."""
+"""The operations of each quantized format. A format is never chosen by the cost model, only requested by a call."""
 
 SYNTHESISED = "synthesised"
-"""The name of the schedules that `synthesis.py` creates for one network."""
+"""The algorithm name of the schedules that `synthesis.py` creates."""
 
 _SYNTHESISED_NUMBER = 63
 _QUANTISED_FROM = 64  # kQuantised in native/call/call.hpp
 
 COSTS = {name: costs for name, (_, costs) in _ENTRIES.items()}
-"""The operations of each algorithm, with the closed forms of their durations in seconds."""
+"""For each algorithm, its operations and the closed forms of their durations, in seconds."""
 
 ALIKE: dict[str, frozenset[Operation]] = {
     "ring": ring.ALIKE,
@@ -55,22 +55,22 @@ _NUMBERS = {name: number for number, name in _NAMES.items()}
 
 
 def algorithms_offering(operation: Operation) -> list[str]:
-    """Returns the names of the algorithms that offer the operation."""
+    """Returns the names of the algorithms that implement the operation."""
     return [name for name, offered in ALGORITHMS.items() if operation in offered]
 
 
 def number_of(algorithm: str) -> int:
-    """Returns the core's number of an algorithm or of a quantised format; 0 means a call without an algorithm."""
+    """Returns the core's code for an algorithm or a quantized format; 0 stands for a call without an algorithm."""
     return _NUMBERS[algorithm]
 
 
 def wire_of(algorithm: str) -> int:
-    """Returns the number of the algorithm's wire format in native/wire/wire.hpp, or 0 for unrounded data."""
+    """Returns the code of the algorithm's wire format (native/wire/wire.hpp), or 0 if data is not rounded."""
     return [*QUANTISED].index(algorithm) + 1 if algorithm in QUANTISED else 0
 
 
 def name_of(number: int) -> str | None:
-    """Returns the algorithm or the quantised format with the number, or None if there is none."""
+    """Returns the algorithm or quantized format with the given code, or None if there is none."""
     return _NAMES.get(number)
 
 
@@ -85,13 +85,13 @@ def build(
     """Builds the schedule of a rank.
 
     Args:
-        algorithm: the name of the algorithm, or the wire format between hosts if the schedule quantises.
+        algorithm: the name of the algorithm or, for a quantized schedule, of the wire format between hosts.
         operation: the collective.
         rank: the rank.
         world_size: the number of ranks.
-        root: the root of broadcast, reduce, gather and scatter, otherwise -1.
-        hosts: the ranks of each host; required by `hierarchical`, `circulant` and quantised formats, and otherwise
-            ignored.
+        root: the root of a broadcast, reduce, gather or scatter; -1 for other operations.
+        hosts: the ranks of each host; required by `hierarchical`, `circulant` and quantized formats, ignored by other
+            algorithms.
 
     Raises:
         ValueError: a name is unknown, or a number is out of range.

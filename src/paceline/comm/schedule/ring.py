@@ -1,11 +1,11 @@
-"""The ring: every rank sends to its right neighbour and receives from its left neighbour at the same time.
+"""The ring, in which every rank sends to its right neighbor and receives from its left neighbor at the same time.
 
-Each byte crosses each link a minimal number of times, so a ring is best for long tensors; its number of messages grows
-with the world size. Reduce-scatter and all-gather are the bucket algorithms of Barnett et al. 1994 ("Interprocessor
-collective communication library"); all-reduce is a reduce-scatter followed by an all-gather (Patarasuk and Yuan 2009).
-In operations with a root, the ring is a chain along which long tensors are pipelined.
+Each byte crosses each link the minimum number of times, which makes rings the best choice for long tensors; the number
+of messages grows with the world size. Reduce-scatter and all-gather are the bucket algorithms of Barnett et al. 1994
+("Interprocessor collective communication library"); all-reduce is a reduce-scatter followed by an all-gather (Patarasuk
+and Yuan 2009). In operations with a root, the ring is a chain along which long tensors are pipelined.
 
-These schedules run between hosts, or where an algorithm is forced; the ranks of one host normally reduce directly in
+These schedules are used between hosts, or if an algorithm is forced; the ranks of one host normally reduce directly in
 shared memory (native/host/reducing.cpp).
 """
 
@@ -38,7 +38,7 @@ Chunk = Sequence[BufferSlice]
 def reduce_phase(
     ring: Sequence[int], me: int, own: Sequence[Chunk], into: Sequence[Chunk], *, final: bool = True
 ) -> list[Step]:
-    """Returns the steps of a reduce-scatter into member i's `into` of chunk i of all `own`. ring[me] is this rank."""
+    """Returns the steps that sum chunk i of all members' `own` into member i's `into`. ring[me] is this rank."""
     n = len(ring)
     left, right = ring[me - 1], ring[(me + 1) % n]
     steps: list[Step] = []
@@ -53,7 +53,7 @@ def reduce_phase(
 
 
 def gather_phase(ring: Sequence[int], me: int, chunks: Sequence[Chunk]) -> list[Step]:
-    """Returns the steps of an all-gather: all members get chunk i, which member i holds. ring[me] is this rank."""
+    """Returns the steps of an all-gather, in which member i sends chunk i to all members. ring[me] is this rank."""
     n = len(ring)
     left, right = ring[me - 1], ring[(me + 1) % n]
     steps: list[Step] = []
@@ -67,7 +67,7 @@ def gather_phase(ring: Sequence[int], me: int, chunks: Sequence[Chunk]) -> list[
 
 
 def all_reduce(topology: RankTopology) -> BlocksAndSteps:
-    """A reduce-scatter, then an all-gather, both in place."""
+    """Performs a reduce-scatter, then an all-gather, both in place."""
     ring = range(topology.world_size)
     chunks = one_block_chunks(Buffer.OUTPUT, ring)
     return topology.world_size, reduce_phase(ring, topology.rank, chunks, chunks) + gather_phase(
@@ -76,7 +76,7 @@ def all_reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Partial results are in SCRATCH; the last reduction writes OUTPUT."""
+    """Partial results are kept in SCRATCH; the last reduction writes to OUTPUT."""
     ring = range(topology.world_size)
     if topology.world_size == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
@@ -86,14 +86,14 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def all_gather(topology: RankTopology) -> BlocksAndSteps:
-    """Each rank copies its own block to OUTPUT, and then the blocks are passed around."""
+    """Each rank copies its own block to OUTPUT, and then all blocks are passed around the ring."""
     ring = range(topology.world_size)
     own = copy(BufferSlice(Buffer.OUTPUT, topology.rank), OWN_INPUT)
     return topology.world_size, [own, *gather_phase(ring, topology.rank, one_block_chunks(Buffer.OUTPUT, ring))]
 
 
 def broadcast(topology: RankTopology) -> BlocksAndSteps:
-    """A chain from the root around the ring to the root's left neighbour."""
+    """The tensor is passed along a chain from the root around the ring to the root's left neighbor."""
     n, tensor = topology.world_size, OWN_OUTPUT
     steps: list[Step] = []
     if topology.rank != topology.root:
@@ -104,7 +104,7 @@ def broadcast(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce(topology: RankTopology) -> BlocksAndSteps:
-    """A chain from the root's right neighbour around the ring to the root; each rank adds its own tensor."""
+    """Sums are passed from the root's right neighbor around the ring to the root; each rank adds its own tensor."""
     n = topology.world_size
     left, right = (topology.rank - 1) % n, (topology.rank + 1) % n
     if n == 1:
@@ -118,7 +118,7 @@ def reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def gather(topology: RankTopology) -> BlocksAndSteps:
-    """Every rank sends its own block to the right, towards the root, and then the blocks received from the left."""
+    """Every rank sends its own block to the right, toward the root, and then forwards the blocks from the left."""
     n = topology.world_size
     left, right = (topology.rank - 1) % n, (topology.rank + 1) % n
     behind = [(topology.root - distance) % n for distance in range((topology.root - topology.rank) % n + 1, n)]
@@ -133,7 +133,7 @@ def gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def scatter(topology: RankTopology) -> BlocksAndSteps:
-    """The root sends the farthest rank's block first; every rank passes on all blocks but the last, its own."""
+    """The root sends the farthest rank's block first; every rank forwards all blocks except the last, its own."""
     n = topology.world_size
     left, right = (topology.rank - 1) % n, (topology.rank + 1) % n
     ahead = [(topology.root + distance) % n for distance in range(n - 1, (topology.rank - topology.root) % n, -1)]
@@ -148,7 +148,7 @@ def scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def all_to_all(topology: RankTopology) -> BlocksAndSteps:
-    """A pairwise exchange: in turn t, rank r sends to rank r + t and receives from rank r - t."""
+    """Exchanges blocks pairwise: in turn t, rank r sends to rank r + t and receives from rank r - t."""
     n = topology.world_size
     steps = [copy(BufferSlice(Buffer.OUTPUT, topology.rank), BufferSlice(Buffer.INPUT, topology.rank))]
     for turn in range(1, n):
@@ -171,7 +171,7 @@ def barrier(topology: RankTopology) -> BlocksAndSteps:
 
 
 ALIKE = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL))
-"""The operations in which equal hosts have the same steps relative to their position."""
+"""The operations in which all hosts, if equal, perform the same steps relative to their position."""
 
 OFFERS: dict[Operation, Builder] = {
     Operation.ALL_REDUCE: all_reduce,
@@ -187,7 +187,7 @@ OFFERS: dict[Operation, Builder] = {
 
 
 def _ring_turns(link: LinkCost, n: int, nbytes: float, gamma: float = 0) -> float:
-    """Returns the seconds of n - 1 turns that each move an n-th of the bytes."""
+    """Returns the time, in seconds, for n - 1 turns that each move an n-th of the bytes."""
     return (n - 1) * message_s(link, nbytes / n, gamma)
 
 
@@ -201,7 +201,7 @@ def _chain(case: Case, gamma: float = 0) -> float:
 
 
 def _pairwise(case: Case) -> float:
-    """Returns the seconds of a pairwise exchange; in most turns all ranks of a host send to other hosts at once."""
+    """Returns the time, in seconds, for a pairwise exchange; in most turns all ranks of a host send to other hosts."""
     crossing = case.n - case.local
     per_block = case.block * case.local * case.model.between_hosts.beta_s_per_byte
     return (case.local - 1) * message_s(case.model.within_host, case.block) + crossing * (

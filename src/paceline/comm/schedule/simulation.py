@@ -1,11 +1,11 @@
-"""Event-driven simulation of a collective on a network, with the executor's schedules and order of steps.
+"""Event-driven simulation of a collective on a network, with the same schedules and order of steps as the executor.
 
-`simulate_call` is the interface. `find_path` computes the links and the latency of a message. `SimulationInput` is the
-input of the core (native/simulate): programs, the routes between them, and links.
+`simulate_call` is the interface. `find_path` determines the links and the latency of a message. `SimulationInput` is
+the input to the core (native/simulate): programs, the routes between them, and links.
 
 The first host represents all hosts if the network is uniform, all ranks arrive at the same time and are equally fast,
-and the schedules of all hosts are the same (`ALIKE` of their algorithm). This is exact: a rotation of the hosts maps
-the schedules and the network onto themselves, so everything that depends only on these is the same on all hosts.
+and all hosts have the same schedules (the algorithm's `ALIKE`). This is exact: a rotation of the hosts maps the
+schedules and the network onto themselves, so all quantities that depend only on them are the same on all hosts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from paceline.comm.schedule.registry import ALIKE, build, wire_of
 from paceline.comm.schedule.steps import ROOTED, Operation, Schedule, StepKind, flatten
 
 MOST_STEPS = 30_000_000
-"""The largest total number of steps of all ranks whose simulation fits into a machine's memory."""
+"""The largest number of steps, summed over all ranks, whose simulation fits into a machine's memory."""
 
 
 @dataclass(frozen=True)
 class LinkDirection:
-    """One direction of the link of a rank within its host, of a host, of a group, or of a pair of hosts."""
+    """One direction of a link: of a rank within its host, of a host, of a group, or between a pair of hosts."""
 
     kind: str
     number: int
@@ -34,7 +34,7 @@ class LinkDirection:
     other: int = -1
 
     def name(self, network: Network) -> str:
-        """Formats the direction for users: `host 3 up`, `hosts 1-2`, `rack0 down`."""
+        """Returns a name for messages, such as `host 3 up`, `hosts 1-2` or `rack0 down`."""
         if self.kind == "hosts":
             return f"hosts {self.number}-{self.other}"
         owner = network.groups[self.number].name if self.kind == "group" else f"{self.kind} {self.number}"
@@ -46,10 +46,10 @@ class MessagePath:
     """The path of a message.
 
     Attributes:
-        latency_s: the seconds from the departure of a byte to its arrival.
-        overhead_s: the seconds for which the message occupies its sender and its receiver.
+        latency_s: the time from the departure of a byte to its arrival, in seconds.
+        overhead_s: the time for which the message occupies its sender and its receiver, in seconds.
         most: the maximum rate of one connection, in bytes per second.
-        weight: the bytes that a link carries for each byte that arrives.
+        weight: the number of bytes that a link carries for each byte that arrives.
         ways: the links that the message crosses, with their rates in bytes per second.
     """
 
@@ -99,19 +99,18 @@ def _path(links: list[NetworkLink], latency_s: float, ways: tuple[tuple[LinkDire
 
 @dataclass
 class SimulationInput:
-    """The input of the core's simulator. Each program is the schedule of a rank and of the ranks that it represents.
+    """The input to the core's simulator. A program is the schedule of a rank and of all ranks that it represents.
 
     Attributes:
         network: the network.
-        standing: a function that returns the rank whose program represents a rank.
-        turned: a function of (rank, by) that rotates `rank` by the rotation that maps `by` to the rank that represents
-            it.
+        standing: a function that maps a rank to the rank that represents it.
+        turned: a function of (rank, by) that applies to `rank` the rotation that maps `by` to its representative.
         blocks: the number of blocks of the schedules.
         schedules: the programs.
         speeds: the relative speed of each rank within its host, or () if all are 1.
-        routes: the routes, in the form that `_core.simulate` expects.
-        pairs: the ranks of each route.
-        ways: the number of each link.
+        routes: the routes, in the format that `_core.simulate` expects.
+        pairs: the source and the target rank of each route.
+        ways: the index of each link.
         capacities: the rates of the links, in bytes per second.
     """
 
@@ -127,7 +126,7 @@ class SimulationInput:
     capacities: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, schedules: Iterable[Schedule]) -> None:
-        """Adds the programs in the order of their ranks."""
+        """Adds the programs, which must be in rank order."""
         for schedule in schedules:
             self.blocks = schedule.blocks
             numbers = schedule.blocks, schedule.rank, schedule.world_size
@@ -178,7 +177,7 @@ def folded_simulation(network: Network) -> SimulationInput:
 
 @dataclass(frozen=True)
 class SimulatedMessage:
-    """A message, from the departure of its first byte to the arrival of its last, in seconds after time 0.
+    """A message, with the times at which its first byte departs and its last byte arrives, in seconds after time 0.
 
     `step` is the index of its SEND in the sender's schedule.
     """
@@ -196,9 +195,9 @@ class CallTiming:
     """The result of a simulation.
 
     Attributes:
-        seconds: the seconds from the last rank's arrival to the end of the last rank.
+        seconds: the time from the arrival of the last rank to the end of the last rank, in seconds.
         ends: the time at which each rank ends, in seconds after time 0.
-        bytes_per_link: the bytes on each used link, with one entry for each direction.
+        bytes_per_link: the number of bytes on each used link, with one entry per direction.
         transfers: all messages in the order of arrival, if they were recorded.
     """
 
@@ -223,19 +222,19 @@ def simulate_call(
     """Simulates a call on all ranks of a network.
 
     Args:
-        algorithm: the name of the algorithm, or the wire format if the schedule quantises.
+        algorithm: the name of the algorithm or, for a quantized schedule, of the wire format.
         operation: the collective.
         nbytes: the size in bytes of a rank's longest buffer, as for `cost.predict`.
         network: the ranks and the links between them.
         arrivals: the time in seconds at which each rank makes the call; 0 by default.
         speeds: the relative speed at which each rank copies and reduces; 1 by default.
         record: whether to record the messages.
-        root: the root of operations that have one.
-        fold: whether one host may represent all hosts where this is exact.
+        root: the root, if the operation has one.
+        fold: whether one host may represent all hosts in cases in which this is exact.
 
     Raises:
-        ValueError: the algorithm does not offer the operation, the number of arrivals or speeds is not the number of
-            ranks, or the schedules have too many steps.
+        ValueError: the algorithm does not implement the operation, the number of arrivals or speeds differs from the
+            number of ranks, or the schedules have too many steps.
     """
     n = network.world_size
 
@@ -262,7 +261,7 @@ def simulate_schedules(
     speeds: Sequence[float] | None = None,
     record: bool = False,
 ) -> CallTiming:
-    """Simulates a call of these schedules, one for each rank in order; see `simulate_call`."""
+    """Simulates a call with the given schedules, one per rank in rank order; see `simulate_call`."""
     return _simulate(full_simulation(network, speeds or ()), schedules, nbytes, arrivals, speeds, record)
 
 
@@ -285,7 +284,7 @@ def _simulate(
     speeds = _one_per_rank(speeds, 1.0, network.world_size)
     scene.add(schedules)
     simulated = len(scene.schedules)
-    # A block has at least one byte, for the headers of its messages.
+    # A block has at least one byte, which accounts for the headers of its messages.
     block_nbytes = max(1.0, nbytes / max(1, scene.blocks))
     ends, carried, transfers = _core.simulate(
         scene.schedules,
@@ -310,7 +309,7 @@ def _simulate(
 
 
 def _by_name(scene: SimulationInput, carried: Sequence[float]) -> dict[str, float]:
-    """Returns the bytes of each used link, including those that another link represents."""
+    """Returns the bytes on each used link by name, including links represented by others."""
     network = scene.network
     ways = dict.fromkeys(scene.ways)
     if len(scene.schedules) < network.world_size:

@@ -1,8 +1,8 @@
-"""The star, or parameter server: all data passes through one rank, the root or rank 0.
+"""The star, or parameter server, in which all data passes through one rank, the root or rank 0.
 
-It serves as a baseline. A message takes at most two hops, but all bytes of all ranks cross the link of the rank in the
-middle, so its time grows with the world size much faster than that of the other algorithms. It may be the fastest for
-few ranks and tiny tensors.
+The star serves as a baseline. Data takes at most two hops, but all ranks' bytes cross the link of the central rank, so
+the duration grows much faster with the world size than for other algorithms. With few ranks and tiny tensors, the star
+may be the fastest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _others(topology: RankTopology, middle: int) -> list[int]:
 
 
 def _add_up(others: list[int], own: BufferSlice, into: BufferSlice) -> list[Step]:
-    """Adds the other ranks' tensors sequentially."""
+    """Receives and adds the tensors of all other ranks, one after another."""
     return [
         combine(peer, into, into if turn else own, final=turn == len(others) - 1) for turn, peer in enumerate(others)
     ]
@@ -98,7 +98,7 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def barrier(topology: RankTopology) -> BlocksAndSteps:
-    """All ranks send a token to rank 0, which then sends a token to each of them."""
+    """All ranks send a token to rank 0, which then sends a token back to each of them."""
     if topology.rank:
         return 0, [send(0, NOTHING), receive(0, NOTHING)]
     others = _others(topology, 0)
@@ -118,7 +118,7 @@ OFFERS: dict[Operation, Builder] = {
 
 
 def _serve(case: Case, nbytes: float, gamma: float = 0) -> float:
-    """Returns the seconds in which the middle exchanges `nbytes` with each other rank, sequentially."""
+    """Returns the time, in seconds, in which the central rank exchanges `nbytes` with each other rank, sequentially."""
     near, far = case.local - 1, case.n - case.local
     return near * message_s(case.model.within_host, nbytes, gamma) + far * message_s(
         case.model.between_hosts, nbytes, gamma

@@ -1,18 +1,18 @@
-"""Schedule: a rank's sends, receives, reductions and copies over slices of a few buffers.
+"""Schedule: the sends, receives, reductions and copies that a rank performs on slices of a few buffers.
 
-A schedule is executed by these rules:
+A schedule is executed according to these rules:
 
 - Each ordered pair of ranks is a first-in-first-out link. The k-th SEND to a peer matches the peer's k-th RECV or
   REDUCE from this rank, and both move the same number of bytes.
 - A step starts once the earlier steps of its rank that access the same bytes in a conflicting way (read after write,
-  write after read, write after write) have finished with these bytes. Otherwise the order between different peers, and
-  between sending and receiving, is free, so a long chain of steps is a pipeline without being divided into smaller
+  write after read, write after write) have finished with these bytes. No other order is imposed between different
+  peers, or between sends and receives, so a long chain of steps forms a pipeline without being divided into smaller
   steps.
-- A link may have no buffer: a SEND may complete only when its receiver has received the data.
-- An empty slice (in a barrier) has no bytes that could order it. Instead, an empty SEND starts once all earlier
-  receives of its rank are complete; an empty RECV may always start.
+- A link may be unbuffered: a SEND may not complete until its receiver has received the data.
+- An empty slice (in a barrier) has no bytes by which steps could be ordered. Instead, an empty SEND starts once all
+  earlier receives of its rank are complete; an empty RECV may start at any time.
 
-These are the buffers of each operation, where n is the world size:
+The operations use these buffers, where n is the world size:
 
 | operation | INPUT (never written) | OUTPUT | SCRATCH |
 | --- | --- | --- | --- |
@@ -26,8 +26,9 @@ These are the buffers of each operation, where n is the world size:
 | all_to_all | n blocks, each of its own size | n blocks, each of its own size | |
 | barrier | | | |
 
-The schedules of `quantised.py` have a fourth buffer, WIRE, with blocks in the format in which they are sent between
-hosts. It has as many blocks as the schedule uses, each with the size of its packed block. Only PACK loses precision.
+The schedules in `quantised.py` use a fourth buffer, WIRE, whose blocks are in the format in which they are sent between
+hosts. It consists of as many blocks as the schedule uses, each with the size of the packed data. Only PACK loses
+precision.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Operation(IntEnum):
-    """A collective. Its value is its number in native/call/call.hpp; `str` returns its name, such as `all_reduce`."""
+    """A collective. The values are the codes in native/call/call.hpp; `str` returns the name, such as `all_reduce`."""
 
     ALL_REDUCE = 1
     BROADCAST = 2
@@ -54,12 +55,12 @@ class Operation(IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
-    def __format__(self, spec: str) -> str:  # the `__format__` of int would return the number
+    def __format__(self, spec: str) -> str:  # int's `__format__` would return the number
         return format(str(self), spec)
 
     @classmethod
     def named(cls, name: str) -> Operation:
-        """Returns the operation `name`.
+        """Returns the operation with the given name.
 
         Raises:
             ValueError: the name is unknown.
@@ -95,7 +96,7 @@ class StepKind(IntEnum):
 
 
 class BufferSlice(NamedTuple):
-    """The blocks first..first+length-1 of a buffer. (Creating a tuple takes half as long as a frozen dataclass.)"""
+    """The blocks first..first+length-1 of a buffer. (A tuple is created twice as fast as a frozen dataclass.)"""
 
     buffer: Buffer
     first: int
@@ -105,11 +106,11 @@ class BufferSlice(NamedTuple):
 class Step(NamedTuple):
     """A step of a rank.
 
-    SEND src to peer; RECV dst from peer; REDUCE: receive, dst = src op received; COPY: dst = src.
-    PACK: dst (in WIRE) = src rounded; UNPACK: dst = src (in WIRE); ADD: dst = dst + src (in WIRE).
+    SEND: send src to peer; RECV: receive dst from peer; REDUCE: receive from peer, then dst = src op received; COPY:
+    dst = src; PACK: dst (in WIRE) = src rounded; UNPACK: dst = src (in WIRE); ADD: dst = dst + src (in WIRE).
 
-    `final` is set on the REDUCE or ADD after which dst holds the contributions of all ranks; an average is divided
-    there.
+    `final` is set on the REDUCE or ADD after which dst holds the contributions of all ranks; for an average, this step
+    also divides.
     """
 
     kind: StepKind
@@ -141,7 +142,7 @@ class RankTopology(NamedTuple):
 
 
 BlocksAndSteps: TypeAlias = tuple[int, list[Step]]
-"""The result of an algorithm: the number of blocks of a tensor, and the steps."""
+"""The result of an algorithm: the number of blocks into which a tensor is divided, and the steps."""
 
 Builder: TypeAlias = Callable[[RankTopology], BlocksAndSteps]
 
@@ -149,7 +150,8 @@ NOTHING = BufferSlice(Buffer.OUTPUT, 0, 0)
 OWN_INPUT = BufferSlice(Buffer.INPUT, 0, 1)
 OWN_OUTPUT = BufferSlice(Buffer.OUTPUT, 0, 1)
 
-# The ring of a large world has tens of thousands of steps, and the constructor of a named tuple takes twice as long.
+# `tuple.__new__` is twice as fast as a named tuple's constructor, and the ring of a large world has tens of thousands
+# of steps.
 _new = tuple.__new__
 _SEND, _RECV, _REDUCE, _COPY, _PACK, _UNPACK, _ADD = StepKind
 
@@ -165,7 +167,7 @@ def receive(peer: int, dst: BufferSlice) -> Step:
 
 
 def combine(peer: int, dst: BufferSlice, src: BufferSlice, final: bool = False) -> Step:
-    """Returns a step that sets dst to src combined with data that it receives from the peer."""
+    """Returns a step that sets dst to the reduction of src and data received from the peer."""
     return _new(Step, (_REDUCE, peer, dst, src, final))
 
 
@@ -175,22 +177,22 @@ def copy(dst: BufferSlice, src: BufferSlice) -> Step:
 
 
 def pack(dst: BufferSlice, src: BufferSlice) -> Step:
-    """Returns a step that rounds src, one block, into dst, which is in WIRE."""
+    """Returns a step that rounds src, a single block, into dst in WIRE."""
     return _new(Step, (_PACK, -1, dst, src, False))
 
 
 def unpack(dst: BufferSlice, src: BufferSlice) -> Step:
-    """Returns a step that sets dst to the unpacked value of src, which is in WIRE."""
+    """Returns a step that unpacks src in WIRE into dst."""
     return _new(Step, (_UNPACK, -1, dst, src, False))
 
 
 def add(dst: BufferSlice, src: BufferSlice, final: bool = False) -> Step:
-    """Returns a step that adds the unpacked value of src, which is in WIRE, to dst."""
+    """Returns a step that unpacks src in WIRE and adds it to dst."""
     return _new(Step, (_ADD, -1, dst, src, final))
 
 
 def contiguous_slices(buffer: Buffer, blocks: Iterable[int]) -> list[BufferSlice]:
-    """Returns the blocks, in their order, as the fewest possible slices: 4, 5, 0, 1, 2 are two slices."""
+    """Merges consecutive blocks into as few slices as possible, in order: 4, 5, 0, 1, 2 yield two slices."""
     found: list[BufferSlice] = []
     first = count = 0
     for block in blocks:
@@ -206,18 +208,18 @@ def contiguous_slices(buffer: Buffer, blocks: Iterable[int]) -> list[BufferSlice
 
 
 def one_block_chunks(buffer: Buffer, blocks: Iterable[int]) -> list[list[BufferSlice]]:
-    """Returns a chunk of one block for each block."""
+    """Returns a separate chunk for each block."""
     return [[BufferSlice(buffer, block)] for block in blocks]
 
 
 def rotated(ranks: Sequence[int], first: int) -> list[int]:
-    """Returns the ranks in their order, beginning with `first`."""
+    """Rotates the ranks, preserving their cyclic order, to begin with `first`."""
     start = ranks.index(first)
     return [*ranks[start:], *ranks[:start]]
 
 
 def flatten(schedule: Schedule) -> bytes:
-    """Returns the steps as nine 32-bit integers each, in the layout that native/executor/schedule.hpp expects."""
+    """Encodes each step as nine 32-bit integers, in the layout expected by native/executor/schedule.hpp."""
     flat = array("i")
     for step in schedule.steps:
         flat.extend((step.kind, step.final, step.peer, *_slice_numbers(step.dst), *_slice_numbers(step.src)))
@@ -229,7 +231,7 @@ def _slice_numbers(slice_: BufferSlice | None) -> tuple[int, int, int]:
 
 
 class HostPosition(NamedTuple):
-    """The position of a rank: it is local[me], and `local` lists the ranks of hosts[host]."""
+    """The position of a rank among hosts: the rank is local[me], and `local` lists the ranks of hosts[host]."""
 
     hosts: Sequence[Sequence[int]]
     host: int
@@ -243,12 +245,12 @@ class HostPosition(NamedTuple):
 
     @property
     def rail(self) -> list[int]:
-        """The ranks with this rank's index on all hosts; for a leader, these are the leaders."""
+        """The ranks that have this rank's index on their hosts; for a leader, these are all leaders."""
         return [host[self.me] for host in self.hosts]
 
 
 def find_host_position(topology: RankTopology) -> HostPosition:
-    """Returns this rank's position. If there is a root, its host is the first host, and it is the first rank there.
+    """Returns this rank's position. If there is a root, hosts and ranks are reordered so that it is the first of both.
 
     Raises:
         ValueError: the hosts do not list each rank exactly once.

@@ -1,9 +1,10 @@
-"""Synthesis of an all-reduce for a network whose links differ: schedules, their proof, and a choice by simulation.
+"""Synthesis of all-reduce schedules for networks with unequal links, their proof, and selection by simulation.
 
-`tree_packing.py` packs trees into the network, along which the parts of a tensor are summed and distributed. This
-module converts the transfers to steps of each rank. If all hosts have the same number of ranks, the l-th ranks of all
-hosts run the trees on the l-th slice of the tensor; rings within the hosts reduce the slices beforehand and pass them
-around afterwards, as in `hierarchical.py`. Otherwise the leaders run the trees on the whole tensor.
+`tree_packing.py` packs trees into the network; the parts of a tensor are summed and distributed along these trees. This
+module converts the transfers along the trees to steps for each rank. If all hosts have the same number of ranks, the
+l-th ranks of all hosts run the trees on the l-th slice of the tensor; rings within the hosts reduce the slices
+beforehand and distribute them afterwards, as in `hierarchical.py`. If the numbers of ranks differ, the leaders run the
+trees on the whole tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from paceline.comm.schedule.tree_packing import DETOURS, MOST_HOSTS, TreeTransfe
 from paceline.comm.schedule.verify import verify
 
 MOST_RANKS = 64
-"""The largest number of ranks whose schedules are proved in less than a second."""
+"""The largest number of ranks for which the proof of the schedules takes less than a second."""
 
 _LONG_NBYTES = 16 << 20
 _NEARLY = 1.25  # times the duration of the fastest
@@ -41,7 +42,7 @@ _AS_FAST = 1.02  # times the duration of the fastest
 
 
 def synthesised_all_reduce(topology: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:
-    """Returns a rank's schedule for transfers between the hosts of `topology`."""
+    """Returns the schedule that performs the transfers between the hosts of `topology`, for the topology's rank."""
     _, host, local, me = home = find_host_position(topology)
     n_local, n_parts = len(local), 1 + max(each.part for each in transfers)
     if home.is_even:
@@ -61,7 +62,7 @@ def synthesised_all_reduce(topology: RankTopology, transfers: Sequence[TreeTrans
 
 
 def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], host: int, first: int) -> list[Step]:
-    """Returns the steps of members[host]. All members use the same order of transfers, so no member waits forever."""
+    """Returns the steps of members[host]. All members use the same order of transfers, which excludes deadlocks."""
     steps: list[Step] = []
     for each in transfers:
         block = BufferSlice(Buffer.OUTPUT, first + each.part)
@@ -75,20 +76,20 @@ def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], h
 
 
 def can_synthesise(network: Network) -> bool:
-    """Returns whether synthesis is useful: some links differ, and there are not too many hosts or ranks."""
+    """Returns whether synthesis is useful: some links differ, and the numbers of hosts and ranks are small enough."""
     uneven = bool(network.groups or network.pairs or network.nodes)
     return uneven and 1 < len(network.hosts) <= MOST_HOSTS and network.world_size <= MOST_RANKS
 
 
 def synthesise(network: Network) -> list[Schedule]:
-    """Returns the schedules of an all-reduce for all ranks of a network, proved correct.
+    """Returns verified all-reduce schedules for all ranks of a network.
 
-    They have the packing and the order of transfers that are the fastest in a simulation with a long tensor; packings
-    through gateways are preferred if they are only slightly slower. The same network has the same schedules on every
-    machine.
+    They use the packing and the order of transfers that are the fastest in a simulation with a long tensor; packings
+    through gateways are preferred if they are only slightly slower. For the same network, the schedules are the same on
+    every machine.
 
     Raises:
-        ScheduleError: the schedules are wrong, which is a bug in Paceline.
+        ScheduleError: the schedules are wrong, which indicates a bug in Paceline.
     """
     n = network.world_size
     found: list[tuple[float, list[Schedule]]] = []
@@ -109,12 +110,12 @@ def synthesise(network: Network) -> list[Schedule]:
 def choose_all_reduce(
     network: Network, schedules: Sequence[Schedule], nbytes: int, forced: str | None = None
 ) -> AlgorithmChoice:
-    """Returns the best algorithm for an all-reduce of `nbytes` bytes by simulation, or `forced`.
+    """Selects the best algorithm for an all-reduce of `nbytes` bytes by simulation, or returns `forced`.
 
-    The fastest algorithm is chosen unless another one is nearly as fast and loads its busiest link much less, or is as
-    fast with no more load on that link and fewer messages. The simulation ignores some effects, such as a core that
-    serves many connections, or a queue that overflows. They are worst where much data is sent, and each message adds to
-    them.
+    The fastest algorithm is chosen unless another one is nearly as fast and loads its busiest link much less, or is
+    equally fast with no more load on that link and fewer messages. The simulation ignores some effects, such as a core
+    that serves many connections, or a queue that overflows. These effects grow with the load of a link and with the
+    number of messages.
     """
     n = network.world_size
     worlds = {SYNTHESISED: schedules}
@@ -133,12 +134,12 @@ def choose_all_reduce(
 def _preferred(
     candidates: Sequence[AlgorithmPrediction], most: Mapping[str, float], messages: Mapping[str, int]
 ) -> PreferredAlgorithm | None:
-    """Returns an algorithm that is about as fast as the first candidate and better in other respects, or None.
+    """Returns an algorithm that is nearly as fast as the first candidate and better in other respects, or None.
 
     Args:
         candidates: the algorithms from the fastest to the slowest.
-        most: the bytes on the busiest link of each algorithm.
-        messages: the largest number of steps of a rank in each algorithm.
+        most: the number of bytes on the busiest link, for each algorithm.
+        messages: the largest number of steps on any rank, for each algorithm.
     """
     seconds, nbytes = candidates[0].seconds, most[candidates[0].algorithm]
     for each in candidates:
@@ -154,5 +155,5 @@ def _preferred(
 
 
 def _most_nbytes(timing: CallTiming) -> float:
-    """Returns the bytes on the busiest link of a host."""
+    """Returns the number of bytes on the busiest host link."""
     return max((nbytes for name, nbytes in timing.bytes_per_link.items() if name.startswith("host ")), default=0.0)

@@ -1,7 +1,7 @@
-"""The binomial tree: every round doubles the number of ranks reached, so a world of n ranks takes log2(n) rounds.
+"""The binomial tree, in which every round doubles the number of ranks reached, so n ranks take log2(n) rounds.
 
-It is best for short messages. Gather and scatter move each subtree's blocks in few messages. The tree is the one of
-MPICH (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH").
+It is the best choice for short messages. Gather and scatter move each subtree's blocks in few messages. The tree is the
+one used in MPICH (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH").
 The first member of a group is its root; member i's subtree is the members i to i + (lowest set bit of i) - 1.
 """
 
@@ -49,7 +49,7 @@ def subtree_of(member: int, n: int) -> range:
 def reduce_phase(
     group: Sequence[int], me: int, own: BufferSlice, into: BufferSlice, *, final: bool = True
 ) -> list[Step]:
-    """Sums all members' `own` into group[0]'s `into`; on other members it has partial sums. group[me] is this rank."""
+    """Sums all members' `own` into group[0]'s `into`, which holds partial sums elsewhere. group[me] is this rank."""
     steps: list[Step] = []
     children = children_of(me, len(group))
     for child in children:
@@ -61,13 +61,13 @@ def reduce_phase(
 
 
 def broadcast_phase(group: Sequence[int], me: int, tensor: BufferSlice) -> list[Step]:
-    """Sends group[0]'s slice to all members, to the largest subtree first."""
+    """Sends group[0]'s slice to all members; the largest subtree is served first."""
     steps = [receive(group[parent_of(me)], tensor)] if me else []
     return steps + [send(group[child], tensor) for child in reversed(children_of(me, len(group)))]
 
 
 def gather_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]], store: Buffer) -> list[Step]:
-    """Gathers all blocks on group[0]; member i starts with the blocks holdings[i]. All members use buffer `store`."""
+    """Gathers all blocks on group[0], the blocks holdings[i] from member i. All members use the buffer `store`."""
     steps: list[Step] = []
     for child in children_of(me, len(group)):
         steps += [receive(group[child], part) for part in _carried(store, holdings, child)]
@@ -77,7 +77,7 @@ def gather_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]
 
 
 def scatter_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]], store: Buffer) -> list[Step]:
-    """Scatters the blocks holdings[i] from group[0] to member i, the reverse of `gather_phase`."""
+    """Scatters the blocks holdings[i] from group[0] to member i; the reverse of `gather_phase`."""
     steps: list[Step] = []
     if me:
         steps += [receive(group[parent_of(me)], part) for part in _carried(store, holdings, me)]
@@ -102,14 +102,14 @@ def _carried(store: Buffer, holdings: Sequence[Sequence[int]], member: int) -> l
 
 
 def all_reduce(topology: RankTopology) -> BlocksAndSteps:
-    """A reduction to rank 0, then a broadcast."""
+    """Reduces to rank 0, then broadcasts."""
     world = range(topology.world_size)
     up = reduce_phase(world, topology.rank, OWN_OUTPUT, OWN_OUTPUT)
     return 1, up + broadcast_phase(world, topology.rank, OWN_OUTPUT)
 
 
 def reduce(topology: RankTopology) -> BlocksAndSteps:
-    """A reduction up the tree; partial sums are in SCRATCH, or on the root in its tensor."""
+    """Reduces up the tree; partial sums are kept in SCRATCH, or on the root in its tensor."""
     world = rotated(range(topology.world_size), topology.root)
     me = world.index(topology.rank)
     if me == 0:
@@ -124,7 +124,7 @@ def broadcast(topology: RankTopology) -> BlocksAndSteps:
 
 
 def gather(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks are sent up the tree; a leaf sends its INPUT, other ranks collect their subtree's blocks in SCRATCH."""
+    """Blocks are sent up the tree; leaves send from INPUT, other ranks collect their subtree's blocks in SCRATCH."""
     world = rotated(range(topology.world_size), topology.root)
     me = world.index(topology.rank)
     if me and not children_of(me, topology.world_size):
@@ -135,7 +135,7 @@ def gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks are sent down the tree; a leaf receives its OUTPUT, other ranks keep their subtree's blocks in SCRATCH."""
+    """Blocks are sent down the tree; leaves receive into OUTPUT, other ranks keep their subtree's blocks in SCRATCH."""
     world = rotated(range(topology.world_size), topology.root)
     me = world.index(topology.rank)
     if me and not children_of(me, topology.world_size):
@@ -146,7 +146,7 @@ def scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def all_gather(topology: RankTopology) -> BlocksAndSteps:
-    """A gather to rank 0, then a broadcast of all blocks."""
+    """Gathers to rank 0, then broadcasts all blocks."""
     world = range(topology.world_size)
     steps = [copy(BufferSlice(Buffer.OUTPUT, topology.rank), OWN_INPUT)]
     steps += gather_phase(world, topology.rank, [[rank] for rank in world], Buffer.OUTPUT)
@@ -156,7 +156,7 @@ def all_gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
-    """A reduction to rank 0, then a scatter."""
+    """Reduces to rank 0, then scatters."""
     n = topology.world_size
     world = range(n)
     if n == 1:
@@ -185,12 +185,12 @@ OFFERS: dict[Operation, Builder] = {
 
 
 def _levels(case: Case, nbytes: float, gamma: float = 0) -> float:
-    """Returns the seconds in which each level of the tree moves all bytes."""
+    """Returns the time, in seconds, if each level of the tree moves all bytes."""
     return sum(message_s(case.link(1 << level), nbytes, gamma) for level in range(doubling_rounds(case.n)))
 
 
 def _subtrees(case: Case) -> float:
-    """Returns the seconds in which each level of the tree moves the blocks of a subtree."""
+    """Returns the time, in seconds, if each level of the tree moves the blocks of a subtree."""
     widths = [1 << level for level in range(doubling_rounds(case.n))]
     return sum(message_s(case.link(width), min(width, case.n - width) * case.block) for width in widths)
 

@@ -1,22 +1,22 @@
 """Packing of trees into a network: each part of the tensor is summed along one tree and distributed along another.
 
-The hosts' contributions to a part are sent up a tree to its root, and the sum is sent down another tree. Every hop
-loads each link on its path for some seconds, and an all-reduce of a long tensor takes as long as the most loaded link.
-A ring is also a packing: part i is passed around to host i, and around once more.
+The hosts' contributions to a part are sent up a tree to the root, and the sum is sent down another tree. Every hop
+occupies each link on its path for some time, and the duration of an all-reduce of a long tensor is determined by the
+most loaded link. A ring is also a packing: part i is passed around to host i, and then around again.
 
-The search begins with the best ring. Then each part in turn is removed and added again with the trees that raise the
-loads least. A tree grows host by host, each time by the cheapest hop; the more of a link's time is used, the more
-expensive the link becomes (as in Garg and Könemann 2007, "Faster and simpler algorithms for multicommodity flow and
-other fractional packing problems").
+The search begins with the best ring. Then each part in turn is removed and added again along the trees that increase
+the loads the least. A tree grows host by host, always by the cheapest hop; a link becomes more expensive the more it is
+used (as in Garg and Könemann 2007, "Faster and simpler algorithms for multicommodity flow and other fractional packing
+problems").
 
-Connections that share the uplink of a rack also compete for it, fill its queue and lose packets, which the loads do not
-include. There is therefore also a packing in which all traffic over an uplink passes through one host of the group.
+Connections that share the uplink of a rack also compete for it, fill its queue and lose packets; the loads do not
+include these effects. Therefore the search also produces a packing in which all traffic over an uplink passes through
+one host of the group.
 
-All hosts make the transfers in the same order. Messages between two ranks are sequential, so a message that must wait
-delays those behind it, and the order determines how long links are idle. There are two orders: `by_level` is the order
-of the number of previous hops, and `by_begin` is the order of a plan in which each link makes one transfer at a time
-and the transfer that can begin first is next (list scheduling; Graham 1966, "Bounds for certain multiprocessing
-anomalies").
+All hosts perform the transfers in the same order. Messages between two ranks are sequential, so a message that must
+wait delays all later ones, and the order determines how long links are idle. Two orders are available: `by_level` sorts
+by the number of previous hops, and `by_begin` follows a plan in which each link performs one transfer at a time, always
+the transfer that can begin first (list scheduling; Graham 1966, "Bounds for certain multiprocessing anomalies").
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from paceline.comm.schedule.network import Network
 from paceline.comm.schedule.simulation import LinkDirection, find_path
 
 PARTS_OF_A_HOST = 6
-"""The number of parts of the tensor for each host."""
+"""The number of parts into which a tensor is divided, per host."""
 
 MOST_HOSTS = 8
 DETOURS = (2.0, 1.25, 1.0)
-"""Factors by which a hop must be cheaper than a hop back; the best factor depends on the network."""
+"""Values to try for the argument `detour` of `pack`; the best one depends on the network."""
 _ROUNDS = 8
 _MOST_ORDERS = 720
 
@@ -42,9 +42,9 @@ Hop: TypeAlias = tuple[int, int]
 
 
 class Trees(NamedTuple):
-    """The hops between hosts by which the contributions to a part reach `root` and the sum reaches all hosts.
+    """The hops between hosts along which contributions to a part travel to `root` and the sum travels to all hosts.
 
-    The hops of each tree are listed in an order in which they can be made.
+    The hops of each tree are listed in an order in which they can be performed.
     """
 
     root: int
@@ -65,7 +65,7 @@ def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool
     Args:
         network: the hosts and their links.
         detour: the factor by which a hop must be cheaper than a hop back along the other tree.
-        through_gateways: whether only one host of each group sends to other groups and receives from them.
+        through_gateways: whether only one host of each group exchanges data with other groups.
 
     Raises:
         ValueError: there are more than `MOST_HOSTS` hosts.
@@ -77,7 +77,7 @@ def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool
     best, least = list(parts), loads.most()
     if through_gateways:
         loads.allowed = {hop for hop in loads.hops if _is_among_gateways(network, hop)}
-        least = math.inf  # the ring may contain hops that are not allowed
+        least = math.inf  # not the ring's load, since the ring may contain hops that are not allowed
     for _ in range(_ROUNDS):
         for number, trees in enumerate(parts):
             loads.add(trees, -1)
@@ -88,13 +88,13 @@ def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool
 
 
 def hop_costs(network: Network, n_parts: int) -> dict[Hop, list[tuple[int, float]]]:
-    """Returns, for each hop, the numbers of its links and the seconds that the hop uses of each link.
+    """Returns, for each hop, the indices of its links and the time for which the hop occupies each link.
 
-    The seconds are per byte of a tensor of `n_parts` parts, one of which makes the hop.
+    The time is in seconds per byte of a tensor that consists of `n_parts` parts, one of which travels along the hop.
     """
     numbers: dict[LinkDirection, int] = {}
     costs: dict[Hop, list[tuple[int, float]]] = {}
-    # The ranks of a host send their slices of a part at the same time, so one of them represents all.
+    # The ranks of a host send their slices of a part at the same time, so one rank represents all of them.
     leaders = [host[0] for host in network.hosts]
     for source, target in permutations(range(len(leaders)), 2):
         path = find_path(network, leaders[source], leaders[target])
@@ -119,7 +119,7 @@ def _gateway(network: Network, host: int) -> int:
 
 
 class _Loads:
-    """The seconds of each link's time that the parts use per byte of the tensor."""
+    """The time for which the parts occupy each link, in seconds per byte of the tensor."""
 
     def __init__(self, network: Network, detour: float) -> None:
         self.detour = detour
@@ -149,14 +149,14 @@ class _Loads:
 
 
 def _eighth_power(value: float) -> float:
-    """Computes the power only by products, which have the same bits on all machines."""
+    """Computes the power by multiplication, whose results have the same bits on all machines."""
     square = value * value
     fourth = square * square
     return fourth * fourth
 
 
 def _best_ring(loads: _Loads) -> list[Trees]:
-    """Adds the parts of the ring with the least load, over all orders of the hosts, or some if there are many hosts."""
+    """Adds the parts of the ring with the least load, over all orders of the hosts (or a subset, with many hosts)."""
     found: tuple[float, list[Trees]] | None = None
     for order in _orders(loads.n):
         loads.loads = [0.0] * len(loads.loads)
@@ -189,7 +189,7 @@ def _ring(order: Sequence[int]) -> list[Trees]:
 
 
 def _grow_best(loads: _Loads) -> Trees:
-    """Adds the best trees for a part, over all roots, and returns them."""
+    """Tries all roots for a part, adds the best trees, and returns them."""
     before = list(loads.loads)
     found: tuple[float, Trees, list[float]] | None = None
     for candidate in range(loads.n):
@@ -205,10 +205,10 @@ def _grow_best(loads: _Loads) -> Trees:
 
 
 def _grow(loads: _Loads, root: int, *, up: bool, back: Set[Hop] = frozenset()) -> list[Hop]:
-    """Returns the hops of a tree away from the root. In a tree that leads `up`, data is sent in the opposite direction.
+    """Returns the hops of a tree, directed away from the root; if `up` is True, data is sent in the opposite direction.
 
     Hops in `back`, which reverse the hops of another tree, are preferred to others that cost slightly less: a host then
-    receives in the order and at the rate in which it has sent.
+    receives in the same order and at the same rate as it has sent.
     """
 
     def price(hop: Hop) -> float:
@@ -240,10 +240,11 @@ class TreeTransfer(NamedTuple):
 
 
 def by_begin(network: Network, parts: Sequence[Trees]) -> list[TreeTransfer]:
-    """Returns the transfers of all parts in the order in which they would begin."""
+    """Returns the transfers of all parts in the order in which they would begin in the plan."""
     costs = hop_costs(network, len(parts))
     free: dict[int, float] = {}
-    # For each part, the remaining transfers in a possible order, and the time at which each host has its data.
+    # `left` holds each part's remaining transfers in a possible order, followed by the time at which each host has the
+    # part's data.
     left = [list(_part_transfers(number, trees)) for number, trees in enumerate(parts)]
     ready: list[dict[int, float]] = [{} for _ in parts]
     arranged: list[TreeTransfer] = []
@@ -268,7 +269,7 @@ def by_begin(network: Network, parts: Sequence[Trees]) -> list[TreeTransfer]:
 
 
 def by_level(parts: Sequence[Trees]) -> list[TreeTransfer]:
-    """Returns the transfers of all parts in the order of the number of transfers on which they depend."""
+    """Returns the transfers of all parts, sorted by the number of transfers on which they depend."""
     levels: dict[TreeTransfer, int] = {}
     for number, trees in enumerate(parts):
         reached: dict[int, int] = {}
@@ -284,7 +285,7 @@ def _part_transfers(part: int, trees: Trees) -> Iterator[TreeTransfer]:
 
 
 def _possible(transfers: Sequence[TreeTransfer]) -> Iterator[TreeTransfer]:
-    """Yields the transfers whose source need not wait for another transfer."""
+    """Yields the transfers that do not depend on another remaining transfer."""
     summing = any(not transfer.is_sum for transfer in transfers)
     current = [transfer for transfer in transfers if transfer.is_sum != summing]
     awaiting = {transfer.target for transfer in current}

@@ -1,14 +1,14 @@
-"""Proof, by symbolic execution, that the schedules of a world do what their operation specifies.
+"""Proof, by symbolic execution, that the schedules of a world implement their operation correctly.
 
-`verify` runs all schedules on symbolic values, over links without buffers, block by block, each block as soon as the
-rules in `steps.py` allow. One run proves every run: the waits of a step follow from the schedules, not from the order
-of events, so if one order completes, every order does, and if one order deadlocks, every order does.
+`verify` runs all schedules on symbolic values over unbuffered links, block by block, each block as soon as the rules in
+`steps.py` allow. A single run covers all runs: the waits of a step follow from the schedules, not from the order of
+events, so either every order completes or every order deadlocks.
 
-A block's value is (identity, contributors): the number of the block, and the set of ranks, as bits, whose contributions
-are summed in it. The blocks of all ranks form one array of places. A barrier has no blocks and a separate proof: no
-rank leaves before all have arrived, and none waits forever.
+The value of a block is (identity, contributors): the number of the block, and a bit mask of the ranks whose
+contributions are included in its sum. The blocks of all ranks form one array of places. A barrier has no blocks. The
+separate proof for it shows that no rank leaves before all have arrived, and that none waits forever.
 
-Synthesised schedules are proved before they run, all others only in tests.
+Synthesized schedules are proved before they run, all other schedules only in tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Blocks: TypeAlias = list[BlockValue | None]
 REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER))
 CUT_LIKE_THE_TENSOR = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST))
 
-# There are many moves, and the constructor of a named tuple would take twice as long, as in steps.py.
+# `tuple.__new__` is twice as fast as a named tuple's constructor, and there are many moves.
 _new = tuple.__new__
 _SEND, _RECV, _REDUCE, *_ = StepKind
 _LOCAL = frozenset(StepKind) - {_SEND, _RECV, _REDUCE}
@@ -40,7 +40,7 @@ class ScheduleError(AssertionError):
 
 
 class Move(NamedTuple):
-    """A move of blocks from a SEND to the step that receives them, or from a local step to itself."""
+    """A move of blocks from a SEND to the step that receives them, or within a local step."""
 
     source: int
     source_step: int
@@ -49,7 +49,7 @@ class Move(NamedTuple):
 
 
 def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
-    """Returns the moves of every link in order, and every local step as a separate list.
+    """Returns an ordered list of moves for every link, and a separate list for every local step.
 
     The k-th SEND on a link is matched with the k-th RECV or REDUCE.
 
@@ -94,7 +94,7 @@ def _match_link(
 
 
 def step_error(schedule: Schedule, number: int, what: str) -> ScheduleError:
-    """Returns the error for a step, with its position and text."""
+    """Returns the error for a step; the message contains the step's index and text."""
     step = schedule.steps[number]
     where = f"{schedule.algorithm} {schedule.operation} of {schedule.world_size}, rank {schedule.rank}"
     return ScheduleError(f"{where}, step {number} ({format_step(step)}): {what}")
@@ -129,8 +129,8 @@ def _format_slice(blocks: BufferSlice | None) -> str:
 def verify_barrier(schedules: Sequence[Schedule]) -> None:
     """Checks that every rank's arrival reaches every rank before that rank leaves.
 
-    An empty SEND passes on the arrivals reported by the earlier receives of its rank, in the order of steps, since it
-    waits only for these. Later messages may have been received by then, but the proof must not rely on them.
+    An empty SEND forwards the arrivals reported by earlier receives (in the order of steps), since it waits only for
+    these receives. Other messages may have been received by then, but the proof must not rely on them.
 
     Raises:
         ScheduleError: a rank may leave too early, or waits forever.
@@ -177,7 +177,7 @@ def _ranks_arrived(received: Sequence[dict[int, int | None]], rank: int, before:
 
 
 def initial_buffers(schedule: Schedule) -> tuple[Blocks, Blocks, Blocks]:
-    """Returns INPUT, OUTPUT and SCRATCH of the schedule's rank before its first step; None means undefined."""
+    """Returns the rank's INPUT, OUTPUT and SCRATCH before its first step; None represents an undefined block."""
     n, rank, blocks = schedule.world_size, schedule.rank, schedule.blocks
     is_root = rank == schedule.root
     tensor: Blocks = [(block, 1 << rank) for block in range(blocks)]
@@ -230,14 +230,14 @@ def required_output(schedule: Schedule) -> Blocks:
 
 
 def block_fits(operation: Operation, rank: int, index: int, value: BlockValue) -> bool:
-    """Returns whether a block of a writable buffer has the size of the value, since block sizes differ."""
+    """Returns whether a block of a writable buffer has the same size as the value; block sizes may differ."""
     if operation in CUT_LIKE_THE_TENSOR:
         return value[0] == index
     return operation is not Operation.ALL_TO_ALL or value == (rank, 1 << index)
 
 
 Accesses: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, int]]]
-"""The places that a step reads and the places that it writes, block by block, each with a number of earlier accesses.
+"""The places that a step reads and those that it writes, block by block, each with its number of earlier accesses.
 
 A read waits until the place has been written as often as the earlier steps of its rank write it; a write waits until
 the place has been read and written as often as these steps read and write it. A step that updates in place (src is dst)
@@ -246,7 +246,7 @@ is one write.
 
 
 class SymbolicMemory:
-    """The `values` of all places, and the counts of how often each was `written` and `accessed` (read or written)."""
+    """The `values` of all places, and how often each place has been `written` and `accessed` (read or written)."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         buffers = [
@@ -313,7 +313,7 @@ def _places(memory: SymbolicMemory, schedule: Schedule, number: int, blocks: Buf
 
 
 def _is_simple(kind: StepKind, dst: BufferSlice | None, src: BufferSlice | None) -> bool:
-    """Returns whether a step is obviously valid, as most steps are, so that the slower `_check_step` is not needed."""
+    """Returns whether a step is obviously valid, which most steps are; others require the slower `_check_step`."""
     if kind is _SEND:
         return dst is None and src is not None and src.buffer is not _WIRE
     if dst is None or dst.buffer is _INPUT or dst.buffer is _WIRE:
@@ -327,7 +327,7 @@ def _wire_blocks(schedule: Schedule) -> int:
 
 
 def _check_wire(schedule: Schedule, number: int) -> None:
-    """Checks the use of WIRE: only PACK, UNPACK and ADD convert, one block at a time."""
+    """Checks the use of WIRE: only PACK, UNPACK and ADD may convert data, one block at a time."""
     kind, _, dst, src, _ = schedule.steps[number]
     to, source = dst is not None and dst.buffer is _WIRE, src is not None and src.buffer is _WIRE
     if any(blocks.length != 1 for blocks in (dst, src) if blocks is not None and (to or source)):
@@ -360,13 +360,13 @@ def _check_step(schedule: Schedule, number: int) -> None:
 def verify(schedules: Sequence[Schedule]) -> None:
     """Proves the schedules of all ranks, in rank order.
 
-    At the end every block holds each contribution exactly once and no others; INPUT is never written; no block is read
-    before it is written; blocks are only stored in places of their size; `final` is set exactly where the last
-    contribution is added; every SEND matches a step with as many blocks; and no step waits forever, even if links have
-    no buffers.
+    The proof shows that at the end every block holds each required contribution exactly once and no others; INPUT is
+    never written; no block is read before it is written; blocks are only stored in places of the same size; `final` is
+    set exactly on the step that adds the last contribution; every SEND matches a step with the same number of blocks;
+    and no step waits forever, even if links are unbuffered.
 
     Raises:
-        ScheduleError: the schedules are wrong; the message names the first fault, with the rank and the step.
+        ScheduleError: the schedules are wrong; the message describes the first fault, with the rank and the step.
     """
     first = schedules[0]
     for rank, schedule in enumerate(schedules):
@@ -396,7 +396,7 @@ class _SymbolicExecutor:
         self.waiting: dict[int, list[tuple[_Wait, Iterator[_Wait]]]] = {}
 
     def run(self) -> None:
-        """Runs every link until it must wait for a place; a change of the place wakes it."""
+        """Runs every link until it must wait for a place; the link resumes when the place changes."""
         self.ready.extend(self.link(moves) for moves in moves_by_link(self.schedules))
         while self.ready:
             link = self.ready.popleft()
@@ -410,7 +410,7 @@ class _SymbolicExecutor:
             raise step_error(self.schedules[rank], number, what)
 
     def link(self, moves: list[Move]) -> Iterator[_Wait]:
-        """Executes the moves of one link, block by block; yields at each place that is not ready."""
+        """Executes the moves of a link, block by block; yields a `_Wait` for each place that is not ready."""
         # Nearly all of the time is spent here, so the loop uses local variables.
         memory, waiting, ready, everyone = self.memory, self.waiting, self.ready, self.everyone
         values, written, accessed, accesses = memory.values, memory.written, memory.accessed, memory.accesses
@@ -474,7 +474,7 @@ class _SymbolicExecutor:
         return step_error(schedule, number, f"counts the contributions of ranks {_ranks(twice)} twice")
 
     def is_not_final(self, contributors: int, rank: int, number: int) -> ScheduleError:
-        """Returns the error for a sum of `contributors` whose step is wrongly marked."""
+        """Returns the error for a step that adds up `contributors` but whose `final` flag is wrong."""
         schedule = self.schedules[rank]
         if missing := self.everyone & ~contributors:
             what = f"is marked final, but the contributions of ranks {_ranks(missing)} are missing"

@@ -189,7 +189,7 @@ class Store(ABC):
 
     @abstractmethod
     def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
-        """Performs `op`. A waiting operation has its time-out in ms as `number`, and then returns missing keys."""
+        """Performs `op`. `number` is a waiting operation's time-out in ms; on time-out, it returns the missing keys."""
 
 
 def _bytes(value: bytes | str) -> bytes:
