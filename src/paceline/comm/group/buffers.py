@@ -1,6 +1,6 @@
-"""Addresses of a call's tensors for the engine to read and write, and copies of tensors that are not plain.
+"""Addresses at which the engine reads and writes a call's tensors, and copies of tensors that are not plain.
 
-The engine writes to memory without PyTorch, so `count_writes` reports the writes to autograd.
+The engine bypasses PyTorch when it writes to memory, so `count_writes` reports the writes to autograd.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline import _core
 from paceline.comm.engine.channel import DevicePieces
 from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
 
-Count = Callable[[Iterable[object]], None]  # takes tensors
+Count = Callable[[Iterable[object]], None]  # reports writes to tensors
 
 _increment = torch._C._increment_version
 
@@ -26,7 +26,7 @@ def _one_by_one(tensors: Iterable[object]) -> None:
 
 
 def _increment_versions() -> Count:
-    """Returns PyTorch's own function, or a loop over it in releases in which it takes a single tensor."""
+    """Returns PyTorch's own function, or a loop over it in releases in which it accepts only a single tensor."""
     try:
         _increment([torch.empty(0, device="cpu")])
     except TypeError:
@@ -34,9 +34,9 @@ def _increment_versions() -> Count:
     return cast("Count", _increment)
 
 
-# Counts a write to each of the tensors. A tensor shares its count with its views and with the results of `detach()`. A
-# backward pass that needs an earlier value of a tensor then raises instead of computing wrong gradients. Counting a
-# write twice is harmless.
+# Increments the version counter of each tensor, which its views and the results of `detach()` share. A backward pass
+# that needs an earlier value of a tensor then raises an error instead of computing wrong gradients. Counting a write
+# twice is harmless.
 count_writes: Count = _increment_versions()
 
 
@@ -47,7 +47,7 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
 def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
-    """Returns one tensor or a sequence of them as a list.
+    """Converts a tensor or a sequence of tensors to a list.
 
     Raises:
         TypeError: the argument is neither a tensor nor a sequence.
@@ -63,7 +63,7 @@ def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
     """Returns the code of the tensors' common dtype.
 
     Raises:
-        TypeError: the tensors are not dense, or not of one supported dtype.
+        TypeError: the tensors are not dense, or do not share one supported dtype.
     """
     first = tensors[0].dtype if tensors else torch.uint8
     for tensor in tensors:
@@ -86,7 +86,7 @@ MemoryLayout: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, b
 
 
 def memory_layout(tensor: torch.Tensor) -> MemoryLayout:
-    """Returns a dense tensor's address and layout; tensors at the same address may have different layouts."""
+    """Returns the address and layout of a dense tensor; tensors at the same address may differ in layout."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
@@ -107,7 +107,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def count_elements(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns the number of elements of all `tensors` together."""
+    """Returns the total number of elements in `tensors`."""
     return sum(tensor.numel() for tensor in tensors)
 
 
@@ -115,16 +115,16 @@ class Buffers:
     """The memory of a call's tensors; tensors that are not plain are replaced by copies.
 
     Args:
-        scale: a factor by which a copy of the tensors to be read is multiplied.
-        any_order: whether to pass the elements of channels-last tensors in memory order. The caller guarantees that
-            the layout is the same on every rank.
+        scale: a factor with which the tensors to be read are multiplied, in a copy.
+        any_order: whether to pass the elements of channels-last tensors in memory order. The caller guarantees that all
+            ranks use the same layout.
     """
 
     def __init__(self, scale: float | torch.Tensor | None = None, any_order: bool = False) -> None:
         self.kept: list[torch.Tensor] = []
-        self.written: list[torch.Tensor] = []  # the caller's tensors; `kept` may contain copies of them
+        self.written: list[torch.Tensor] = []  # the caller's tensors (`kept` may contain copies instead)
         self.has_copies = False
-        self.residual: torch.Tensor | None = None  # kept alive as long as the call
+        self.residual: torch.Tensor | None = None  # kept alive during the call
         self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.scale = scale
         self._any_order = any_order
@@ -140,7 +140,7 @@ class Buffers:
         return flat if not tensors or tensors[0].is_cpu else DevicePieces(self.kept[first:])
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Returns the address and the number of bytes of each tensor that the call writes, or reads and writes."""
+        """Returns the address and the number of bytes of each tensor that the call writes or updates."""
         first = len(self.kept)
         flat: list[int] = []
         self.written += tensors
@@ -155,7 +155,7 @@ class Buffers:
 
     @property
     def finish(self) -> Callable[[], None] | None:
-        """Returns a function to run when the call is complete, or None if nothing was copied."""
+        """Returns a function to run when the call is complete, or None if no tensor was copied."""
         return self._write_back if self._copy_back else None
 
     def _usable(self, tensor: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""Plans of collectives: calls whose arguments have been checked in full, described for the engine.
+"""Plans of collectives: fully checked calls in the form that engines expect.
 
-The functions accept torch's reductions and option objects (`AllreduceOptions` and the like), which are recognised by
-their attributes, so that this module works with every release of torch.
+The functions accept torch's reductions and option objects (such as `AllreduceOptions`). They recognize these objects by
+their attributes, which works with every release of torch.
 
 All functions raise:
     TypeError: a tensor's layout or dtype is not supported, or the reduction is not defined for its dtype.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 CallPlan = tuple[CollectiveCall, Buffers]
-"""A call and its `Buffers`, which copy back results that were written to a copy."""
+"""A call and its `Buffers`, which copy results back to tensors that were replaced by copies."""
 
 
 _MOST_TAG = 2**31 - 1  # the core's tags have 32 bits
@@ -42,7 +42,7 @@ _MOST_TAG = 2**31 - 1  # the core's tags have 32 bits
 _UNSET = timedelta(0)
 
 
-# torch's reductions without a factor; most calls of torch programs use one of these, so they are looked up first.
+# Torch's reductions without a factor are looked up first, because most calls in torch programs use one of them.
 _TORCHS_KIND: Any = getattr(getattr(torch.distributed, "ReduceOp", None), "RedOpType", None)
 
 
@@ -56,8 +56,8 @@ _BY_TORCHS_KIND: dict[object, ReduceOp] = {
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 
 
-# For each dtype that is not complex: its code, and for each reduction the reduction's code, or -1 if the core cannot
-# reduce such tensors directly. The codes are plain integers, since enum members are slow to hash and to convert.
+# For each dtype that is not complex: the code of the dtype, and for each reduction its code, or -1 if the core cannot
+# apply it to this dtype directly. The codes are plain integers, because enum members are slow to hash and to convert.
 QUICK_CODES: dict[torch.dtype, tuple[int, list[int]]] = {
     dtype: (code, [int(op) if op is not _PREMUL_SUM and _core.reduces(code, op) else -1 for op in ReduceOp])
     for dtype, code in DTYPE_CODES.items()
@@ -191,7 +191,7 @@ def plan_barrier(timeout_ns: int) -> CallPlan:
 def checked_reduction(
     tensors: Sequence[torch.Tensor], op: Reduction, call: str, any_order: bool = False
 ) -> tuple[int, int, Buffers]:
-    """Returns the codes of the dtype and of the reduction, and empty buffers that have the factor of `op`.
+    """Returns the codes of the dtype and the reduction, and empty buffers with the scale factor from `op`.
 
     Raises:
         TypeError: the reduction is not defined for the tensors.
@@ -202,7 +202,7 @@ def checked_reduction(
     reduce_code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
     if op is ReduceOp.PREMUL_SUM:
         raise TypeError(f"{call}: PREMUL_SUM needs a factor; pass paceline.PremulSum(factor)")
-    # Engines for devices other than the CPU report unsupported reductions themselves.
+    # Unsupported reductions on other devices are reported by the engine.
     if not reduces(code, reduce_code) and all(tensor.is_cpu for tensor in tensors):
         dtype = tensors[0].dtype if tensors else torch.uint8
         raise TypeError(f"{call}: {reduce_code.name} is not defined for {dtype}; convert the tensor first")
@@ -211,7 +211,7 @@ def checked_reduction(
 
 @functools.cache
 def reduces(dtype: int, reduce_op: int) -> bool:
-    """Returns whether the core has the reduction for the dtype with the code `dtype`."""
+    """Returns whether the core implements the reduction for the dtype with the code `dtype`."""
     return _core.reduces(dtype, reduce_op)
 
 
@@ -260,10 +260,10 @@ def require_root(group: ProcessGroup, root: int, call: str) -> None:
 
 
 def require_peer(group: ProcessGroup, peer: int, call: str, name: str) -> None:
-    """Checks that `peer` is the group rank of another rank of the group.
+    """Checks that `peer` is the group rank of a different rank in the group.
 
     Raises:
-        ValueError: it is this rank, or is not in the group.
+        ValueError: `peer` is this rank, or is not in the group.
     """
     if not 0 <= peer < group.size():
         raise ValueError(
@@ -279,7 +279,7 @@ def checked_tag(tag: int, call: str) -> int:
     """Returns `tag` if it is valid.
 
     Raises:
-        ValueError: it is negative, or has more than 31 bits.
+        ValueError: `tag` is negative, or has more than 31 bits.
     """
     if not 0 <= tag <= _MOST_TAG:
         raise ValueError(f"{call}: tag is {tag}; it must be from 0 to {_MOST_TAG}")
@@ -290,7 +290,7 @@ def parts_by_rank(whole: torch.Tensor, count: int, group: ProcessGroup, call: st
     """Divides `whole` into one-dimensional views of `count` elements, one for each rank.
 
     Raises:
-        ValueError: `whole` has a different number of elements, or is not contiguous.
+        ValueError: `whole` has the wrong number of elements, or is not contiguous.
     """
     if whole.numel() != count * group.size():
         raise ValueError(
@@ -339,7 +339,7 @@ def lists_by_rank(lists: Sequence[Tensors], group: ProcessGroup, call: str, argu
     """Returns the entries of `lists`, one for each rank, as lists of tensors.
 
     Raises:
-        ValueError: the number of entries is not the number of ranks.
+        ValueError: the number of entries differs from the number of ranks.
         TypeError: an entry is neither a tensor nor a list of tensors.
     """
     if isinstance(lists, torch.Tensor) or len(lists) != group.size():
@@ -354,7 +354,7 @@ def require_counts(
     """Checks that each of `lists` has `count` elements.
 
     Raises:
-        ValueError: one of them has a different number of elements.
+        ValueError: one of the lists has a different number of elements.
     """
     for index, tensors in enumerate(lists):
         if count_elements(tensors) != count:
@@ -365,19 +365,19 @@ def require_counts(
 
 
 class TorchOptions(Protocol):
-    """Any of torch's option objects; those for calls without a root have no `rootRank`."""
+    """Any option object of torch; `rootRank` is missing for calls without a root."""
 
     timeout: timedelta
-    rootRank: int  # noqa: N815 (torch's name)
+    rootRank: int  # noqa: N815 (the name in torch)
 
 
 def are_options(argument: object) -> TypeIs[TorchOptions]:
-    """Returns whether `argument` is an option object rather than the value of an option."""
+    """Returns whether `argument` is an option object, as opposed to the value of an option."""
     return hasattr(argument, "timeout")
 
 
 def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
-    """Returns the time-out in a call's arguments, or None for the group's time-out.
+    """Returns the time-out given by a call's arguments, or None if the group's time-out applies.
 
     Args:
         opts: an option object, or the time-out itself.
@@ -389,10 +389,10 @@ def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
 
 
 def reduction_of(op: object) -> Reduction:
-    """Returns the reduction given by an option object, torch's `ReduceOp` or Paceline's; None means SUM.
+    """Converts an option object, torch's `ReduceOp` or Paceline's reduction to the latter; None means SUM.
 
     Raises:
-        TypeError: `op` is none of these, or is a reduction that Paceline does not have.
+        TypeError: `op` has another type, or is a reduction that Paceline does not support.
     """
     if isinstance(op, (ReduceOp, PremulSum)):
         return op
@@ -417,7 +417,7 @@ def reduction_of(op: object) -> Reduction:
 
 
 def one_list(lists: Sequence[Tensors], call: str) -> Sequence[torch.Tensor]:
-    """Returns the only list in `lists`, where programs for torch pass one list for each device.
+    """Unwraps the only list in `lists`; programs for torch pass one list per device.
 
     A plain list of tensors is returned unchanged.
 

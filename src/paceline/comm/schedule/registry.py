@@ -44,7 +44,7 @@ ALIKE: dict[str, frozenset[Operation]] = {
     "hierarchical": hierarchical.ALIKE,
     "circulant": circulant.ALIKE,
 }
-"""The operations, by algorithm, in which equal hosts have the same steps relative to their position."""
+"""For each algorithm, the operations in which equal hosts perform the same steps relative to their position."""
 
 _NAMES = {
     **dict(enumerate(ALGORITHMS, 1)),

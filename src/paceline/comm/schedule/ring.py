@@ -158,7 +158,7 @@ def all_to_all(topology: RankTopology) -> BlocksAndSteps:
 
 
 def barrier(topology: RankTopology) -> BlocksAndSteps:
-    """Rank 0 sends a token around twice: the first lap ends when all ranks have arrived, the second reports this."""
+    """Rank 0 sends a token around twice: the first lap completes when all ranks have arrived; the second reports it."""
     n = topology.world_size
     left, right = (topology.rank - 1) % n, (topology.rank + 1) % n
     if n == 1:

@@ -133,7 +133,7 @@ class Schedule(NamedTuple):
 
 
 class RankTopology(NamedTuple):
-    """A schedule's rank and its world. `root` is -1 if there is no root; `hosts` lists the ranks of each host."""
+    """The rank and the world for which a schedule is built. `root` is -1 if unused; `hosts` lists each host's ranks."""
 
     rank: int
     world_size: int

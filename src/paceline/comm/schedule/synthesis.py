@@ -37,7 +37,7 @@ MOST_RANKS = 64
 _LONG_NBYTES = 16 << 20
 _NEARLY = 1.25  # times the duration of the fastest
 _COMPETING = 1.05  # times the simulated duration, if several connections may share an uplink
-_LIGHTER = 0.75  # of the fastest algorithm's bytes on its busiest link
+_LIGHTER = 0.75  # times the bytes on the busiest link of the fastest algorithm
 _AS_FAST = 1.02  # times the duration of the fastest
 
 

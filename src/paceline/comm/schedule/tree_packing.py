@@ -1,4 +1,4 @@
-"""Packing of trees into a network: each part of the tensor is summed along one tree and distributed along another.
+"""Packing of trees into a network; each part of a tensor is summed along one tree and distributed along another.
 
 The hosts' contributions to a part are sent up a tree to the root, and the sum is sent down another tree. Every hop
 occupies each link on its path for some time, and the duration of an all-reduce of a long tensor is determined by the
@@ -53,7 +53,7 @@ class Trees(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The trees of each part (all parts have the same length), and the seconds per byte of the tensor."""
+    """The trees for each part (all parts have the same length), and the duration in seconds per byte of the tensor."""
 
     parts: tuple[Trees, ...]
     s_per_byte: float
@@ -141,7 +141,7 @@ class _Loads:
             self.loads[link] += times * seconds
 
     def price(self, hop: Hop) -> float:
-        """Returns the growth of the sum of the eighth powers of all loads, which the largest loads dominate."""
+        """Returns the increase of the sum of the eighth powers of all loads; the largest loads dominate this sum."""
         return sum(
             _eighth_power((self.loads[link] + seconds) / self.unit) - _eighth_power(self.loads[link] / self.unit)
             for link, seconds in self.hops[hop]
@@ -230,7 +230,7 @@ def _grow(loads: _Loads, root: int, *, up: bool, back: Set[Hop] = frozenset()) -
 
 
 class TreeTransfer(NamedTuple):
-    """A hop of a part, with a sum or with a contribution; `is_last` is set on the last contribution to the part."""
+    """A transfer of a sum or a contribution along a hop; `is_last` marks the last contribution to a part."""
 
     part: int
     source: int
@@ -243,8 +243,8 @@ def by_begin(network: Network, parts: Sequence[Trees]) -> list[TreeTransfer]:
     """Returns the transfers of all parts in the order in which they would begin in the plan."""
     costs = hop_costs(network, len(parts))
     free: dict[int, float] = {}
-    # `left` holds each part's remaining transfers in a possible order, followed by the time at which each host has the
-    # part's data.
+    # `left` holds the remaining transfers of each part in a possible order; `ready` holds the times at which hosts have
+    # the part's data.
     left = [list(_part_transfers(number, trees)) for number, trees in enumerate(parts)]
     ready: list[dict[int, float]] = [{} for _ in parts]
     arranged: list[TreeTransfer] = []

@@ -36,7 +36,7 @@ _CONVERTING = frozenset((StepKind.PACK, StepKind.UNPACK, StepKind.ADD))
 
 
 class ScheduleError(AssertionError):
-    """The schedules of a world do not do what their operation specifies; the message names rank, number and step."""
+    """The schedules of a world do not implement their operation; the message reports the rank and the step."""
 
 
 class Move(NamedTuple):
@@ -165,7 +165,7 @@ def verify_barrier(schedules: Sequence[Schedule]) -> None:
 
 
 def _ranks_arrived(received: Sequence[dict[int, int | None]], rank: int, before: int) -> int | None:
-    """Returns the ranks, as bits, known to have arrived before a step of `rank`; None if a receive is pending."""
+    """Returns a bit mask of the ranks known to have arrived before a step of `rank`; None if a receive is pending."""
     known = 1 << rank
     for number, arrived in received[rank].items():
         if number >= before:
@@ -462,7 +462,7 @@ class _SymbolicExecutor:
                         ready.extend([link for _, link in waiting.pop(place)])
 
     def cannot_add(self, own: BlockValue | None, received: BlockValue, rank: int, number: int) -> ScheduleError:
-        """Returns the error for two values that cannot be added: they need the same block and disjoint contributors."""
+        """Returns the error for two values that cannot be added: the blocks differ or the contributors overlap."""
         schedule = self.schedules[rank]
         if schedule.operation not in REDUCING:
             return step_error(schedule, number, f"{schedule.operation} reduces nothing")

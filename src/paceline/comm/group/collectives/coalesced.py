@@ -1,8 +1,8 @@
 """Collectives on lists of tensors with several dtypes.
 
-The plain collectives take lists of tensors of one dtype; the functions here make one such call for each dtype. All
-ranks pass the same dtypes and numbers of elements in the same order. With `async_op=True` a call returns one `Work` for
-all of its parts (torch.distributed returns the result of its `get_future()`).
+The plain collectives take lists of tensors of one dtype; these functions call a plain collective for each dtype. All
+ranks must pass the same dtypes and numbers of elements in the same order. With `async_op=True` a function returns a
+single `Work` for all of its calls (torch.distributed returns the result of `get_future()` instead).
 
 All raise:
     ValueError: corresponding lists differ in length.
@@ -24,7 +24,7 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work, join_works
 from paceline.durations import Timeout
 
-BUFFER_SIZE = 250 << 20  # bytes, as in torch's DistributedDataParallel
+BUFFER_SIZE = 250 << 20  # bytes; the same as in torch's DistributedDataParallel
 
 
 @eager
@@ -56,9 +56,9 @@ def broadcast_coalesced(
     group_src: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies the source's `tensors` to all ranks. The default source is the first rank of the group.
+    """Broadcasts the source's `tensors` to all ranks. The default source is the first rank of the group.
 
-    One call copies tensors of up to `buffer_size` bytes in total, or one larger tensor.
+    Each underlying broadcast contains tensors of up to `buffer_size` bytes in total, or a single larger tensor.
     """
     call = "broadcast_coalesced"
     chosen = resolve(group)
@@ -200,7 +200,7 @@ def _start_by_type(
     results: Sequence[torch.Tensor],
     start: Callable[[list[int]], Work | None],
 ) -> Work | None:
-    """Starts a call for each dtype with the indices of its tensors; an empty list takes one call."""
+    """Starts a call for each dtype with the indices of its tensors, or a single call if there are no tensors."""
     return join_works([start(indices) for indices in _by_type(tensors)], call, results)
 
 

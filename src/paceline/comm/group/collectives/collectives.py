@@ -1,21 +1,21 @@
-"""The public collectives on tensors, including barriers and the collectives with a root.
+"""Public collectives on tensors, including barriers and collectives with a root.
 
 Every rank of a group makes the same calls in the same order. These rules apply to all calls:
 
-- A tensor may be on any device for which the group's backend has an engine: the CPU always, CUDA with "nccl". All
-  tensors of one call are on one device and of one dtype. A list of tensors may be passed for any tensor and is treated
-  as their concatenation.
-- `src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two.
+- A tensor may be on any device for which the group's backend has an engine: always on the CPU, and on CUDA devices with
+  "nccl". All tensors of one call must be on the same device and have the same dtype. A list of tensors may be passed
+  for any tensor and is treated as their concatenation.
+- `src` and `dst` are ranks in the default group, and `group_src` and `group_dst` are ranks in `group`; pass either one.
 - `group` is a Paceline group, or None for the default group. On a rank that is not in `group` a call does nothing and
   returns None.
-- With `async_op=True` a call returns a `Work` at once, and its tensors must not be touched before the work is complete.
-  Otherwise the call returns None when it is complete.
-- Tensors that a call writes to count as modified in place: a backward pass that needs their earlier values raises.
+- With `async_op=True` a call returns a `Work` at once, and its tensors must not be accessed before the work is
+  complete. With `async_op=False` (the default) it returns None when it is complete.
+- Tensors that a call writes to count as modified in place: a backward pass that needs their old values raises an error.
 - `timeout` is a timedelta or a number of seconds; None means the group's time-out.
-- `wire` rounds floats that are summed, or moved by all_gather, when they are sent between hosts: to "bf16", "int8",
-  "int4", or with a `Wire`, which compensates for the rounding in later calls (docs/slow-networks.md). Data within a
-  host stays exact, and all ranks get the same bits.
-- Under torch.compile each call breaks the graph.
+- `wire` is a format ("bf16", "int8" or "int4") to which floats are rounded when they are sent between hosts in a sum or
+  an all_gather, or a `Wire`, which also compensates for the rounding in later calls (docs/slow-networks.md). Data
+  within a host stays exact, and all ranks get the same bits.
+- Under torch.compile, each call causes a graph break.
 
 All raise:
     TypeError: a tensor's device, layout or dtype is not supported, the reduction is not defined for its dtype, or
@@ -52,17 +52,17 @@ def barrier(
     device_ids: Sequence[int] | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Waits until every rank of the group has called it.
+    """Synchronizes all ranks: returns when every rank of the group has called it.
 
-    If the group has an engine for an accelerator, the barrier also waits for the earlier work on the current stream of
-    this rank's device, as torch.distributed's nccl barrier does. When it returns, all ranks have therefore finished
-    this work. With `async_op=True`, `wait` waits only for this rank's work.
+    If the group has an engine for an accelerator, the barrier also waits for earlier work on the current stream of this
+    rank's device, like the nccl barrier of torch.distributed. When it returns, this work is therefore complete on all
+    ranks. With `async_op=True`, `wait` waits only for this rank's work.
 
     Args:
         group: the group; the default group if None.
         async_op: whether to return a `Work` at once.
-        device_ids: the index of this rank's device, in a list; if None, the device of `init_process_group`, or else the
-            current one. The indices have no effect in a group without an engine for an accelerator.
+        device_ids: a list with the index of this rank's device. The default is the device passed to
+            `init_process_group`, or else the current device. Ignored in a group without an engine for an accelerator.
         timeout: the time to wait, as a timedelta or in seconds; the group's if None.
 
     Raises:
@@ -84,7 +84,7 @@ def barrier(
 
 
 def _devices_in_use(group: ProcessGroup, indices: Sequence[int] | None) -> list[torch.device]:
-    """Returns the group's accelerators with these indices, by default this rank's; empty if it has not used any."""
+    """Returns the group's accelerators with these indices (default: those of this rank); empty if none is in use."""
     if group.device_types == {"cpu"}:
         return []
     accelerator = accelerator_in_use()
@@ -97,18 +97,20 @@ def _devices_in_use(group: ProcessGroup, indices: Sequence[int] | None) -> list[
 
 @eager
 def monitored_barrier(group: Group = None, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
-    """Waits until every rank of the group has called it; the error of a time-out names the ranks that have not.
+    """Synchronizes all ranks like `barrier`; on a time-out, the error lists the ranks that have not called it.
 
-    All waiting ranks raise the error, not only rank 0 as in torch.distributed. The errors of all Paceline calls name
-    the missing ranks; the message of this one begins with them.
+    All waiting ranks raise the error, and not only rank 0 as in torch.distributed. Every collective of Paceline reports
+    missing ranks on time-out; the message from this function begins with them.
 
     Args:
         group: the group; the default group if None.
         timeout: the time to wait, as a timedelta or in seconds; the group's time-out if None.
-        wait_all_ranks: whether to name all missing ranks rather than the first one and the number of others.
+        wait_all_ranks: whether the message lists all missing ranks, rather than the first one and the number of the
+            others.
 
     Raises:
-        CollectiveTimeoutError: ranks are missing; its `missing` lists them all. The group can no longer be used.
+        CollectiveTimeoutError: ranks are missing; the attribute `missing` lists all of them. The group can no longer be
+            used.
         PeerLostError: a rank died or left. The group can no longer be used.
     """
     chosen = resolve(group)
@@ -128,7 +130,8 @@ def broadcast(
     """Copies the source's `tensor` into the `tensor` of every other rank.
 
     Args:
-        tensor: a tensor of the same dtype and number of elements on every rank; read on the source, written elsewhere.
+        tensor: a tensor of the same dtype and number of elements on every rank; it is read on the source and written on
+            the other ranks.
         src, group_src: the source.
 
     Raises:
@@ -150,7 +153,7 @@ def reduce(
     group_dst: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces `tensor` over all ranks into the destination's `tensor`. The tensors of other ranks do not change.
+    """Reduces `tensor` over all ranks into the destination's `tensor`. The tensors on other ranks are not modified.
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank.
@@ -176,15 +179,15 @@ def gather(
     group_dst: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies every rank's `tensor` to the destination, rank r's `tensor` into `gather_list[r]`.
+    """Gathers `tensor` from all ranks to the destination, where `gather_list[r]` receives rank r's tensor.
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank.
-        gather_list: a list with a tensor like `tensor` for each rank on the destination; None or empty elsewhere.
+        gather_list: on the destination, a list of one tensor like `tensor` for each rank; None or empty on other ranks.
         dst, group_dst: the destination. The default is the first rank of the group.
 
     Raises:
-        ValueError: `gather_list` is missing or has the wrong size on the destination, or is given on another rank.
+        ValueError: `gather_list` is missing or has the wrong length on the destination, or is passed on another rank.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -206,11 +209,11 @@ def scatter(
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank.
-        scatter_list: a list with a tensor like `tensor` for each rank on the source; None or empty elsewhere.
+        scatter_list: on the source, a list of one tensor like `tensor` for each rank; None or empty on other ranks.
         src, group_src: the source. The default is the first rank of the group.
 
     Raises:
-        ValueError: `scatter_list` is missing or has the wrong size on the source, or is given on another rank.
+        ValueError: `scatter_list` is missing or has the wrong length on the source, or is passed on another rank.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -231,16 +234,16 @@ def all_reduce(
 ) -> Work | None:
     """Reduces `tensor` over all ranks, in place.
 
-    With the engine "paceline" every rank gets the same bits, in every run. The order of summation depends on the
-    algorithm, the number of elements and the ranks, and never on the order in which ranks arrive: on one host it is a
-    pairwise tree in rank order. Other engines sum in the order of their library. float16 and bfloat16 are accumulated
-    in float32.
+    With the engine "paceline" the result is bitwise equal on all ranks and in every run. The order of summation depends
+    on the algorithm, the number of elements and the ranks, but not on the order in which ranks arrive: on one host it
+    is a pairwise tree in rank order. With other engines, the library determines the order of summation. float16 and
+    bfloat16 are accumulated in float32.
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor is
-            coalesced afterwards. The call for it returns only when all ranks have made the call, even with
-            `async_op=True`, since the ranks first exchange their numbers of values.
-        op: the reduction: a `ReduceOp`, a `PremulSum`, or torch's. The default is SUM.
+            coalesced afterwards. For sparse tensors the call blocks until all ranks have made it, even with
+            `async_op=True`, because the ranks first exchange their numbers of values.
+        op: the reduction: a `ReduceOp`, a `PremulSum`, or a reduction of torch. The default is SUM.
         group, async_op, timeout, wire: see the rules in the module's docstring.
     """
     chosen = resolve(group)
@@ -256,7 +259,7 @@ def all_gather(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Copies every rank's `tensor` to all ranks, rank r's `tensor` into `tensor_list[r]`.
+    """Gathers `tensor` from all ranks on all ranks; `tensor_list[r]` receives rank r's tensor.
 
     Args:
         tensor_list: a list of one tensor for each rank, with the dtype and number of elements of `tensor`.
@@ -278,7 +281,7 @@ def all_gather_into_tensor(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Copies every rank's `input_tensor` into `output_tensor` on all ranks, concatenated in rank order.
+    """Gathers `input_tensor` from all ranks into `output_tensor` on all ranks, concatenated in rank order.
 
     Args:
         output_tensor: a contiguous tensor of any shape with `world_size` times as many elements as `input_tensor`.
@@ -306,7 +309,7 @@ def all_gather_single(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Alias of `all_gather_into_tensor` with its name in torch 2.13."""
+    """Alias of `all_gather_into_tensor`, under the name introduced in torch 2.13."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, timeout, wire)
 
 
@@ -320,7 +323,7 @@ def reduce_scatter(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Reduces the ranks' `input_list[r]` into the `output` of rank r.
+    """Reduces `input_list[r]` over all ranks into the `output` of rank r.
 
     Args:
         output: a tensor of the same dtype and number of elements on every rank.
@@ -344,7 +347,7 @@ def reduce_scatter_tensor(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Reduces `input` over all ranks and writes each rank's part of the result to its `output`.
+    """Reduces `input` over all ranks and writes one part of the result to each rank's `output`.
 
     Args:
         output: a tensor of the same dtype and number of elements on every rank.
@@ -374,7 +377,7 @@ def reduce_scatter_single(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> Work | None:
-    """Alias of `reduce_scatter_tensor` with its name in torch 2.13."""
+    """Alias of `reduce_scatter_tensor`, under the name introduced in torch 2.13."""
     return reduce_scatter_tensor(output, input, op, group, async_op, timeout, wire)
 
 
@@ -386,7 +389,7 @@ def all_to_all(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies a tensor from each rank to each rank: rank s's `input_tensor_list[r]` to rank r's `output_tensor_list[s]`.
+    """Sends `input_tensor_list[r]` to each rank r, and receives the tensor from each rank s in `output_tensor_list[s]`.
 
     Args:
         output_tensor_list, input_tensor_list: lists of one tensor for each rank, all of the same dtype. Sizes may
@@ -394,8 +397,7 @@ def all_to_all(
             `CollectiveMismatchError`.
 
     Raises:
-        ValueError: a list does not have one entry for each rank, or the two entries for this rank itself differ in
-            size.
+        ValueError: a list does not have one entry for each rank, or the two entries for this rank differ in size.
     """
     chosen = resolve(group)
     return None if chosen is None else chosen.all_to_all(output_tensor_list, input_tensor_list, async_op, timeout)
@@ -411,12 +413,12 @@ def all_to_all_single(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies rows of `input` to each rank, and rows from each rank into `output`, both in rank order.
+    """Sends rows of `input` to each rank, and receives rows from each rank in `output`, both in rank order.
 
     Args:
         output, input: tensors of the same dtype, which are divided among the ranks along the first dimension.
-        output_split_sizes, input_split_sizes: the numbers of rows from and to each rank; with None or an empty list,
-            the rows are divided evenly.
+        output_split_sizes, input_split_sizes: the numbers of rows received from and sent to each rank. If None or
+            empty, the rows are divided evenly.
 
     Raises:
         ValueError: the split sizes do not add up to the number of rows, or the rows cannot be divided evenly.

@@ -1,15 +1,16 @@
-"""Collectives for processes with several devices each, as in older releases of torch.distributed.
+"""Collectives for processes that use several devices each, as in older releases of torch.distributed.
 
 Each rank passes a list with one tensor for each of its devices, and each tensor is a member of the collective:
-`all_reduce_multigpu` sums over all tensors of all ranks. A rank's tensors have one dtype and one number of elements,
-and may also be on a single device, such as the CPU.
+`all_reduce_multigpu` reduces over all tensors of all ranks. The tensors of a rank must have the same dtype and number
+of elements. They may all be on the same device, such as the CPU.
 
-A process reduces its tensors along the pairwise tree that the engine uses to reduce the tensors of several ranks. If
-the number of tensors of each process is a power of two, the combined tree is the one over as many ranks with one tensor
-each. The results are bitwise equal on every device and in every run.
+A process reduces its own tensors along the same pairwise tree that the engine uses across ranks. If each process has
+2^k tensors, the combined tree is therefore the tree over the same number of ranks with one tensor each. The results are
+bitwise equal on every device and in every run.
 
 All raise the errors of `collectives.py`, and:
-    ValueError: a list is empty, its tensors differ, or it has no tensor `src_tensor` or `dst_tensor`.
+    ValueError: a list is empty, its tensors differ in dtype or number of elements, or `src_tensor` or `dst_tensor` is
+        out of range.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), t
 _OF_BOOLEANS[ReduceOp.BXOR] = torch.logical_xor
 
 
-# PyTorch cannot add, multiply or compare unsigned integers wider than a byte, so they are viewed as signed ones.
+# PyTorch cannot add, multiply or compare unsigned integers wider than a byte, so these are viewed as signed integers.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -68,7 +69,7 @@ def broadcast_multigpu(
     src_tensor: int = 0,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies the source's `tensor_list[src_tensor]` to all tensors of all ranks."""
+    """Broadcasts the source's `tensor_list[src_tensor]` to all tensors of all ranks."""
     call = "broadcast_multigpu"
     chosen = resolve(group)
     if chosen is None:
@@ -110,7 +111,7 @@ def reduce_multigpu(
     dst_tensor: int = 0,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces all tensors of all ranks into the destination's `tensor_list[dst_tensor]`; the others do not change."""
+    """Reduces all tensors of all ranks into the destination's `tensor_list[dst_tensor]`; others are not modified."""
     call = "reduce_multigpu"
     chosen = resolve(group)
     if chosen is None:
@@ -132,7 +133,7 @@ def all_gather_multigpu(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies all tensors of all ranks to each device: rank r's tensor j to `output_tensor_lists[i][r * n + j]`.
+    """Gathers all tensors of all ranks on each device: `output_tensor_lists[i][r * n + j]` receives rank r's tensor j.
 
     `i` is the index of one of this rank's devices, and `n` is their number, which is the same on every rank.
     """
@@ -143,7 +144,7 @@ def all_gather_multigpu(
     _require_alike(input_tensor_list, call, "input_tensor_list")
     n = len(input_tensor_list)
     _require_lists(output_tensor_lists, n, n * chosen.size(), call, "output_tensor_lists")
-    device = input_tensor_list[0].device  # a call takes tensors on one device
+    device = input_tensor_list[0].device  # the tensors of a call must be on one device
     first = _on(device, output_tensor_lists[0])
     by_rank = [first[r * n : (r + 1) * n] for r in range(chosen.size())]
     inputs = [tensor.detach().to(device) for tensor in input_tensor_list]
@@ -166,9 +167,9 @@ def reduce_scatter_multigpu(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces `input_tensor_lists[i][r * n + j]` over all devices i of all ranks into rank r's `output_tensor_list[j]`.
+    """Reduces `input_tensor_lists[i][r * n + j]` over all i and all ranks into rank r's `output_tensor_list[j]`.
 
-    `n` is the number of devices of a rank, which is the same on every rank.
+    `i` is the index of a device, and `n` is the number of devices, which is the same on every rank.
     """
     call = "reduce_scatter_multigpu"
     chosen = resolve(group)
@@ -193,7 +194,8 @@ def reduce_scatter_multigpu(
 def _between_ranks(op: Reduction) -> ReduceOp:
     """Returns the reduction between ranks, after each rank has reduced its own tensors with `op`.
 
-    It is SUM for AVG, which divides at the end, and for PREMUL_SUM, whose factor has already been applied.
+    For AVG it is SUM, because the division takes place at the end, and for PREMUL_SUM because the factor has already
+    been applied.
     """
     return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
 
@@ -201,10 +203,10 @@ def _between_ranks(op: Reduction) -> ReduceOp:
 def _with_members(
     group: ProcessGroup, total: torch.Tensor, count: int, op: Reduction, async_op: bool, timeout: Timeout | None
 ) -> tuple[list[torch.Tensor], list[Work | None], Callable[[torch.Tensor], torch.Tensor]]:
-    """Returns the tensors to reduce, works in progress, and a function from the reduced total to the result.
+    """Returns the tensors to reduce, works in progress, and a function that computes the result from the reduced total.
 
-    An average needs the number of members, which may differ between ranks. It is reduced together with the total if the
-    dtype can represent it, and otherwise in a separate call.
+    For an average, the number of members is required, and ranks may contribute different numbers. This number is
+    reduced together with the total if the dtype can represent it, and in a separate call if not.
     """
     if op is not ReduceOp.AVG:
         return [total], [], lambda reduced: reduced
@@ -217,7 +219,7 @@ def _with_members(
 
 
 def _on(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors, with new memory on the device in place of those that are elsewhere."""
+    """Returns the tensors; new memory on the device replaces tensors that are on other devices."""
     return [t if t.device == device else torch.empty_like(t, device=device) for t in tensors]
 
 
@@ -256,10 +258,10 @@ def _require_lists(lists: Sequence[Sequence[torch.Tensor]], devices: int, member
 
 
 def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) -> torch.Tensor:
-    """Reduces `tensors` to a new tensor with the shape and on the device of the first.
+    """Reduces `tensors` to a new tensor with the shape and device of the first one.
 
-    The result of float16 and bfloat16 tensors is in float32, so that the caller rounds only once, at the end. For AVG
-    the result is the sum, and for PREMUL_SUM the sum of the multiplied tensors.
+    For float16 and bfloat16 tensors the result is in float32, which lets the caller round only once, at the end. For
+    AVG the result is the sum, and for PREMUL_SUM the sum of the multiplied tensors.
 
     Raises:
         TypeError: the reduction is not defined for the tensors' dtype.
@@ -305,7 +307,7 @@ def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
 def _reduce_unsigned(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     dtype = tensors[0].dtype
     signed = [tensor.contiguous().view(_SIGNED[dtype]) for tensor in tensors]
-    # With the highest bit flipped, signed numbers compare as the unsigned numbers do.
+    # With the highest bit flipped, comparing the signed numbers yields the unsigned order.
     flipped = torch.iinfo(_SIGNED[dtype]).min if op in (ReduceOp.MIN, ReduceOp.MAX) else 0
     return _tree([tensor ^ flipped for tensor in signed], _COMBINE[op]).bitwise_xor_(flipped).view(dtype)
 

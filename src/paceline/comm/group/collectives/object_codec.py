@@ -1,16 +1,18 @@
 """Codec between Python objects and bytes: msgpack, plus separate buffers for tensors, arrays and long bytes.
 
-A decoded object is equal to the original and of the same type; any other object is refused before anything is sent. A
-body is one byte (`BodyFormat`) followed by msgpack or, if the sender allowed it, a pickle. Decoding msgpack creates
-only the types of `VALUES` and `ARRAYS`: no class is looked up by name, and no code runs.
+A decoded object is equal to the original and of the same type; objects for which this is impossible are rejected before
+any data is sent. A body is one byte (`BodyFormat`) followed by msgpack or, if the sender allowed it, a pickle. Decoding
+msgpack only creates objects of the types in `VALUES` and `ARRAYS`: no class is looked up by name, and no code is
+executed.
 
-Numbers, short bytes, ASCII strings, lists, and dicts with ASCII strings as keys are msgpack's own types. Everything
-else is a map with one integer key, the tag of its `TypeCodec`, which no other map has. The tags are part of the format.
+Numbers, short bytes, ASCII strings, lists, and dicts with ASCII strings as keys are msgpack's own types. Every other
+object is encoded as a map with a single integer key, the tag of its `TypeCodec`; no other map has integer keys. The
+tags are part of the format.
 
-Two properties are lost: an object that appears twice becomes two objects, and tensors become contiguous and no longer
-share memory. An accelerator tensor is placed on the receiver's accelerator of the same type: on the current device if
-it was on the sender's current device, otherwise on the device with the same index. Without such a device it is placed
-on the CPU. NumPy is used only if the program has already imported it.
+Two properties are lost: an object that occurs twice becomes two objects, and tensors become contiguous and no longer
+share memory. An accelerator tensor is placed on the receiver's current device if it was on the sender's current device,
+and otherwise on the receiver's device with the same type and index. If the receiver has no such device, the tensor is
+placed on the CPU. NumPy is used only if the program has already imported it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ MAX_DEPTH = 128
 _SMALLEST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
 
 
-_SMALL_BYTES = 4096  # longer bytes are sent in buffers of their own
+_SMALL_BYTES = 4096  # longer bytes are sent in separate buffers
 
 
 _PLAIN = frozenset({NoneType, bool, float})
@@ -66,11 +68,11 @@ class BodyFormat(IntEnum):
 
 
 class MalformedPayload(ValueError):
-    """The bytes are not an encoding that `encode` can produce."""
+    """The bytes are not a valid encoding of an object."""
 
 
 class PickleRefused(ValueError):
-    """The bytes are a pickle although pickles are not allowed."""
+    """The bytes are a pickle, but pickles are not allowed."""
 
 
 class UnsendableError(Exception):
@@ -83,17 +85,18 @@ class UnsendableError(Exception):
 
 @dataclass(frozen=True)
 class Encoded:
-    """An object's bytes: `body`, and one-dimensional uint8 tensors that may share the object's memory."""
+    """An encoded object: `body`, and one-dimensional uint8 tensors that may share memory with the object."""
 
     body: bytearray
     buffers: list[torch.Tensor]
 
 
 def encode(value: object, name: str, allow_pickle: bool = False) -> Encoded:
-    """Returns the bytes of `value`; messages refer to it as `name`.
+    """Encodes `value`; error messages refer to it as `name`.
 
     Raises:
-        TypeError: it contains an object that cannot be sent, and `allow_pickle` is false; the message gives its path.
+        TypeError: `value` contains an object that cannot be sent, and `allow_pickle` is false; the message contains the
+            path to the object.
     """
     packer = Packer(_KINDS, _tag_of)
     try:
@@ -107,11 +110,11 @@ def encode(value: object, name: str, allow_pickle: bool = False) -> Encoded:
 
 
 def decode(body: bytes | memoryview, buffers: Sequence[torch.Tensor], allow_pickle: bool = False) -> object:
-    """Returns the object that `encode` converted to `body` and `buffers`; it may share the memory of `buffers`.
+    """Decodes the object that `encode` converted to `body` and `buffers`; it may share memory with `buffers`.
 
     Raises:
         MalformedPayload: the bytes do not encode an object.
-        PickleRefused: the body is a pickle although `allow_pickle` is false.
+        PickleRefused: the body is a pickle, but `allow_pickle` is false.
     """
     form = body[0] if len(body) else 0
     if form == BodyFormat.PICKLE and not allow_pickle:
@@ -122,25 +125,25 @@ def decode(body: bytes | memoryview, buffers: Sequence[torch.Tensor], allow_pick
         if form == BodyFormat.MSGPACK:
             tree = msgspec.msgpack.decode(body[1:])
             return tree if is_plain_msgpack(tree) else Unpacker(_KINDS, buffers).unpack(tree)
-    except Exception as error:  # data from another process may be malformed in arbitrary ways
+    except Exception as error:  # malformed data from another process may cause any error
         raise MalformedPayload(f"{type(error).__name__}: {error}") from error
     raise MalformedPayload(f"the first byte is {form}")
 
 
 @dataclasses.dataclass(frozen=True)
 class TypeCodec:
-    """The codec of a type that has a tag: `pack` disassembles a value, and `unpack` reassembles it.
+    """The codec for a type with a tag: `pack` disassembles a value, and `unpack` reassembles it.
 
-    The result of `pack` consists of msgpack's own types and of results of the `Packer` methods.
+    The result of `pack` consists of msgpack's own types and of values returned by the methods of `Packer`.
     """
 
-    type: type | None  # None if the type is not available without importing its module
+    type: type | None  # None if the module of the type has not been imported
     pack: Callable[[Any, Packer], object]
     unpack: Callable[[Any, Unpacker], object]
 
 
 class Packer:
-    """Converts objects to msgpack's types and puts large pieces of memory into `buffers`."""
+    """Converts objects to msgpack's types and places large pieces of memory in `buffers`."""
 
     def __init__(self, kinds: Mapping[int, TypeCodec], tag_of: Callable[[type], int | None]) -> None:
         self._kinds = kinds
@@ -149,7 +152,7 @@ class Packer:
         self._depth = 0
 
     def pack(self, value: Any) -> object:
-        """Returns the encoded form of `value`, which is `value` itself if msgpack can represent it."""
+        """Returns the encoded form of `value`, or `value` itself if msgpack can represent it."""
         if _is_leaf(value):
             return value
         if self._depth == MAX_DEPTH:
@@ -173,9 +176,9 @@ class Packer:
         return packed
 
     def pack_all(self, values: Collection[Any], keys: Iterable[object] | None = None) -> Collection[Any]:
-        """Returns the encoded forms of `values`, which is `values` itself if msgpack can represent them all.
+        """Returns the encoded forms of `values`, or `values` itself if msgpack can represent all of them.
 
-        Messages name the values by their `keys`, or by their positions.
+        Error messages identify the values by their `keys`, or by their positions.
         """
         if _are_leaves_of_one_kind(values):
             return values
@@ -199,7 +202,7 @@ class Packer:
         return [self.pack_elements(keys), self.pack_all(list(items.values()), keys)]
 
     def pack_elements(self, elements: Iterable[Any]) -> Collection[Any]:
-        """Returns the encoded forms of keys or of a set's elements, which messages cannot name by position."""
+        """Returns the encoded forms of keys or set elements, which error messages do not identify by position."""
         listed = list(elements)
         try:
             return self.pack_all(listed)
@@ -260,7 +263,7 @@ class Unpacker:
 
 
 def is_plain_msgpack(value: object) -> bool:
-    """Returns whether `value` consists of msgpack's own types; checks level by level, much faster than `pack`."""
+    """Returns whether `value` consists of msgpack's own types; works level by level and is much faster than `pack`."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         kinds = set(map(type, level)) - _PLAIN
@@ -314,7 +317,7 @@ def _has_containers(nodes: Collection[object]) -> bool:
 
 
 def _advice_for(value: object) -> str:
-    """Returns a text that describes `value` and names an alternative to send."""
+    """Returns a text that describes `value` and suggests an alternative that can be sent."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return (
@@ -338,7 +341,7 @@ def _instead_of(value: object) -> str:
     return "send a dict, list or tuple of what it holds"
 
 
-_METADATA = "_metadata"  # Module.state_dict() sets this attribute on its result; load_state_dict reads it
+_METADATA = "_metadata"  # the attribute of a state dict that Module.state_dict() sets and load_state_dict reads
 
 
 def _pack_ordered(value: OrderedDict[Any, Any], packer: Packer) -> object:
@@ -546,7 +549,7 @@ def _tag_of(kind: type) -> int | None:
 
 
 def numpy_tag(kind: type) -> int | None:
-    """Returns the tag of a NumPy type, or None if `kind` is another type or has no tag."""
+    """Returns the tag of a NumPy type, or None if `kind` is not a NumPy type or has no tag."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
