@@ -1,4 +1,4 @@
-"""Number formats with which calls send floats in fewer bits between hosts, and their error feedback (`Wire`)."""
+"""Number formats in which calls send floats with fewer bits between hosts, and error feedback for them (`Wire`)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ _OF_ALL_RANKS = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)  # their longes
 class Wire:
     """Rounds a repeatedly reduced tensor between hosts, and compensates for the rounding in later calls.
 
-    The rounding error of a call on this rank is kept and added in the next call (error feedback). The errors therefore
-    do not accumulate: the sum of all results differs from the exact sum by at most one call's rounding. Use a separate
-    object for each tensor or list of tensors. A plain `wire="int8"` keeps no errors.
+    The rounding error that a call makes on this rank is stored and added in the next call (error feedback). The errors
+    therefore do not accumulate: the sum of all results differs from the exact sum by at most the rounding of one call.
+    Use a separate object for each tensor or list of tensors. A plain `wire="int8"` stores no errors.
 
-    The residuals take up to 4 bytes for each element on a rank. A call with a different number of elements discards
-    them.
+    The residuals take up to 4 bytes per element on each rank. A call with a different number of elements discards them.
 
     Args:
         kind: the format: "bf16", "int8" or "int4"; see docs/slow-networks.md.
 
     Attributes:
         kind: the format.
-        residual: the error to add in the next call, a float32 tensor, or None before the first call. A checkpoint
-            should save and restore it; each rank has its own.
+        residual: the error to add in the next call, a float32 tensor, or None before the first call. It differs between
+            ranks and should be part of checkpoints.
 
     Raises:
         ValueError: there is no such format.
@@ -54,7 +53,7 @@ class Wire:
         self.residual = None
 
     def residual_of(self, count: int) -> torch.Tensor:
-        """Returns the residuals for a call of `count` elements; zeros if the previous call had a different number."""
+        """Returns the residuals for a call on `count` elements: zeros if the previous call had a different number."""
         held = self.residual
         if held is None or held.numel() != count or held.dtype is not torch.float32 or not held.is_contiguous():
             held = self.residual = torch.zeros(count, dtype=torch.float32, device="cpu")
@@ -62,7 +61,7 @@ class Wire:
 
 
 WireLike = WireKind | Wire | None
-"""The argument `wire` of calls. None selects the group's own `wire`, which for most groups is exact."""
+"""Type of the argument `wire`. None selects the group's own `wire`; most groups have none and are exact."""
 
 
 def checked_kind(kind: object) -> WireKind:
@@ -73,17 +72,17 @@ def checked_kind(kind: object) -> WireKind:
     """
     for known in get_args(WireKind):
         if kind == known:
-            return known  # type: ignore[no-any-return]  # an element of the Literal
+            return known  # type: ignore[no-any-return]  # `known` is a member of the Literal
     raise ValueError(f"wire is {kind!r}; it must be one of {', '.join(WIRE_CODES)}, a paceline.Wire, or None")
 
 
 def is_quantisable(call: CollectiveCall) -> bool:
-    """Returns whether the call moves or sums floats of a type that the core can round."""
+    """Returns whether the call moves or sums floats of a dtype that the core can round."""
     return DTYPES.get(call.dtype) in QUANTISED_TYPES and call.reduce_op in _SUMS
 
 
 def with_wire(plan: CallPlan, wire: WireLike, ranks: int) -> CallPlan:
-    """Returns the plan of an all_reduce, a reduce_scatter or an all_gather, changed to round to `wire`.
+    """Returns the plan of an all_reduce, a reduce_scatter or an all_gather, modified to round data to `wire`.
 
     Args:
         plan: the call and its buffers.

@@ -1,4 +1,4 @@
-"""`breakpoint`: the debugger pdb on one rank, while the other ranks wait."""
+"""`breakpoint`, which opens the debugger pdb on one rank while the other ranks wait."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ _calls: Counter[tuple[str, int]] = Counter()
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
-    """Opens the debugger pdb on one rank at the line of this call; every rank calls it, and the others wait.
+    """Opens the debugger pdb on one rank at the line of this call, while all other ranks wait in the same call.
 
-    They wait without a time-out until `continue` or, after `next` or `step`, until the debugged rank reaches its next
-    collective. If the debugged rank exits, they raise an error at once. Under `paceline run` the debugger uses the
-    launcher's terminal, regardless of its rank. Ctrl-C at its prompt raises KeyboardInterrupt in the debugger and ends
-    nothing.
+    The other ranks wait without a time-out until `continue` or, after `next` or `step`, until the debugged rank reaches
+    its next collective. If the debugged rank exits, the other ranks immediately raise an error. Under `paceline run`
+    the debugger uses the launcher's terminal, regardless of the rank. Ctrl-C at the prompt raises KeyboardInterrupt in
+    the debugger and does not end the job.
 
     Args:
         rank: the rank to debug, in the default group.
         skip: the number of calls from the same line to ignore before the debugger opens.
-        timeout_s: the minimum, in seconds, to which the time-outs of all groups are raised from now on, since the other
-            ranks wait in their next collective while this rank is stepped through. None leaves the time-outs unchanged.
+        timeout_s: a minimum, in seconds, to which the time-outs of all groups are permanently raised, because the other
+            ranks wait in their next collective while the debugged rank executes single steps. None leaves the time-outs
+            unchanged.
 
     Raises:
         ValueError: there is no default group, or it has no such rank.
-        RuntimeError: that rank has no standard input from which to read commands.
+        RuntimeError: the debugged rank has no standard input from which to read commands.
     """
     group = resolve(None)
     assert group is not None
@@ -54,14 +55,14 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
 
 def _debug(debugger: _Debugger) -> None:
     debugger.set_trace()
-    return  # the debugger needs a line where it can stop
+    return  # a line at which the debugger can stop
 
 
 class _Debugger(pdb.Pdb):
-    """pdb on the terminal, which first shows the caller's frame although it stops in a function that the caller called.
+    """pdb on the terminal. It stops inside `breakpoint`, but initially shows the frame of the caller.
 
-    The debugger therefore finishes before the other ranks continue. With `nosigint`, Ctrl-C after `continue` ends the
-    job as it does without a debugger.
+    This way the debugger finishes before the other ranks continue. With `nosigint`, Ctrl-C after `continue` ends the
+    job, as without a debugger.
     """
 
     def __init__(self, caller: FrameType) -> None:
@@ -78,7 +79,7 @@ class _Debugger(pdb.Pdb):
 
 @contextlib.contextmanager
 def _typing() -> Iterator[None]:
-    """Connects the standard streams to the terminal, and marks this process as the one to which Ctrl-C is sent."""
+    """Connects the standard streams to the terminal, and marks this process as the target of Ctrl-C."""
     error_file = os.environ.get("PACELINE_ERROR_FILE")
     marker = Path(f"{error_file}.debugger") if error_file else None
     with contextlib.ExitStack() as undo:
@@ -117,13 +118,13 @@ def _replace(descriptors: list[int]) -> None:
 def _reads_descriptor_0() -> bool:
     try:
         return sys.stdin.fileno() == 0
-    except (AttributeError, OSError, ValueError):  # stdin is missing, is not a file, or is closed
+    except (AttributeError, OSError, ValueError):  # stdin is missing or closed, or is not a file
         return False
 
 
 @contextlib.contextmanager
 def _stdin_from_descriptor_0() -> Iterator[None]:
-    """Replaces `sys.stdin`, which multiprocessing opens as an empty file even if there is a terminal."""
+    """Replaces `sys.stdin`, because multiprocessing opens it as an empty file even if there is a terminal."""
     before = sys.stdin
     with open(0, closefd=False) as sys.stdin:
         try:

@@ -1,8 +1,8 @@
-"""The default process group, used by calls without a `group` argument; only this module sets it.
+"""The default process group, which calls without a `group` argument use. Only this module sets it.
 
-Its state is a `World`: the group with its store, engines and subgroups. While the world of `init_process_group` exists,
-Paceline is also torch.distributed's default backend for CPU tensors. Otherwise the torch modules that create torch's
-default group themselves (`fully_shard`, `init_device_mesh`) would silently choose gloo.
+A `World` contains the default group with its store, engines and subgroups. While the world created by
+`init_process_group` exists, Paceline is also torch.distributed's default backend for CPU tensors, because torch
+functions that implicitly create torch's default group (`fully_shard`, `init_device_mesh`) would silently choose gloo.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _OURS, _TORCHS = "paceline", "gloo"
 
 
 def set_torch_default_backend() -> None:
-    """Makes Paceline torch's default for CPU tensors if the plug-in is registered and the program chose no backend.
+    """Makes Paceline torch's default backend for CPU tensors, if the plug-in is registered and no backend was chosen.
 
-    On a machine with a GPU, torch's own default does not change.
+    On a machine with a GPU, torch's default remains unchanged.
     """
     if not torch_dist.is_available() or torch.cuda.is_available():
         return
@@ -59,7 +59,7 @@ class _GroupMemberType(type):
 
 
 class GroupMember(metaclass=_GroupMemberType):
-    """Namespace of `WORLD`, the default group, and `NON_GROUP_MEMBER`, which represents a group without this rank."""
+    """Namespace for `WORLD`, the default group, and `NON_GROUP_MEMBER`, which represents groups without this rank."""
 
     NON_GROUP_MEMBER = NonMember()
 
@@ -98,12 +98,12 @@ class World:
 
 
 class OwnWorld(World):
-    """The world that `init_process_group` created; it is closed when the process exits, if not earlier."""
+    """The world created by `init_process_group`; it is closed at process exit, if not earlier."""
 
     def __init__(self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
         super().__init__(store, engines, group, timeout_s)
         self._owns_store = owns_store
-        # The processes of multiprocessing exit without running the functions registered with atexit.
+        # Processes started by multiprocessing do not run functions registered with atexit.
         self._leaving = util.Finalize(None, leave, exitpriority=0)
         set_torch_default_backend()
 
@@ -122,9 +122,9 @@ _find_fallback: Callable[[], World | None] | None = None
 
 
 def set_fallback_world(find: Callable[[], World | None]) -> None:
-    """Makes calls use the world that `find` returns while `init_process_group` has created none.
+    """Makes calls use the world returned by `find` whenever `init_process_group` has not created one.
 
-    `find` is called for each such call and may return None. The owner of the world closes it.
+    `find` is invoked for each such call and may return None. The world's owner is responsible for closing it.
     """
     global _find_fallback
     _find_fallback = find
@@ -139,8 +139,8 @@ def set_default_world(world: OwnWorld) -> None:
 def become_observer(size: int, why: str) -> None:
     """Makes `get_rank` and `get_world_size` report this process as the last of `size` + 1 ranks, until a world is set.
 
-    The default group is closed, so that collectives of a program that is out of step with the others fail; their error
-    gives the reason `why`.
+    The default group is closed, which makes collectives fail if the program is out of step with the other ranks; the
+    error contains the reason `why`.
     """
     global _observed_size
     if _observed_size is None:
@@ -149,12 +149,12 @@ def become_observer(size: int, why: str) -> None:
 
 
 def observed_world_size() -> int | None:
-    """Returns the number of ranks that this process observes, or None if it is a rank itself."""
+    """Returns the number of ranks that this process observes, or None if this process is a rank."""
     return _observed_size
 
 
 def leave() -> None:
-    """Closes the world of `set_default_world`, if there is one."""
+    """Closes the world passed to `set_default_world`, if there is one."""
     global _world
     world, _world = _world, None
     if world is not None:
@@ -162,7 +162,7 @@ def leave() -> None:
 
 
 def own_world() -> OwnWorld | None:
-    """Returns the world that `init_process_group` created, or None if there is none."""
+    """Returns the world created by `init_process_group`, or None if there is none."""
     return _world
 
 
@@ -202,13 +202,13 @@ def given_or_default(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def resolve(group: Group) -> ProcessGroup | None:
-    """Returns the group of a call, or None if this rank is not in it.
+    """Returns the group to use for a call, or None if this rank is not a member.
 
     Raises:
         TypeError: `group` is not a Paceline group.
         ValueError: `group` is None, and there is no default group.
     """
-    if group is None:  # as in `default_group`, but without two function calls on the path of every collective
+    if group is None:  # inlines `default_group`, to save every collective two function calls
         return default_world().group if _world is None else _world.group
     if isinstance(group, ProcessGroup):
         return group
@@ -218,7 +218,7 @@ def resolve(group: Group) -> ProcessGroup | None:
 
 
 def raise_timeouts(least_s: float) -> None:
-    """Raises the time-out of every group to at least `least_s` seconds."""
+    """Increases the time-out of every group to at least `least_s` seconds."""
     world = default_world()
     for group in (world.group, *world.subgroups):
         group.timeout_ns = max(group.timeout_ns, to_nanoseconds(least_s))

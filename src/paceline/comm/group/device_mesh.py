@@ -1,7 +1,7 @@
 """`DeviceMesh`: ranks laid out as an array, with process groups along each dimension (data, pipeline, tensor parallel).
 
-It has the methods of torch's `DeviceMesh` that concern groups, and does not need torch.distributed. torch's own mesh
-also works, with the backend that the plug-in registers.
+It implements the group-related methods of torch's `DeviceMesh` without torch.distributed. Torch's own mesh also works,
+with the backend that the plug-in registers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Dimension = int | str
 
 @dataclass(frozen=True)
 class _Array:
-    """The layout of a root mesh, which its slices share.
+    """The layout of a root mesh, shared by all slices of the mesh.
 
     Attributes:
         ranks: the ranks of the default group.
         groups: this rank's group along each dimension.
-        flat: the meshes that `_flatten` has created, by name.
+        flat: the meshes created by `_flatten`, by name.
     """
 
     device_type: str
@@ -50,7 +50,7 @@ class DeviceMesh:
 
     @property
     def mesh(self) -> torch.Tensor:
-        """The ranks of the default group as an int64 tensor; for a slice, the part that contains this rank."""
+        """The mesh's ranks (in the default group) as an int64 tensor; for a slice, the part that contains this rank."""
         coordinate = [group.rank() for group in self._array.groups]
         index = tuple(
             slice(None) if dimension in self._dimensions else position for dimension, position in enumerate(coordinate)
@@ -85,7 +85,7 @@ class DeviceMesh:
         return [group.rank() for group in self.get_all_groups()]
 
     def get_local_rank(self, mesh_dim: Dimension | None = None) -> int:
-        """Returns this rank's index along a dimension, which may be omitted if there is only one.
+        """Returns this rank's index along a dimension, which may be omitted for a one-dimensional mesh.
 
         Raises:
             ValueError: there is no such dimension, or it is omitted although there are several.

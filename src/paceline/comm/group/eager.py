@@ -1,7 +1,8 @@
 """Decorators that keep communication calls out of compiled graphs.
 
-torch.compile would otherwise trace into these calls, down to functions of the core that it cannot trace. It would also
-compile functions that PyTorch calls back while compiled code runs, such as hooks and the methods of a backend.
+Without these decorators, torch.compile would trace into communication calls, down to functions of the core that it
+cannot trace. It would also compile functions that PyTorch calls back while compiled code runs, such as hooks and the
+methods of a backend.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch._C._dynamo import eval_frame
 from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
 
 Compiler: TypeAlias = Any
-"""The frame-evaluation callback of a thread, which compiles the functions that the thread calls, or None."""
+"""The frame-evaluation callback that compiles the functions called by a thread, or None."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -26,9 +27,9 @@ _HAS_STRATEGIES = hasattr(_NATIVE, "_FrameExecStrategy")
 
 
 def eager(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Makes torch.compile run the function `call`, and everything that it calls, uncompiled.
+    """Makes torch.compile run the function `call`, and all functions that it calls, uncompiled.
 
-    The graph of a compiled function breaks where it calls `call`; with fullgraph=True the compiled function raises.
+    A compiled function has a graph break at each call to `call`; with fullgraph=True it raises an error.
     """
     return _skipped(call if _HAS_STRATEGIES else _hiding(call), with_calls=True)
 
@@ -36,14 +37,14 @@ def eager(call: Callable[_P, _T]) -> Callable[_P, _T]:
 def eager_around(call: Callable[_P, _T]) -> Callable[_P, _T]:
     """Makes torch.compile run the function `call` uncompiled, but compile the functions that it calls.
 
-    Inside, `set_eval_frame(None)` turns compilation off for the code that follows, and returns the compiler for
-    `compiled_by`.
+    Inside `call`, `set_eval_frame(None)` disables compilation for the code that follows, and returns the compiler to
+    pass to `compiled_by`.
     """
     return _skipped(call, with_calls=False)
 
 
 def eager_methods(kind: type[_T]) -> type[_T]:
-    """Applies `eager` to every method that the class itself defines, including static methods."""
+    """Applies `eager` to every method defined in the class itself, including static methods."""
     for name, method in list(vars(kind).items()):
         if isinstance(method, FunctionType):
             setattr(kind, name, eager(method))
@@ -53,7 +54,7 @@ def eager_methods(kind: type[_T]) -> type[_T]:
 
 
 def compiled_by(compiler: Compiler, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Calls `call` with `compiler` in effect."""
+    """Calls `call` with `compiler` enabled."""
     set_eval_frame(compiler)
     try:
         return call(*args, **kwargs)
@@ -62,7 +63,7 @@ def compiled_by(compiler: Compiler, call: Callable[_P, _T], *args: _P.args, **kw
 
 
 def own_code(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Returns a copy of `call` with its own code object, since torch.compile limits recompilations per code object."""
+    """Returns a copy of `call` with a new code object, because torch.compile limits recompilations per code object."""
     code = cast(FunctionType, call).__code__
     return cast(Callable[_P, _T], FunctionType(code.replace(), call.__globals__, code.co_name))
 
@@ -74,7 +75,7 @@ def _skipped(call: Callable[_P, _T], *, with_calls: bool) -> Callable[_P, _T]:
         _NATIVE.set_code_exec_strategy(code, _NATIVE._FrameExecStrategy(skip, skip if with_calls else default))
     else:
         _NATIVE.skip_code(code)
-    vars(call)["_torchdynamo_disable"] = True  # for compiled functions that call this one
+    vars(call)["_torchdynamo_disable"] = True  # read when a compiled function calls this one
     return call
 
 

@@ -1,4 +1,4 @@
-"""The engines of a process, which start when a group first needs them, and the devices of a group.
+"""The engines of a process, each started when a group first needs it, and the devices of a group.
 
 `Engines` starts engines and opens groups with them. `Devices` holds one group's open groups, one for each device.
 """
@@ -38,8 +38,9 @@ class Devices:
         on_cpu: the open group for CPU tensors.
         openers: the functions that open the group on other devices, by device type.
         backend: the backend's name, for messages.
-        record: a function that adds an open group and its device type to the recording and returns its serial number.
-        advice: the advice in errors about a tensor on a device without an opener; by default, it names an engine.
+        record: a function that adds an open group and its device type to the recording, and returns the group's serial
+            number.
+        advice: the advice in errors about a tensor on a device without an opener; the default advice names an engine.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Devices:
             call: the call's name, or an object whose text is the name.
 
         Raises:
-            TypeError: there is no engine for the device, or the tensors are on several devices.
+            TypeError: there is no engine for the device, or the tensors are on different devices.
         """
         if all(tensor.is_cpu for tensor in tensors):
             return self._on_cpu
@@ -98,7 +99,7 @@ class Devices:
         return next(filter(None, (opened.failure() for opened in self._all())), OutcomeCode.OK)
 
     def _all(self) -> list[OpenGroup]:
-        # Without the lock: a thread that opens a group on another device holds it while it waits for other ranks.
+        # The lock is not taken, because a thread that opens a group holds it while waiting for other ranks.
         return [self._on_cpu, *self._open.values()]
 
     def close(self) -> None:
@@ -124,17 +125,17 @@ class Devices:
         return opener
 
 
-_AGREED = 1 << 62  # marks identities that the members agreed on, as opposed to those that count groups
+_AGREED = 1 << 62  # flag for identities that members agreed on; all others are group counts
 _FINDS_MEMBERS = _ENCRYPTS = "paceline"
 
 
 class Engines:
-    """The engines of a process: starts them, opens groups with them, and ends them in `close`.
+    """The engines of a process. Starts engines on demand, opens groups with them, and shuts them down in `close`.
 
     Args:
-        context: the context in which the engines start, without members.
+        context: the context in which the engines start; its members are not set yet.
         backend: the default group's backend.
-        between_hosts: the name of the engine for data between hosts if "paceline" is the engine for CPU tensors.
+        between_hosts: the name of the engine that moves data between hosts if "paceline" is the engine for CPU tensors.
 
     Raises:
         ValueError: an engine lacks a prerequisite.
@@ -147,7 +148,7 @@ class Engines:
         self._started: dict[str, Engine] = {}
         self._counted = 0
         self._counted_by_members: Counter[tuple[int, ...]] = Counter()
-        self._staged: Counter[int] = Counter()  # by group: the number of devices with staged tensors
+        self._staged: Counter[int] = Counter()  # for each group, the number of devices with staged tensors
         if _FINDS_MEMBERS not in backend.engines.values():
             members = exchange_members(context)
             self._context = dataclasses.replace(context, members=members)
@@ -170,7 +171,7 @@ class Engines:
         return self._context.members
 
     def start(self, backend: BackendChoice) -> None:
-        """Starts the engine for CPU tensors; every rank calls this. Other engines start at the first tensor for them.
+        """Starts the engine for CPU tensors; every rank calls this. Other engines start when they are first needed.
 
         Raises:
             ValueError: an engine lacks a prerequisite, even one that is not started yet.
@@ -182,12 +183,12 @@ class Engines:
                 registry.require(name, self._context.rank)
 
     def count_group(self, ranks: Sequence[int]) -> int:
-        """Returns the identity of the next group that all ranks of the default group count, members or not."""
+        """Returns the identity of the next group that is counted on all ranks of the default group, members or not."""
         self._counted += 1
         return self._counted << 32 | zlib.crc32(repr([*ranks]).encode())
 
     def count_local_group(self, ranks: Sequence[int]) -> int:
-        """Returns the identity of the next group of `ranks` that only its members count."""
+        """Returns the identity of the next group of `ranks` that is counted only on its members."""
         self._counted_by_members[tuple(ranks)] += 1
         named = f"{list(ranks)} {self._counted_by_members[tuple(ranks)]}"
         return agreed_identity(int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big"))
@@ -200,7 +201,7 @@ class Engines:
         identity: int,
         algorithm: str | None = None,
     ) -> dict[str, Opener]:
-        """Returns the functions that open the group of `ranks` on a device, by device type."""
+        """Returns, for each device type, a function that opens the group of `ranks` on a device."""
 
         def open_on(name: str, device: torch.device, identity: int = identity) -> OpenGroup:
             engine = self._engine(name)
@@ -241,12 +242,13 @@ class Engines:
 
 
 def permitted(backend: BackendChoice, rank: int, members: Sequence[RankIdentity]) -> BackendChoice:
-    """Returns `backend` reduced to the engines that the job's security level and single port allow among the members.
+    """Returns `backend` without engines that the job's security level or single port forbids for these members.
 
-    If the program named no backend, tensors of an accelerator whose engine is not allowed travel through host memory.
+    If the program did not name a backend, tensors on an accelerator whose engine is forbidden are staged through host
+    memory.
 
     Raises:
-        ValueError: an engine that the program named is not allowed.
+        ValueError: the program named an engine that is forbidden.
     """
     refused = []
     for device_type, name in backend.engines.items():
@@ -260,7 +262,7 @@ def permitted(backend: BackendChoice, rank: int, members: Sequence[RankIdentity]
 
 
 def require_permitted(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
-    """Checks that the job's security level and single port allow an engine to connect the members.
+    """Checks that the job's security level and single port permit an engine to connect the members.
 
     Raises:
         ValueError: they do not.
@@ -272,7 +274,7 @@ def require_permitted(engine: str, rank: int, members: Sequence[RankIdentity]) -
 
 
 def require_one_host(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
-    """Checks that an engine without encryption connects only ranks of one host.
+    """Checks that an unencrypted engine connects only ranks on one host.
 
     Raises:
         ValueError: there are several hosts.
@@ -287,7 +289,7 @@ def require_one_host(engine: str, rank: int, members: Sequence[RankIdentity]) ->
 
 
 def require_ports(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
-    """Checks, in a job with a single port, that an engine with its own ports connects only ranks of one host.
+    """Checks, in a job with a single port, that an engine with separate ports connects only ranks on one host.
 
     Raises:
         ValueError: there are several hosts.
@@ -302,11 +304,11 @@ def require_ports(engine: str, rank: int, members: Sequence[RankIdentity]) -> No
 
 
 def staged_identity(identity: int, index: int) -> int:
-    """Returns the identity of the group of CPU tensors for the `index`-th device of the group `identity`."""
+    """Returns the identity of the CPU group that stages tensors for the `index`-th device of the group `identity`."""
     named = f"staged {identity} {index}"
     return agreed_identity(int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big"))
 
 
 def agreed_identity(number: int) -> int:
-    """Returns the identity of a group from a `number` below 2^61 on which its members have agreed."""
+    """Returns the identity for a group whose members have agreed on a `number` below 2^61."""
     return _AGREED | number

@@ -1,4 +1,4 @@
-"""Memory shared by the ranks of a host: tensors for `all_reduce`, and blocks for other parts of Paceline."""
+"""Memory shared by the ranks on a host: tensors for `all_reduce`, and blocks for other parts of Paceline."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
 
 def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns an uninitialised CPU tensor that `all_reduce` reduces in place for all ranks, without a staging copy.
+    """Returns an uninitialized CPU tensor in shared memory, which `all_reduce` reduces without a staging copy.
 
-    This pays off for large tensors (from about a megabyte) that every rank creates with this function and passes to
-    `all_reduce` whole. In all other respects the result is an ordinary tensor of `dtype` (default: PyTorch's default
-    dtype) and shape `size`.
+    It is useful for large tensors (from about a megabyte) that every rank creates with this function and passes to
+    `all_reduce` as a whole. In all other respects the result is an ordinary tensor of `dtype` (default: PyTorch's
+    default dtype) and shape `size`.
 
     If an `all_reduce` of the tensor fails because a rank died, timed out or aborted the group, other ranks may still
-    write to the shared memory. The tensor then moves to private memory at the same address and becomes an ordinary
-    tensor. It remains usable with any group; create a new one to regain the speed.
+    write to the shared memory. The tensor is then moved to private memory at the same address and becomes an ordinary
+    tensor. It remains usable with any group; create a new tensor to regain the speed.
 
     Raises:
         MemoryError: the system has too little shared memory left.
-        OutOfDescriptorsError: the process has no file descriptor left; each such tensor uses one.
+        OutOfDescriptorsError: the process has no file descriptors left; each shared tensor uses one.
 
     >>> empty_shared(2, 3).shape
     torch.Size([2, 3])
@@ -51,24 +51,24 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
 
 
 def host_ranks(group: ProcessGroup) -> HostRanks | None:
-    """Returns the ranks on this rank's host, or None if the group's engine does not connect them by shared memory."""
+    """Returns the ranks on this rank's host, or None if the group's engine does not connect them with shared memory."""
     opened = group.on_cpu
     return opened.host_ranks if isinstance(opened, NativeGroup) else None
 
 
 def applies_updates(group: ProcessGroup) -> bool:
-    """Returns whether `group.reduce_scatter_memory` can apply an update to its results."""
+    """Returns whether `group.reduce_scatter_memory` can apply an optimizer update to the results."""
     opened = group.on_cpu
     return isinstance(opened, NativeGroup) and isinstance(opened.channel, _core.HostGroup)
 
 
 def share_on_host(group: ProcessGroup, nbytes: int) -> _core.SharedMemory:
-    """Returns `nbytes` bytes of zeroed memory shared by the ranks of this host; every rank of `group` must call this.
+    """Allocates `nbytes` bytes of zeroed memory shared by the ranks on this host; all ranks of `group` must call this.
 
     `host_ranks(group)` must not be None.
 
     Raises:
-        OutOfDescriptorsError, MemoryError: a rank has no descriptors or memory left; every rank raises the error.
+        OutOfDescriptorsError, MemoryError: a rank has no descriptors or memory left; all ranks raise the error.
     """
     ranks = host_ranks(group)
     assert ranks is not None
@@ -102,7 +102,7 @@ def _shortage(error: OSError, group: ProcessGroup, nbytes: int) -> Exception:
 
 
 def _exchange(group: ProcessGroup, number: int, problem: Exception | None) -> list[int]:
-    """Returns every rank's number; raises on every rank if any rank has a problem."""
+    """Returns every rank's number; if any rank passes a `problem`, raises an error on all ranks."""
     mine = json.dumps([number, str(problem) if problem else None]).encode()
     everyone = [json.loads(data) for data in group.all_gather_bytes(mine)]
     if problem is not None:

@@ -435,7 +435,7 @@ def all_to_all_single(
 
 
 def explain(operation: str, nbytes: int, group: Group = None) -> str:
-    """Returns a printable table of the algorithm that `group` uses for a call and the times of the alternatives.
+    """Returns a printable table with the algorithm that `group` uses for a call and the times of all candidates.
 
     Args:
         operation: the name of a collective, such as "all_reduce".

@@ -211,7 +211,7 @@ class Packer:
             raise
 
     def buffer(self, memory: torch.Tensor) -> int:
-        """Adds `memory` (one-dimensional, uint8) to the buffers sent along with the body, and returns its index."""
+        """Adds `memory` (one-dimensional, uint8) to the buffers that accompany the body; returns the buffer's index."""
         self.buffers.append(memory)
         return len(self.buffers) - 1
 

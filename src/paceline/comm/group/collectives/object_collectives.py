@@ -1,20 +1,21 @@
-"""Collectives and messages of Python objects.
+"""Collectives and messages for Python objects.
 
 An object is None, a number, str, bytes, datetime, Decimal, UUID, Path, range, a list, tuple, dict, set, deque, Counter
-or OrderedDict of objects, a dense CPU tensor or parameter, or a NumPy array or scalar. The received object is equal and
-of the same type, with its tensors in new memory; sizes may differ between ranks. Any other object is pickled if the
-sender sets `allow_pickle`, and is unpickled only if the receiver sets it too: unpickling can run arbitrary code.
+or OrderedDict of objects, a dense CPU tensor or parameter, or a NumPy array or scalar. The received object is equal to
+the original and of the same type, with its tensors in new memory; sizes may differ between ranks. Any other object is
+pickled if the sender sets `allow_pickle`, and is unpickled only if the receiver sets it too, because unpickling can run
+arbitrary code.
 
-Each rank of the group makes the same call. `src` and `dst` are ranks of the default group, `group_src` and `group_dst`
-of `group`. `timeout` (default: the group's) limits each of the two or three collectives that make up a call. On a rank
-that is not in `group` a call does nothing.
+Each rank in the group makes the same call. `src` and `dst` are ranks in the default group, and `group_src` and
+`group_dst` are ranks in `group`. `timeout` (default: the group's time-out) applies to each of the two or three
+collectives that implement a call. On a rank that is not in `group` a call does nothing.
 
-A sender first announces each of its objects with two numbers: the length of the head in bytes and the number of
-buffers. A head consists of the buffers' lengths (uint64 each) and the object's body (`object_codec.py`). An object that
-cannot be sent is announced as -1, so that no rank waits for it.
+A sender first announces each object with two numbers: the length of the head in bytes and the number of buffers. A head
+consists of the lengths of the buffers (uint64 each) and the object's body (`object_codec.py`). The announcement -1
+reports that an object cannot be sent, so no rank waits for the object.
 
 All calls raise:
-    TypeError: an object cannot be sent; the message names its place in the argument and an alternative.
+    TypeError: an object cannot be sent; the message reports its position in the argument and suggests an alternative.
     CollectiveObjectError: another rank's object is a pickle, is malformed, or could not be sent.
     CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as for collectives on tensors.
 """
@@ -59,7 +60,7 @@ def all_gather_object(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Stores every rank's `obj` in `object_list`, by rank.
+    """Gathers `obj` from all ranks on all ranks; `object_list[r]` receives rank r's object.
 
     Raises:
         ValueError: `object_list` does not have one entry for each rank.
@@ -86,12 +87,13 @@ def gather_object(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Stores every rank's `obj` in the destination's `object_gather_list`, by rank; other ranks pass None.
+    """Gathers `obj` from all ranks in the destination's `object_gather_list`, by rank; other ranks pass None.
 
     The default destination is rank 0.
 
     Raises:
-        ValueError: `object_gather_list` is missing on the destination, has another length, or is given elsewhere.
+        ValueError: `object_gather_list` is missing or has the wrong length on the destination, or is passed on another
+            rank.
     """
     call = "gather_object"
     chosen = resolve(group)
@@ -107,7 +109,7 @@ def gather_object(
     if object_gather_list is not None:
         _require_entries(object_gather_list, chosen.size(), call, "object_gather_list", "one for each rank")
     outgoing = OutgoingObjects(chosen, call, [obj], "obj", allow_pickle)
-    incoming = _announce_to_all(chosen, call, outgoing, timeout)  # to all: each must raise if a rank cannot send
+    incoming = _announce_to_all(chosen, call, outgoing, timeout)  # all ranks must raise if one of them cannot send
     received = incoming if is_root else []
     gather_pieces(chosen, outgoing.heads, [sender.head_buffers() for sender in received], root, timeout)
     gather_pieces(chosen, outgoing.buffers[0], [sender.data_buffers() for sender in received], root, timeout)
@@ -125,7 +127,7 @@ def broadcast_object_list(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Copies the source's objects into every rank's `object_list`, which has the same length on all ranks.
+    """Broadcasts the source's objects to every rank's `object_list`, which must have the same length on all ranks.
 
     The default source is rank 0.
 
@@ -174,7 +176,7 @@ def scatter_object_list(
 ) -> None:
     """Stores the source's `scatter_object_input_list[r]` in the first entry of rank r's `scatter_object_output_list`.
 
-    The default source is rank 0. Other ranks' `scatter_object_input_list` is ignored.
+    The default source is rank 0. On other ranks, `scatter_object_input_list` is ignored.
 
     Raises:
         ValueError: the output list is empty, or the source's input list does not have one entry for each rank.
@@ -216,11 +218,11 @@ def send_object_list(
 ) -> None:
     """Sends the objects of `object_list`; the receiver's list must have the same length.
 
-    `use_batch` has no effect. `timeout` limits each of the two or three messages that make up a call.
+    `use_batch` has no effect. `timeout` applies to each of the two or three messages that implement a call.
 
     Raises:
-        TypeError: an object cannot be sent; the receiver raises an error as well.
-        ValueError: `device` is not the CPU, or `send` raises this error.
+        TypeError: an object cannot be sent; the receiver then also raises an error.
+        ValueError: `device` is not the CPU, or the destination is invalid (see `send`).
     """
     call = "send_object_list"
     chosen = resolve(group)
@@ -248,7 +250,7 @@ def recv_object_list(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> int:
-    """Receives objects into `object_list`, from any rank if no source is given.
+    """Receives objects into `object_list`, from any rank if no source is specified.
 
     See `send_object_list` for the arguments.
 
@@ -257,7 +259,7 @@ def recv_object_list(
 
     Raises:
         CollectiveObjectError: an object is a pickle, is malformed, or could not be sent.
-        ValueError: `device` is not the CPU, or `recv` raises this error.
+        ValueError: `device` is not the CPU, or the source is invalid (see `recv`).
     """
     call = "recv_object_list"
     chosen = resolve(group)
@@ -280,18 +282,18 @@ def recv_object_list(
 
 
 class OutgoingObjects:
-    """The objects that this rank sends: their `announcement`, and their `heads` and `buffers` in the same order."""
+    """The objects to send from this rank: their `announcement`, and their `heads` and `buffers` in the same order."""
 
     def __init__(
         self, group: ProcessGroup, call: str, objects: Sequence[object], name: str, allow_pickle: bool
     ) -> None:
-        """Encodes the objects. Error messages refer to them as `name`, in which `{}` stands for the object's index."""
+        """Encodes the objects. In error messages they are called `name`, with `{}` replaced by the object's index."""
         self.error: Exception | None = None
         encoded: list[Encoded] = []
         try:
             for index, value in enumerate(objects):
                 encoded.append(encode(value, name.format(index), allow_pickle))
-        except Exception as error:  # raised after the other ranks have received the announcement
+        except Exception as error:  # raised only after the other ranks have received the announcement
             self.error = error
             if isinstance(error, TypeError):
                 self.error = TypeError(f"{group.me}: {call}: {error}")
@@ -304,7 +306,7 @@ class OutgoingObjects:
 
 
 class IncomingObjects:
-    """Objects that a rank has announced; their heads are received first, and then their buffers.
+    """Objects announced by a rank, whose heads are received first, and then their buffers.
 
     Raises:
         CollectiveObjectError: the sender could not send the objects, or the announcement is malformed.
@@ -325,7 +327,7 @@ class IncomingObjects:
         self._lengths: list[list[int]] = []
 
     def head_buffers(self) -> list[torch.Tensor]:
-        """Returns memory for the heads.
+        """Allocates memory for the heads.
 
         Raises:
             CollectiveObjectError: the memory cannot be allocated.
@@ -334,7 +336,7 @@ class IncomingObjects:
         return self._heads
 
     def data_buffers(self) -> list[torch.Tensor]:
-        """Returns memory for the buffers of all objects, in order. The heads must have been received.
+        """Allocates memory for the buffers of all objects, in order. The heads must have been received.
 
         Raises:
             CollectiveObjectError: the memory cannot be allocated.
@@ -353,10 +355,10 @@ class IncomingObjects:
             raise self._malformed(f"announced {sum(lengths)} bytes: {error}") from error
 
     def objects(self, allow_pickle: bool) -> list[object]:
-        """Returns the objects. The heads and buffers must have been received.
+        """Decodes the objects. The heads and buffers must have been received.
 
         Raises:
-            CollectiveObjectError: an object is malformed, or is a pickle although `allow_pickle` is false.
+            CollectiveObjectError: an object is malformed, or is a pickle and `allow_pickle` is false.
         """
         objects = []
         first = 0
@@ -387,7 +389,7 @@ class IncomingObjects:
 
 
 def announcement_for(count: int) -> torch.Tensor:
-    """Returns an uninitialised tensor for the announcement of `count` objects."""
+    """Allocates an uninitialized tensor for the announcement of `count` objects."""
     return torch.empty(2 * count, dtype=torch.int64, device="cpu")
 
 

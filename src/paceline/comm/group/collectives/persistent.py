@@ -1,11 +1,11 @@
-"""Persistent collectives and messages, which are prepared once and made many times, like MPI's persistent requests.
+"""Persistent collectives and messages, which are prepared once and executed many times, like MPI's persistent requests.
 
-`call = all_reduce_init(tensor)` checks the arguments and chooses the algorithm once; `call()` then does the same as
-`all_reduce(tensor)` with less overhead. The arguments are those of the plain calls, and the rules in the docstring of
-`collectives.py` apply. On a rank that is not in the group, the persistent call does nothing.
+`call = all_reduce_init(tensor)` checks the arguments and chooses the algorithm once; `call()` then performs
+`all_reduce(tensor)` with less overhead. The functions take the same arguments as the plain calls, and follow the rules
+in the docstring of `collectives.py`. On a rank that is not in the group, the persistent call does nothing.
 
-The engine "paceline" prepares a call whose tensors are dense, contiguous and on the CPU. With other engines and
-tensors, and for messages, a persistent call makes the plain call each time.
+The engine "paceline" can prepare a collective whose tensors are dense, contiguous and on the CPU. In all other cases,
+including messages, a persistent call executes the plain call each time.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from paceline.durations import Timeout, to_nanoseconds
 
 
 class PersistentCall(_core.QuickCall):
-    """A call that was prepared once, for example by `all_reduce_init`, and can be made any number of times.
+    """A prepared call, returned for example by `all_reduce_init`, that can be executed any number of times.
 
-    `call()` makes the call and returns when it is complete. `call.start()` starts it; `call.wait()` then waits until it
-    is complete, and `call.test()` polls it. Until then the tensors must not be touched and the call cannot be started
-    again. Each start counts as one call of the group, which other ranks may make as a plain or a persistent call, and
-    all ranks make the calls of a group in the same order. Preparing a call involves no other rank, and calls may be
-    prepared in any order.
+    `call()` executes the call and returns when it is complete. `call.start()` only starts it; `call.wait()` then waits
+    for its completion, and `call.test()` polls. Before completion, the tensors must not be accessed and the call cannot
+    be started again. Each start counts as one call on the group, which other ranks may make as a plain or a persistent
+    call; all ranks must make a group's calls in the same order. Preparing a call involves no other rank, and calls may
+    be prepared in any order.
 
-    The tensors must keep their memory and layout; their values may change between calls. A persistent call belongs to
-    its group and ends with it. In an elastic job, each view has its own group.
+    The tensors must keep their memory and layout; their values may change between calls. A persistent call becomes
+    invalid when its group ends. In an elastic job, each view has its own group.
 
     Raises:
-        ValueError: the memory, shape, strides or dtype of a tensor has changed; the call is already started, or has not
-            been started; or its group has ended.
-        CollectiveError: the plain call would raise the same error.
+        ValueError: the memory, shape, strides or dtype of a tensor has changed; the call is already in progress, or has
+            not been started; or its group has ended.
+        CollectiveError: the call failed; the error is the same as for the plain call.
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -70,7 +70,7 @@ class PersistentCall(_core.QuickCall):
         self._name = name
         dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
         self._memory = [(tensor, memory_layout(tensor)) for tensor in dense]
-        self._work: Work | None = None  # of the latest start, until `wait`
+        self._work: Work | None = None  # the work of the latest start, until `wait` returns
         self._starting = threading.Lock()
 
     def __repr__(self) -> str:
@@ -78,14 +78,14 @@ class PersistentCall(_core.QuickCall):
 
     @abstractmethod
     def _call_with_care(self) -> None:
-        """Makes the call; the core calls this method if its own fast path does not apply."""
+        """Executes the call; invoked by the core if its own fast path does not apply."""
 
     @abstractmethod
     def _submit(self) -> Work:
         """Starts the call in the background."""
 
     def _who(self) -> str:
-        """Returns the beginning of an error message, which names this rank."""
+        """Returns the beginning of error messages, which identifies this rank."""
         return ""
 
     @eager
@@ -102,8 +102,8 @@ class PersistentCall(_core.QuickCall):
         """Waits until the started call is complete and its tensors are ready.
 
         Args:
-            timeout: the time to wait, as a timedelta or in seconds; the call continues afterwards and can be waited
-                for again. If None, only the call's own time-out applies.
+            timeout: the time to wait, as a timedelta or in seconds. On expiry the call continues, and `wait` may be
+                called again. If None, only the call's own time-out applies.
         """
         work = self._started_work()
         try:
@@ -116,7 +116,7 @@ class PersistentCall(_core.QuickCall):
 
     @eager
     def test(self) -> bool:
-        """Returns whether the started call is complete, and raises its error if it failed. Does not wait.
+        """Returns whether the started call is complete; raises the call's error if it failed. Does not block.
 
         Once it has returned True, the call can be started again; calling `wait` is then unnecessary but harmless.
         """
@@ -160,13 +160,13 @@ class _Limits(NamedTuple):
 
 
 class EngineCall(PersistentCall):
-    """A persistent call that the engine has prepared.
+    """A persistent call prepared by the engine.
 
     Args:
         name: the plain call's name.
         group: the group of the call.
-        plan: the call and its buffers, none of which is a copy.
-        prepared: the call as prepared by the engine.
+        plan: the call and its buffers, which must not contain copies.
+        prepared: the prepared call from the engine.
         tensors: the tensors that the program passed.
         timeout: the time that each call waits; the group's current time-out if None.
     """
@@ -183,7 +183,7 @@ class EngineCall(PersistentCall):
         super().__init__(name, tensors)
         self._group = group
         self._plan = plan
-        # Aliases keep the memory alive even if the program moves its own tensors to different memory.
+        # Aliases of the tensors keep their memory alive even if the program replaces the memory of its own tensors.
         plan[1].kept = [tensor.detach() for tensor in plan[1].kept]
         self._prepared = prepared
         self._limits: ProcessGroup | _Limits = group if timeout is None else _Limits(to_nanoseconds(timeout))
@@ -235,7 +235,7 @@ class EngineCall(PersistentCall):
         return f"rank {self._group.me.rank}: "
 
     def _refused(self, error: ValueError) -> ValueError:
-        """Returns the error that reports a call that the engine refused with `error`."""
+        """Returns the error to raise for a call that the engine rejected with `error`."""
         if not self._group.is_closed:
             return ValueError(f"{self._who()}{self._name}: {error}")
         return ValueError(
@@ -245,11 +245,11 @@ class EngineCall(PersistentCall):
 
 
 class RepeatedCall(PersistentCall):
-    """A persistent call that makes a plain call each time, for engines and tensors whose calls cannot be prepared.
+    """A persistent call that executes a plain call each time, for calls that the engine cannot prepare.
 
     Args:
         name: the plain call's name.
-        make: a function that makes the plain call with the given `async_op`.
+        make: a function that executes the plain call with the given `async_op`.
         tensors: the tensors that the program passed.
     """
 
@@ -276,7 +276,7 @@ def prepared_call(
     tensors: Sequence[torch.Tensor],
     timeout: Timeout | None,
 ) -> PersistentCall:
-    """Returns the planned call as prepared by the group's engine or, if it cannot prepare it, one that calls `make`."""
+    """Returns the planned call prepared by the group's engine or, if this is impossible, a call that invokes `make`."""
     prepared = None if plan[1].has_copies else group.prepare(plan)
     if prepared is None:
         return RepeatedCall(name, make, tensors)
@@ -300,7 +300,7 @@ def all_reduce_init(
     timeout: Timeout | None = None,
     wire: WireLike = None,
 ) -> PersistentCall:
-    """Returns a persistent `all_reduce`, whose next call compensates for the rounding of a `wire`."""
+    """Returns a persistent `all_reduce`. With a `wire`, each call compensates for the rounding in the previous one."""
     chosen = resolve(group)
     if chosen is None:
         return no_op_call("all_reduce")
@@ -567,7 +567,7 @@ def recv_init(
     group_src: int | None = None,
     timeout: Timeout | None = None,
 ) -> PersistentCall:
-    """Returns a persistent `recv`; its source must be given."""
+    """Returns a persistent `recv`; the source must be specified."""
     chosen = resolve(group)
     if chosen is None:
         return no_op_call("recv")

@@ -1,14 +1,14 @@
-"""Messages from one rank to another.
+"""Point-to-point messages between ranks.
 
-`src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two.
-`group` is the default group if None; on a rank that is not in `group` a call does nothing. Messages between two ranks
-with the same `tag`, an integer of at least 0, arrive in the order in which they are sent; a receive matches only
-messages with its tag. A list of tensors of one dtype may be passed for any tensor. Both sides pass the same dtype and
-number of elements. `timeout` is a timedelta or a number of seconds; None means the group's time-out.
+`src` and `dst` are ranks in the default group, and `group_src` and `group_dst` are ranks in `group`; pass either one.
+If `group` is None, the default group is used; on a rank that is not in `group` a call does nothing. Messages between
+two ranks with the same `tag`, an integer of at least 0, arrive in the order in which they are sent; a receive matches
+only messages with the same tag. A list of tensors of one dtype may be passed for any tensor. Both sides pass the same
+dtype and number of elements. `timeout` is a timedelta or a number of seconds; None means the group's time-out.
 
 All raise:
-    ValueError: the peer is this rank, is not in the group, is given twice or is not given; or the tag is negative or
-        has more than 31 bits.
+    ValueError: the peer is this rank, is not in the group, or is specified twice or not at all; or the tag is negative
+        or has more than 31 bits.
     TypeError: a tensor's device, layout or dtype is not supported.
     CollectiveMismatchError: the two sides do not agree on the dtype or the number of elements. The group remains
         usable.
@@ -43,7 +43,7 @@ def send(
     group_dst: int | None = None,
     timeout: Timeout | None = None,
 ) -> None:
-    """Sends `tensor` to rank `dst`, and returns when the tensor may be modified again."""
+    """Sends `tensor` to rank `dst`; returns when the tensor may be modified again."""
     chosen = resolve(group)
     if chosen is None:
         return
@@ -60,7 +60,7 @@ def recv(
     group_src: int | None = None,
     timeout: Timeout | None = None,
 ) -> int:
-    """Receives a message into `tensor`, from any rank of the group if no source is given.
+    """Receives a message into `tensor`, from any rank in the group if no source is specified.
 
     Returns:
         The sender's rank in the default group, or -1 on a rank that is not in `group`.
@@ -85,10 +85,10 @@ def isend(
     group_dst: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Starts to send `tensor` to rank `dst`.
+    """Starts sending `tensor` to rank `dst`.
 
     Returns:
-        A `Work`; `tensor` must not be modified before it is complete. None on a rank that is not in `group`.
+        A `Work`, or None on a rank that is not in `group`. `tensor` must not be modified before the work is complete.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -106,11 +106,11 @@ def irecv(
     group_src: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Starts to receive a message into `tensor`, from any rank of the group if no source is given.
+    """Starts receiving a message into `tensor`, from any rank in the group if no source is specified.
 
     Returns:
-        A `Work`, whose `source_rank()` is the sender's group rank; `tensor` must not be touched before it is complete.
-        None on a rank that is not in `group`.
+        A `Work` whose `source_rank()` is the sender's group rank, or None on a rank that is not in `group`. `tensor`
+        must not be accessed before the work is complete.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -126,7 +126,7 @@ class P2POp:
     Args:
         op: `isend` or `irecv`.
         tensor: the tensor to send or to receive into.
-        peer, group_peer: the other rank, in the default group or in `group`; give one of the two.
+        peer, group_peer: the other rank, in the default group or in `group`; pass either one.
         group: the group; the default group if None.
         tag: the message's tag as for `send`.
     """
@@ -185,10 +185,10 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 
 def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str) -> int:
-    """Returns the group rank of the other side; see `root_rank` for the ways to give it.
+    """Returns the group rank of the peer; see `root_rank` for the ways to specify it.
 
     Raises:
-        ValueError: it is this rank, or `root_rank` raises this error.
+        ValueError: the peer is this rank, or is invalid (see `root_rank`).
     """
     peer = root_rank(group, rank, group_rank, call, name)
     require_peer(group, peer, call, name)
@@ -196,7 +196,7 @@ def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, cal
 
 
 def receive_from_any(group: ProcessGroup, tensors: list[torch.Tensor], tag: int, timeout: Timeout | None) -> int:
-    """Receives the message that arrives first and returns its sender's group rank."""
+    """Receives the first message to arrive; returns the sender's group rank."""
     work = group.recv(tensors, ANY_SOURCE, tag, True, timeout)
     assert work is not None
     work.wait()
