@@ -84,7 +84,7 @@ class Devices:
         with self._opening:
             if device not in self._open:
                 self._open[device] = self._opener(device, call)(device)
-                count = sum(other.type == device.type for other in self._open)  # all ranks open them in the same order
+                count = sum(other.type == device.type for other in self._open)  # the same on all ranks
                 kind = device.type if count == 1 else f"{device.type} ({count})"
                 self._recorded.append(self._record(self._open[device], kind))
             return self._open[device]

@@ -1,8 +1,8 @@
-"""Functions that create and end process groups: `init_process_group`, `new_group`, `destroy_process_group`.
+"""Functions that create and destroy process groups: `init_process_group`, `new_group`, `destroy_process_group`.
 
-A group forms in three steps: the ranks meet (`meet`), start the engines, and connect in a group (`form`). `form_apart`
-and `make_default` create a default group in two steps, for ranks that form their next group while they still use the
-previous one.
+A group is formed in three steps: the ranks perform a rendezvous (`meet`), start the engines, and connect to each other
+(`form`). `form_apart` and `make_default` split the creation of a default group in two, for ranks that form their next
+group while they still use the previous one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paceline.comm.store.store import HashStore, Store
 from paceline.durations import Timeout, to_seconds
 from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
-DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is the one in torch
+DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # torch uses the second name
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class GroupOptions:
     """Options of a default group; see `init_process_group`.
 
     Attributes:
-        costs: the link costs that earlier groups measured, to which this group adds its own; None if there are none.
+        costs: the link costs measured by earlier groups, to which this group adds its own, or None.
         identity: a number, the same on all ranks, that distinguishes the group from other groups of these ranks (see
-            `engines.agreed_identity`); None to number the groups in the order of their creation.
+            `engines.agreed_identity`). If None, groups are numbered in the order of their creation.
     """
 
     name: str = ""
@@ -83,50 +83,50 @@ def init_process_group(
     port: int | None = None,
     wire: WireKind | None = None,
 ) -> None:
-    """Creates the default process group. Every rank calls this once, and it returns when all ranks have called it.
+    """Creates the default process group. Every rank must call this once; it returns when all ranks have called it.
 
-    A program that does not call it uses torch.distributed's default group if the backend of that group is "paceline".
-    While the group exists and PyTorch finds no GPU, torch.distributed uses Paceline for CPU tensors if no backend is
-    named, for instance in `fully_shard`.
+    A program that does not call this function uses torch.distributed's default group, provided that its backend is
+    "paceline". While the group exists and PyTorch finds no GPU, torch.distributed uses Paceline for CPU tensors if no
+    backend is named, for instance in `fully_shard`.
 
     Args:
-        backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each, such
-            as "cpu:gloo,cuda:nccl". The default is the best one available for each. CPU tensors use "paceline" unless
-            another engine is named for them.
-        init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. It is not needed
-            with "mpi" if mpirun has started the ranks.
+        backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each type
+            of device, such as "cpu:gloo,cuda:nccl". By default, the best available engine is used for each type. CPU
+            tensors use "paceline" unless another engine is named for them.
+        init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. Not needed with
+            "mpi" if mpirun has started the ranks.
         timeout: the time that this call and each later call waits for the other ranks, as a timedelta or in seconds.
             The default is 30 minutes.
-        world_size, rank: the number of ranks and the rank of this process; with env:// they may be in the environment.
+        world_size, rank: the number of ranks and the rank of this process; with env:// they may be taken from the
+            environment.
         store: a store that all ranks share, instead of `init_method`; it requires `world_size` and `rank`.
         group_name: the group's name in messages.
         pg_options: must be None; no engine has options.
-        device_id: this rank's accelerator, as a device with an index or as the index. It becomes the current device,
-            `barrier` uses it, and the ranks' devices are connected at once rather than at the first tensor, so that a
-            wrong device is reported here. Either all ranks pass it or none does.
-        interface: the network interface through which other hosts reach this one, given by its name or one of its
-            addresses. The default is PACELINE_IFACE, or else the interface on the route to the host where the ranks
-            meet.
-        algorithm: the algorithm for every collective that offers it: "ring", "halving_doubling", "tree", "star" or
+        device_id: this rank's accelerator, as a device with an index or as the index. It becomes the current device and
+            is used by `barrier`. The ranks' devices are connected at once rather than at the first tensor, so this
+            function already reports a wrong device. Either all ranks or none must pass it.
+        interface: the network interface through which other hosts reach this host, given by its name or by one of its
+            addresses. The default is PACELINE_IFACE, or else the interface on the route to the host of the rendezvous.
+        algorithm: the algorithm for every collective that implements it: "ring", "halving_doubling", "tree", "star" or
             "hierarchical". The default is PACELINE_ALGORITHM, or else shared memory on one host and the fastest
             algorithm between hosts.
         between_hosts: the engine ("gloo", "mpi") with which the first rank of each host reduces and broadcasts the
             results that "paceline" has reduced within the host; "paceline" itself if None.
-        elastic: whether workers may join and leave; the group has this one rank until `ElasticState.epochs` finds the
-            others. The job is started with `paceline run --elastic`, or consists of this process.
+        elastic: whether workers may join and leave. The group contains only this rank until `ElasticState.epochs` finds
+            the others. The job must be started with `paceline run --elastic`, or consist of this process only.
         security: "encrypt" encrypts all connections to other hosts, "auth" only authenticates them, and "none" does
             neither. The default is PACELINE_SECURITY, or else connections at public addresses are encrypted.
-        port: the single TCP port at which each machine accepts connections to its ranks and its store, the same on
-            every rank; see docs/hosts.md. The default is PACELINE_PORT, or else each listener has its own port.
+        port: the single TCP port on which each machine accepts connections to its ranks and its store; must be the same
+            on every rank, see docs/hosts.md. The default is PACELINE_PORT, or else each listener has its own port.
         wire: the format ("bf16", "int8", "int4") to which this group rounds sums of floats between hosts, for tensors
-            of at least 1,024 elements in calls that pass no `wire`; see docs/slow-networks.md. Other groups are exact
-            unless they have a `wire` of their own.
+            of at least 1,024 elements in calls without a `wire` argument; see docs/slow-networks.md. Other groups are
+            exact unless they are created with a `wire`.
 
     Raises:
-        ValueError: the default group exists already, or an argument is wrong; the message gives the fix.
-        RendezvousError: two processes claim one rank, a rank gave up or died, or world sizes differ.
+        ValueError: the default group already exists, or an argument is wrong; the message suggests a fix.
+        RendezvousError: two processes claim the same rank, a rank gave up or died, or world sizes differ.
         RendezvousTimeoutError: ranks are missing; the message names them.
-        AuthenticationError: a process that answered does not have this job's secret.
+        AuthenticationError: the other end of a connection does not have this job's secret.
     """
     if own_world() is not None:
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
@@ -158,13 +158,13 @@ def init_process_group(
 
 
 def destroy_process_group(group: Group = None) -> None:
-    """Ends `group` without waiting for the other ranks.
+    """Destroys `group` without waiting for the other ranks.
 
-    A default group that torch.distributed created exists until `torch.distributed.destroy_process_group()`; this
-    function ends only the groups that Paceline created from its ranks.
+    If torch.distributed created the default group, the group exists until `torch.distributed.destroy_process_group()`
+    is called; this function then only destroys the groups that Paceline created from its ranks.
 
     Args:
-        group: the group to end; if None, the default group and all groups of its ranks.
+        group: the group to destroy; if None, the default group and all groups created from its ranks.
 
     Raises:
         ValueError: the default group does not exist.
@@ -195,15 +195,15 @@ def new_group(
     algorithm: str | None = None,
     wire: WireKind | None = None,
 ) -> ProcessGroup | NonMember:
-    """Creates a group of some of the ranks. Every rank of the default group calls this, in the same order.
+    """Creates a group from some of the ranks. All ranks in the default group must call this, in the same order.
 
     Args:
         ranks: the members' ranks in the default group, in the order of their group ranks; all ranks if None.
         timeout: the time-out of calls on the group; the default group's time-out if None.
         backend: the backend as for `init_process_group`; the default group's backend if None.
         pg_options: must be None; no engine has options.
-        use_local_synchronization: whether only the members call this. Ranks that are in several such groups call it in
-            the same order.
+        use_local_synchronization: whether only the members call this. Ranks that are in several such groups must create
+            them in the same order.
         group_desc: the group's name in messages.
         device_id: this rank's accelerator as for `init_process_group`.
         sort_ranks: whether the group ranks follow numerical order (torch's default) rather than the order of `ranks`.
@@ -253,7 +253,7 @@ def open_group(
     algorithm: str | None = None,
     wire: WireKind | None = None,
 ) -> ProcessGroup:
-    """Opens a group of `ranks` of the default group, which include this rank.
+    """Opens a group from `ranks` of the default group, which must include this rank.
 
     See `Engine.open_group` for `identity`.
     """
@@ -297,7 +297,7 @@ def open_on(
         wire=wire,
     )
     try:
-        # No rank may end the group or its store before all ranks are connected.
+        # No rank may close the group or its store before all ranks are connected.
         group.barrier()
     except BaseException:
         group.close()
@@ -306,10 +306,10 @@ def open_on(
 
 
 def form_apart(store: Store, rank: int, world_size: int, timeout_s: float, options: GroupOptions) -> World:
-    """Forms a group of the engine "paceline" independently of the default group; any thread may call this.
+    """Forms a group with the engine "paceline", independently of the default group; any thread may call this.
 
     Args:
-        store: the store through which the ranks meet; the caller closes it.
+        store: the store for the rendezvous; the caller closes it.
         rank, world_size: this rank and the number of ranks.
         timeout_s: the time to wait for the other ranks, here and in the group's calls, in seconds.
         options: the group's options.
@@ -324,13 +324,13 @@ def form_apart(store: Store, rank: int, world_size: int, timeout_s: float, optio
 
 
 def make_default(world: World) -> None:
-    """Makes the group of `form_apart` the default group. There must be no default group."""
+    """Makes a group formed by `form_apart` the default group. There must be no default group."""
     recorder.identify(world.group.rank(), world.group.size())
     set_default_world(OwnWorld(world.store, False, world.engines, world.group, world.timeout_s))
 
 
 def form(joined: RendezvousResult, backend: BackendChoice, timeout_s: float, options: GroupOptions) -> World:
-    """Returns a world of all ranks that have met; its group is not the default group yet."""
+    """Returns a world that connects all ranks of a rendezvous; its group is not the default group yet."""
     with contextlib.ExitStack() as undo:
         with Formation(joined.store, joined.rank, joined.world_size) as formation:
             context = EngineContext(
@@ -372,10 +372,10 @@ def meet(
 
 
 def make_current(device_id: torch.device | int | None, backend: BackendChoice) -> torch.device | None:
-    """Makes an accelerator the current device, and returns it; returns None if `device_id` is None or a CPU.
+    """Makes an accelerator the current device and returns it, or returns None if `device_id` is None or a CPU.
 
     Raises:
-        ValueError: the device has no index, does not exist, or the backend has no engine for it.
+        ValueError: the device lacks an index or does not exist, or the backend has no engine for it.
     """
     if device_id is None:
         return None
@@ -407,10 +407,10 @@ def make_current(device_id: torch.device | int | None, backend: BackendChoice) -
 def require_elastic(
     backend: str | None, init_method: str | None, store: Store | None, world_size: int, rank: int
 ) -> None:
-    """Checks that an elastic job can start with these arguments.
+    """Checks that these arguments are valid in an elastic job.
 
     Raises:
-        ValueError: an argument is given that the launcher sets, or the launcher does not run an elastic job.
+        ValueError: an argument is passed that the launcher sets, or the launcher does not run an elastic job.
     """
     if backend not in (None, "paceline", "cpu:paceline"):
         raise ValueError(
@@ -432,7 +432,8 @@ def require_between(between_hosts: str | None, backend: BackendChoice, algorithm
     """Checks that `between_hosts` is compatible with the other arguments.
 
     Raises:
-        ValueError: it does not name one engine for CPU tensors, or the backend or the algorithm excludes it.
+        ValueError: `between_hosts` does not name an engine for CPU tensors, or is incompatible with the backend or the
+            algorithm.
     """
     if between_hosts is None:
         return

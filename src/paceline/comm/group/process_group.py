@@ -1,10 +1,10 @@
-"""Process groups: the ranks that take part in a collective, with every call that a group can make.
+"""Process groups, with methods for all calls on a group.
 
-A call takes one of two paths to the engine. Most calls are synchronous, on plain CPU tensors, and for small tensors
+A call takes one of two paths to the engine. Most calls are synchronous and use plain CPU tensors, and for small tensors
 checking and describing a call takes longer than moving the data. The fast path (`all_reduce`, `broadcast`,
-`try_fast_call`, and `all_reduce_memory` for gradients) therefore makes only the checks that every call needs and passes
-addresses. Unusual and invalid arguments take the slow path through `call_plan.py`, which checks them in full, and
-`ProcessGroup._run`.
+`try_fast_call`, and `all_reduce_memory` for gradients) therefore performs only the checks that every call needs, and
+passes addresses. Calls with unusual or invalid arguments take the slow path through `call_plan.py`, which checks the
+arguments in full, and `ProcessGroup._run`.
 """
 
 from __future__ import annotations
@@ -74,32 +74,31 @@ ANY_SOURCE = -1
 _LEAST_ROUNDED = 1024
 """The number of elements below which a group's own `wire` does not round a sum.
 
-Such short tensors include norms and counts, and rounding them would save no time.
+Short tensors are often norms or counts, and rounding them would not save time.
 """
 
-_ROUNDED_ONCE = (torch.float16, torch.bfloat16)  # the core adds them in float32
+_ROUNDED_ONCE = (torch.float16, torch.bfloat16)  # the core accumulates these dtypes in float32
 _STRIDED = torch.strided
-_NO_OP = object()  # stands for the reduction of an operation that has none
+_NO_OP = object()  # placeholder for operations without a reduction
 
 
 class ProcessGroup:
-    """The ranks that take part in a collective. `init_process_group` and `new_group` create groups.
+    """A group of ranks that take part in collectives, created by `init_process_group` and `new_group`.
 
-    Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is rank r's rank in the default group. Methods that
-    torch.distributed's groups also have accept torch's option objects. Called without `async_op` they return a `Work`,
-    as torch's do: sends and receives return it at once, all others when the call is complete.
+    Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is rank r's rank in the default group. Methods with
+    the same names as those of torch.distributed's groups accept torch's option objects. Without `async_op` they return
+    a `Work`, as in torch: sends and receives return at once, all other methods when the call is complete.
 
     Args:
         opened: the engine's group for CPU tensors.
         members: the ranks of the group with their hosts and processes, in the order of their group ranks.
         group_rank: this process's rank in the group.
-        timeout: the time that calls wait for the other ranks.
-        name: the group's name in messages.
-        backend: the backend's name, which `get_backend` returns.
+        timeout: the time that calls wait for the other ranks. name: the group's name in messages. backend: the
+            backend's name, which `get_backend` returns.
         openers: the functions that open the group on other devices, by device type.
-        advice: the advice in errors about a tensor on a device without an opener; by default, it names an engine.
-        engine_members: the members of the engine if it connects more ranks than this group has.
-        identity: a number for the recording that is the same on all members, or 0 if there is none.
+        advice: the advice in errors about a tensor on a device without an opener; the default advice names an engine.
+        engine_members: the members of the engine, if the engine connects more ranks than this group contains.
+        identity: a number that identifies the group in recordings, the same on all members, or 0 if there is none.
         wire: the format to which sums of floats are rounded between hosts, or None for exact sums.
 
     Attributes:
@@ -108,8 +107,8 @@ class ProcessGroup:
         backend: the backend's name.
         timeout_ns: the time that calls wait for the other ranks, in nanoseconds.
         bound_device_id: the accelerator of this rank that `bind` has connected, or None.
-        wire: the format to which all_reduce and reduce_scatter round floats between hosts unless a call passes its own.
-            all_gather stays exact: it moves parameters, and their drift would go unnoticed.
+        wire: the format to which all_reduce and reduce_scatter round floats between hosts unless a call passes a
+            `wire`. all_gather stays exact, because it often moves parameters, whose drift would go unnoticed.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class ProcessGroup:
         self.name = name
         self.backend = backend
         self.wire = wire
-        self.profiled_as = "paceline"  # a profile's events are named `paceline:all_reduce` and so on
+        self.profiled_as = "paceline"  # prefix for events in profiles, such as `paceline:all_reduce`
         recorder.begin()
         recorder.identify_once(self.ranks[group_rank], len(engine_members or members))
         ranks = self.ranks
@@ -167,7 +166,7 @@ class ProcessGroup:
 
     @property
     def me(self) -> RankIdentity:
-        """Returns this rank with its host and process, which messages show as "rank 3 (host, pid 4711)"."""
+        """Returns this rank with its host and process, formatted in messages as "rank 3 (host, pid 4711)"."""
         return self._members[self._rank]
 
     @property
@@ -177,7 +176,7 @@ class ProcessGroup:
 
     @property
     def device_types(self) -> frozenset[str]:
-        """Returns the types of the devices whose tensors the group's calls take, such as "cpu" and "cuda"."""
+        """Returns the device types that the group supports, such as "cpu" and "cuda"."""
         return self._devices.types
 
     @property
@@ -195,7 +194,7 @@ class ProcessGroup:
         self.timeout_ns = to_nanoseconds(timeout)
 
     def bind(self, device: torch.device | None) -> None:
-        """Connects the group on this rank's accelerator; all ranks call this. Does nothing if `device` is None.
+        """Connects the group on this rank's accelerator; all ranks must call this. Does nothing if `device` is None.
 
         Raises:
             CollectiveError: the devices cannot be connected; the group is closed.
@@ -212,30 +211,30 @@ class ProcessGroup:
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether this rank has ended the group."""
+        """Returns whether this rank has closed the group."""
         return self._closed
 
     def abort(self) -> None:
-        """Makes every call of the group, current or later, raise a `GroupAbortedError` on all its ranks.
+        """Makes every current and later call on the group raise a `GroupAbortedError` on all ranks.
 
-        Any thread may call this while others wait in calls of the group; it does not wait for the other ranks. It is
-        meant for a thread that detects that the group cannot continue, for instance because a rank must be replaced.
-        `close` must still be called. With the engines "gloo", "mpi" and "nccl" only the calls of this rank end, and
-        with the first two only at the call's time-out.
+        Any thread may call this while other threads wait in calls on the group; it does not wait for other ranks. Use
+        it from a thread that detects that the group cannot continue, for instance because a rank must be replaced.
+        `close` must still be called afterwards. With the engines "gloo", "mpi" and "nccl" only this rank's calls end;
+        with "gloo" and "mpi" they end only at their time-out.
         """
         self._devices.abort()
 
     def failure(self) -> OutcomeCode:
-        """Returns the reason why the group is unusable, or OK if this rank has not detected any failure."""
+        """Returns the reason why the group is unusable, or OK if this rank has not detected a failure."""
         return OutcomeCode(self._devices.failure())
 
     def close(self) -> None:
-        """Ends the group for this rank; idempotent."""
+        """Closes the group on this rank; idempotent."""
         self._closed = True
         self._devices.close()
 
     def close_with_reason(self, why: str) -> None:
-        """Ends the group for this rank; the error of later calls gives the reason `why`."""
+        """Closes the group on this rank; errors from later calls contain the reason `why`."""
         self._closed_why = why
         self.close()
 
@@ -250,7 +249,7 @@ class ProcessGroup:
     ) -> Work | None:
         """Reduces `tensors` over all ranks, in place; see `Buffers` for `any_order`."""
         if timeout is None and wire is self.wire is None and not async_op and not profiler._is_profiler_enabled:
-            # Most calls take this path, where every line adds latency.
+            # Most calls take this path, in which every line adds latency.
             try:
                 outcome = self._channel.all_reduce_tensor(tensors, op, self.timeout_ns)
             except TypeError:  # the core does not accept None
@@ -280,10 +279,10 @@ class ProcessGroup:
         async_op: bool = False,
         wire: WireLike = None,
     ) -> Work | None:
-        """Reduces `count` elements at the addresses and numbers of bytes in `pieces`, as `all_reduce` does.
+        """Performs an `all_reduce` on `count` elements in `pieces` of memory (addresses and numbers of bytes).
 
-        It is for callers that repeat a call and have checked its tensors once. `kept` holds the tensors, which are on
-        one device.
+        Intended for callers that repeat a call and have already checked the tensors. `kept` contains these tensors,
+        which must be on the same device.
         """
         call = CollectiveCall(Operation.ALL_REDUCE, dtype, op, -1, count, self.timeout_ns, [], [pieces])
         if wire is None and not async_op and kept and kept[0].is_cpu and not profiler._is_profiler_enabled:
@@ -306,9 +305,9 @@ class ProcessGroup:
         op: ReduceOp,
         update: _core.Update | None = None,
     ) -> None:
-        """Reduces memory as `reduce_scatter` does tensors (see `all_reduce_memory`); a rank receives `count` elements.
+        """Performs a `reduce_scatter` on memory (see `all_reduce_memory`); each rank receives `count` elements.
 
-        With an `update`, which only groups with a true `applies_updates` accept, no output is needed.
+        With an `update`, no output is needed; only groups for which `applies_updates` is true accept updates.
         """
         buffers = Buffers()
         buffers.kept += kept
@@ -351,7 +350,7 @@ class ProcessGroup:
         async_op: bool | None = None,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Reduces `tensors` over all ranks into the root's `tensors`; the tensors of other ranks do not change."""
+        """Reduces `tensors` over all ranks into the root's `tensors`; tensors on other ranks are not modified."""
         if are_options(root):
             return self.reduce(tensors, root.rootRank, reduction_of(root), True, time_limit(root))
         require_root(self, root, "reduce")
@@ -374,7 +373,7 @@ class ProcessGroup:
         timeout: Timeout | None = None,
         wire: WireLike = None,
     ) -> Work | None:
-        """Copies every rank's `tensors` to all ranks, those of rank r to `outputs[r]`."""
+        """Gathers `tensors` from all ranks on all ranks; `outputs[r]` receives rank r's tensors."""
         if (
             async_op is False
             and timeout is None
@@ -396,7 +395,7 @@ class ProcessGroup:
         async_op: bool | None = None,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Copies every rank's `tensors` to the root; `outputs` is None or empty on other ranks."""
+        """Gathers `tensors` from all ranks on the root; `outputs` is None or empty on other ranks."""
         if are_options(root):
             outputs = one_list(outputs, "gather") if outputs else None
             return self.gather(outputs, tensors, root.rootRank, True, time_limit(root))
@@ -418,12 +417,12 @@ class ProcessGroup:
         timeout: Timeout | None = None,
         wire: WireLike = None,
     ) -> Work | None:
-        """Reduces the ranks' `inputs[r]` into the `output` of rank r."""
+        """Reduces `inputs[r]` over all ranks into the `output` of rank r."""
         if are_options(op):
             inputs = one_list(inputs, "reduce_scatter")
             return self.reduce_scatter(output, inputs, reduction_of(op), True, time_limit(op))
         if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)) and self.size() > 1:
-            inputs = one_list(inputs, "reduce_scatter")  # torch's form, without options
+            inputs = one_list(inputs, "reduce_scatter")  # torch's calling convention, without options
         if (
             async_op is False
             and timeout is None
@@ -473,7 +472,7 @@ class ProcessGroup:
         return self._run(plan_all_to_all(self, outputs, inputs, self.limit_ns(timeout)), async_op)
 
     def barrier(self, async_op: bool | TorchOptions | None = None, timeout: Timeout | None = None) -> Work | None:
-        """Waits until every rank has called it."""
+        """Returns when every rank has called it."""
         if are_options(async_op):
             async_op, timeout = True, time_limit(async_op)
         if async_op is False and timeout is None and self.try_fast_barrier():
@@ -489,7 +488,7 @@ class ProcessGroup:
         return [bytes(as_memory(buffer)) for (buffer,) in received]
 
     def explain(self, operation: str, nbytes: int) -> str:
-        """Returns a text with the algorithm that the group uses for a call of `nbytes` bytes, and the reason.
+        """Returns a text that reports the algorithm that the group uses for a call of `nbytes` bytes, and the reason.
 
         Raises:
             ValueError: there is no operation of that name.
@@ -511,11 +510,11 @@ class ProcessGroup:
 
     def sums_as_tree(self, tensor: torch.Tensor) -> bool:
         """Returns whether `sum_as_tree` accepts tensors like this one; the result is the same on all ranks."""
-        # On one host the core adds along the tree. Schedules and other engines add in different orders.
+        # Within one host the core adds along this tree. Schedules and other engines add in different orders.
         return isinstance(self._channel, _core.HostGroup) and tensor.is_cpu and tensor.dtype not in _ROUNDED_ONCE
 
     def sum_as_tree(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Adds the ranks' `inputs` into `outputs` in the order ((0 1) (2 3)) ((4 5) ...), rounding every sum.
+        """Sums the ranks' `inputs` into `outputs` in the order ((0 1) (2 3)) ((4 5) ...), and rounds every partial sum.
 
         Args:
             outputs: the inputs themselves, or tensors of the same shapes and dtype that share no memory with them.
@@ -545,25 +544,25 @@ class ProcessGroup:
         async_op: bool = True,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Receives a message with this tag from group rank `src`, or from any rank if `src` is -1, into `tensors`.
+        """Receives a message with the given tag into `tensors`, from group rank `src` or, if it is -1, from any rank.
 
-        The work's `source_rank()` is the sender's group rank.
+        `source_rank()` of the returned work is the sender's group rank.
         """
         return self._pass("recv", as_list(tensors, "recv"), src, tag, async_op, timeout)
 
     @property
     def group_name(self) -> str:
-        """The name with which the group was created, for messages."""
+        """The group's name in messages."""
         return self.name
 
     group_desc = group_name
 
     def shutdown(self) -> None:
-        """Ends the group for this rank, as `destroy_process_group(group)` does."""
+        """Closes the group on this rank, like `destroy_process_group(group)`."""
         self.close()
 
     def monitored_barrier(self, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
-        """Waits as `paceline.monitored_barrier` does."""
+        """Same as `paceline.monitored_barrier` on this group."""
         try:
             self.barrier(False, timeout)
         except CollectiveTimeoutError as error:
@@ -604,7 +603,7 @@ class ProcessGroup:
         *,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Copies every rank's tensor to all ranks, into the entries of the only list in `output_tensors`."""
+        """Gathers every rank's tensor on all ranks, into the entries of the only list in `output_tensors`."""
         outputs = one_list(output_tensors, "allgather")
         return _as_work(self.all_gather(outputs, _unpack_single(input_tensors), True, time_limit(opts, timeout)))
 
@@ -614,7 +613,7 @@ class ProcessGroup:
         input_list: Sequence[torch.Tensor],
         opts: TorchOptions | None = None,
     ) -> Work:
-        """Copies every rank's tensors to all ranks, those of rank r to `output_lists[r]`."""
+        """Gathers the tensors from all ranks on all ranks; `output_lists[r]` receives rank r's tensors."""
         written = [output for outputs in output_lists for output in outputs]
         columns = zip(*output_lists, strict=True)
         works = [
@@ -624,7 +623,7 @@ class ProcessGroup:
         return _as_work(join_works(works, "allgather_coalesced", written))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: TorchOptions | None = None) -> Work:
-        """Copies every rank's tensor into one tensor on all ranks, concatenated in rank order."""
+        """Gathers every rank's tensor into one tensor on all ranks, concatenated in rank order."""
         parts = parts_by_rank(output, input.numel(), self, "all_gather_single", "output")
         work = self.all_gather(parts, input, True, time_limit(opts))
         return _as_work(join_works([work], "all_gather_single", [output]))
@@ -640,7 +639,7 @@ class ProcessGroup:
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: TorchOptions | None = None
     ) -> Work:
-        """Reduces `input` over all ranks and writes each rank's part of the result to its `output`."""
+        """Reduces `input` over all ranks and writes one part of the result to each rank's `output`."""
         parts = parts_by_rank(input, output.numel(), self, "reduce_scatter_single", "input")
         return _as_work(self.reduce_scatter(output, parts, reduction_of(opts), True, time_limit(opts)))
 
@@ -660,7 +659,7 @@ class ProcessGroup:
         *,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Copies `input_tensors[r]` to rank r."""
+        """Sends `input_tensors[r]` to each rank r, and receives from rank s in `output_tensors[s]`."""
         return _as_work(self.all_to_all(output_tensors, input_tensors, True, time_limit(opts, timeout)))
 
     def all_to_all_single(
@@ -680,10 +679,10 @@ class ProcessGroup:
         return _as_work(join_works([work], "all_to_all_single", [output]))
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Work:
-        """Receives the message that arrives first; the work's `source_rank()` is its sender's group rank."""
+        """Receives the first message to arrive; `source_rank()` of the returned work is the sender's group rank."""
         return self.recv(_unpack_single(tensors), -1, tag, True)
 
-    # Names of these methods in other releases of torch.
+    # Aliases under which other releases of torch call these methods.
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -692,7 +691,7 @@ class ProcessGroup:
     alltoall_base = all_to_all_single
 
     def fast_all_reduce(self, tensor: object, op: object) -> CallOutcome | Literal[False] | None:
-        """Reduces a tensor as a channel's `all_reduce_tensor` does, but with any channel and any release of PyTorch."""
+        """Equivalent of a channel's `all_reduce_tensor` that works with any channel and any release of PyTorch."""
         if not isinstance(tensor, torch.Tensor) or not isinstance(op, ReduceOp):
             return False
         quick = QUICK_CODES.get(tensor.dtype)
@@ -719,18 +718,18 @@ class ProcessGroup:
         root: int = -1,
         are_whole: bool = False,
     ) -> bool:
-        """Makes the call and returns True if its tensors are plain; otherwise does nothing and returns False.
+        """Executes the call and returns True if all tensors are plain; returns False without any effect if not.
 
         Args:
-            operation: the operation; all_reduce and broadcast have shorter paths of their own.
+            operation: the operation, which is not all_reduce or broadcast, since these have separate, shorter paths.
             dtype: the dtype of all tensors.
-            count: the number of elements of a part.
+            count: the number of elements in a part.
             inputs, outputs: the tensors.
-            parts: the required numbers of parts of the inputs and of the outputs.
+            parts: the required numbers of parts in the inputs and in the outputs.
             op: the reduction, if the operation has one.
             root: the root's group rank, if the operation has a root.
-            are_whole: True if one tensor holds all parts of the inputs and another holds all parts of the outputs;
-                False if each part is a separate tensor.
+            are_whole: True if a single tensor contains all parts of the inputs, and another one all parts of the
+                outputs; False if each part is a separate tensor.
         """
         quick = None if profiler._is_profiler_enabled else QUICK_CODES.get(dtype)
         if quick is None:
@@ -751,19 +750,19 @@ class ProcessGroup:
         return True
 
     def try_fast_all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> bool:
-        """Makes an all_gather into one tensor; see `try_fast_call`."""
+        """Performs an all_gather into one tensor; see `try_fast_call`."""
         parts = (1, self.size())
         operation = Operation.ALL_GATHER
         return self.try_fast_call(operation, part.dtype, part.numel(), (part,), (whole,), parts, are_whole=True)
 
     def try_fast_reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, op: object) -> bool:
-        """Makes a reduce_scatter of one tensor; see `try_fast_call`."""
+        """Performs a reduce_scatter of one tensor; see `try_fast_call`."""
         parts = (self.size(), 1)
         operation = Operation.REDUCE_SCATTER
         return self.try_fast_call(operation, part.dtype, part.numel(), (whole,), (part,), parts, op=op, are_whole=True)
 
     def try_fast_all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> bool:
-        """Makes an all_to_all of equal parts of two tensors; see `try_fast_call`."""
+        """Performs an all_to_all on equal parts of two tensors; see `try_fast_call`."""
         ranks = self.size()
         if input.dim() == 0 or output.dim() == 0 or input.shape[0] % ranks or output.shape[0] % ranks:
             return False
@@ -772,7 +771,7 @@ class ProcessGroup:
         return self.try_fast_call(operation, input.dtype, count, (input,), (output,), (ranks, ranks), are_whole=True)
 
     def try_fast_barrier(self) -> bool:
-        """Waits for all ranks and returns True; does nothing and returns False while a profiler is recording."""
+        """Waits for all ranks and returns True, or returns False at once while a profiler is recording."""
         if profiler._is_profiler_enabled:
             return False
         self._run_equal(Operation.BARRIER, 0, NO_REDUCTION, -1, 0, 0, [], [], ())
@@ -809,11 +808,11 @@ class ProcessGroup:
             raise self._abandon(outcome, call, kept)
 
     def _run(self, plan: CallPlan, async_op: bool | None) -> Work | None:
-        """Makes a planned call with the engine for its tensors' device.
+        """Executes a planned call with the engine for the device of its tensors.
 
         Args:
             plan: the call and its buffers.
-            async_op: whether to return at once; with None, waits and returns a finished `Work`, as torch's methods do.
+            async_op: whether to return at once. None waits and returns a finished `Work`, like torch's methods.
         """
         if self._closed:
             raise self.closed_error()
@@ -840,8 +839,8 @@ class ProcessGroup:
     def prepare(self, plan: CallPlan) -> _core.PreparedCall | None:
         """Prepares the planned call for repetition; returns None if the engine cannot prepare calls.
 
-        The call uses the buffers at their current addresses and copies nothing back. If the group's own `wire` rounds
-        it, the call has its own error feedback.
+        The prepared call uses the buffers at their current addresses and does not copy results back. If the group's
+        `wire` applies to it, the prepared call maintains its own error feedback.
         """
         if self._closed:
             raise self.closed_error()
@@ -849,7 +848,7 @@ class ProcessGroup:
         return self._channel_of(call, buffers).prepare(call)
 
     def _rounded(self, plan: CallPlan, wire: WireLike) -> CallPlan:
-        """Returns the plan with the group's `wire` if it sums many floats on the CPU and has no `wire` of its own."""
+        """Applies the group's `wire` to a plan that sums many floats on the CPU and does not specify a `wire`."""
         call, buffers = plan
         is_rounded = (
             not call.wire
@@ -861,14 +860,14 @@ class ProcessGroup:
         return with_wire(plan, wire, self.size()) if is_rounded else plan
 
     def recording(self, call: str, tensors: Sequence[torch.Tensor]) -> ProfiledCall:
-        """Begins the event of a call in the current profile."""
+        """Begins an event for a call in the current profile."""
         return ProfiledCall(f"{self.profiled_as}:{call}", tensors)
 
     def work_of(self, pending: Pending, plan: CallPlan) -> Work:
-        """Returns the `Work` of a planned call that has been submitted."""
+        """Returns the `Work` for a planned call that has been submitted."""
         call, buffers = plan
         written = self.written_by(plan)
-        count_writes(written)  # here as well as at the end of the call: autograd may save a tensor in between
+        count_writes(written)  # repeated when the call ends, since autograd may save a tensor in between
         return Work(
             pending,
             str(call.operation),
@@ -885,7 +884,7 @@ class ProcessGroup:
         return () if call.operation is Operation.BROADCAST and call.root == self._rank else buffers.written
 
     def limit_ns(self, timeout: Timeout | None) -> int:
-        """Returns the time that a call with this `timeout` waits, in nanoseconds."""
+        """Returns the time, in nanoseconds, that a call with this `timeout` waits."""
         return self.timeout_ns if timeout is None else to_nanoseconds(timeout)
 
     def _channel_of(self, call: CollectiveCall, buffers: Buffers) -> EngineChannel:
@@ -907,7 +906,7 @@ class ProcessGroup:
         background: bool,
         timeout: Timeout | None,
     ) -> Work:
-        """Starts a message and, unless it runs in the `background`, waits for it."""
+        """Starts a message, and waits for it unless `background` is true."""
         if self._closed:
             raise self.closed_error()
         if name == "send" or peer != ANY_SOURCE:
@@ -954,7 +953,7 @@ class ProcessGroup:
         if outcome.code == OutcomeCode.TIMED_OUT and not self._abandoned:
             self._abandoned.append(buffers)
         count = call.count
-        if call.operation is Operation.ALL_TO_ALL:  # the numbers of elements differ between ranks
+        if call.operation is Operation.ALL_TO_ALL:  # numbers of elements may differ between ranks
             count = sum(sum(pieces[1::2]) for pieces in call.inputs) // ITEM_SIZES[call.dtype]
         return self._error(outcome, (0, call.operation, call.dtype, call.reduce_op, call.root, count))
 
@@ -969,17 +968,17 @@ class ProcessGroup:
     def _failed(self, outcome: CallOutcome, call: str, lost: str = GROUP_LOST) -> CollectiveError:
         error = to_error(outcome, self._members, self._rank, call, lost, self._engine_members)
         if isinstance(error, CollectiveTimeoutError):
-            # All ranks receive the same outcome, so on a late rank `outcome.missing` contains that rank itself.
+            # All ranks receive the same outcome, so `outcome.missing` includes this rank if it was late.
             error.missing = tuple(self.ranks[rank] for rank in outcome.missing if rank != self._rank)
         return error
 
     def closed_error(self) -> ValueError:
-        """Returns the error of a call that is made after the group was closed."""
+        """Returns the error for a call on a closed group."""
         return ValueError(f"rank {self.me.rank}: {self._closed_why}")
 
 
 def _shown(plan: CallPlan) -> list[torch.Tensor]:
-    """Returns the tensors to record in a profile: the inputs, or the tensors that the call changes in place."""
+    """Returns the tensors to record in a profile: the inputs, or the tensors that the call modifies in place."""
     call, buffers = plan
     return buffers.kept[: sum(len(flat) // 2 for flat in call.inputs)] or buffers.kept
 
@@ -987,7 +986,7 @@ def _shown(plan: CallPlan) -> list[torch.Tensor]:
 def _addresses(
     tensors: Sequence[object], dtype: torch.dtype, nbytes: int, parts: int, are_whole: bool
 ) -> list[int] | None:
-    """Returns the addresses of the parts, of `nbytes` bytes each, or None if a tensor is not plain or does not fit.
+    """Returns the addresses of the parts (`nbytes` bytes each), or None if a tensor is not plain or does not fit.
 
     The dtype must not be complex: conjugate views are not detected.
     """
@@ -1011,10 +1010,10 @@ def _addresses(
 
 
 def _as_work(work: Work | None) -> Work:
-    """Returns `work`, or a finished `Work` if it is None because the call had no tensors."""
+    """Returns `work`, or a finished `Work` if `work` is None, as for a call without tensors."""
     return Work(None, "a call of no tensors") if work is None else work
 
 
 def _unpack_single(tensors: Tensors) -> Tensors:
-    """Unpacks a list of one tensor, since a single tensor takes the fastest path."""
+    """Unpacks a list that contains a single tensor, because a tensor takes the fastest path."""
     return tensors[0] if not isinstance(tensors, torch.Tensor) and len(tensors) == 1 else tensors

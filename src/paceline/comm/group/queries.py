@@ -1,4 +1,4 @@
-"""Functions that return facts about process groups and backends."""
+"""Queries about process groups and backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_initialized() -> bool:
 
 
 def is_available() -> bool:
-    """Returns whether Paceline works on this platform, which is True wherever it can be imported."""
+    """Returns whether Paceline is available: always True, since it cannot be imported on unsupported platforms."""
     return True
 
 
@@ -40,7 +40,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 def get_backend(group: Group = None) -> str:
-    """Returns the group's backend: the name of its engine or, if it has several, a list like "cpu:paceline,cuda:nccl".
+    """Returns the group's backend: the engine's name or, for several engines, a list like "cpu:paceline,cuda:nccl".
 
     Raises:
         ValueError: this rank is not in the group.
@@ -128,7 +128,7 @@ class Backend(str):
 
 
 def is_backend_available(backend: str) -> bool:
-    """Returns whether `backend`, such as "gloo" or "cpu:gloo,cuda:nccl", can be used here."""
+    """Returns whether `backend`, such as "gloo" or "cpu:gloo,cuda:nccl", can be used on this machine."""
     try:
         chosen = choose(backend)
     except ValueError:
@@ -137,7 +137,7 @@ def is_backend_available(backend: str) -> bool:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Returns the backend that tensors on `device` use if a program names none.
+    """Returns the backend for tensors on `device` in a program that does not name a backend.
 
     Raises:
         ValueError: there is no backend for that device.
@@ -160,17 +160,17 @@ def get_backend_config(group: Group = None) -> str:
 
 
 def is_nccl_available() -> bool:
-    """Returns whether backend="nccl" can be used here."""
+    """Returns whether backend="nccl" can be used on this machine."""
     return missing_piece("nccl") is None
 
 
 def is_mpi_available() -> bool:
-    """Returns whether backend="mpi" can be used here."""
+    """Returns whether backend="mpi" can be used on this machine."""
     return missing_piece("mpi") is None
 
 
 def is_gloo_available() -> bool:
-    """Returns whether backend="gloo" can be used here."""
+    """Returns whether backend="gloo" can be used on this machine."""
     return missing_piece("gloo") is None
 
 
@@ -185,7 +185,7 @@ def is_xccl_available() -> bool:
 
 
 def is_torchelastic_launched() -> bool:
-    """Returns whether `paceline run` or torchrun started this process: both set TORCHELASTIC_RUN_ID."""
+    """Returns whether `paceline run` or torchrun, which both set TORCHELASTIC_RUN_ID, started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

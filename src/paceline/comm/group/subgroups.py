@@ -1,7 +1,7 @@
-"""Functions that divide the ranks of a group among several new groups.
+"""Functions that divide the ranks of a group into several new groups.
 
-A rank that is in none of them receives `GroupMember.NON_GROUP_MEMBER`, on which calls do nothing. torch.distributed
-returns None there, which later calls would interpret as the default group.
+A rank outside all new groups receives `GroupMember.NON_GROUP_MEMBER`, with which calls do nothing. torch.distributed
+returns None in this case, which later calls would interpret as the default group.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def new_subgroups(
     pg_options: None = None,
     group_desc: str | None = None,
 ) -> Subgroups:
-    """Divides the ranks of `group` (default: all) into groups of `group_size`, in order; all of these ranks call this.
+    """Divides the ranks of `group` (default: all) into groups of `group_size`, in order; all its ranks must call this.
 
     Args:
-        group_size: the number of ranks in each group; by default, the number of ranks on a machine, taken from
-            LOCAL_WORLD_SIZE or counted.
+        group_size: the number of ranks in each group. The default is LOCAL_WORLD_SIZE or, if it is not set, the number
+            of ranks per machine.
         timeout: the time-out of calls on the new groups; the default group's time-out if None.
         backend: the backend as for `new_group`.
         pg_options: must be None; no engine has options.
         group_desc: the name of the new groups in messages.
 
     Returns:
-        The new group that contains this rank, and the list of all new groups, in which
-        `GroupMember.NON_GROUP_MEMBER` stands for every other group.
+        The new group that contains this rank, and a list of all new groups, in which `GroupMember.NON_GROUP_MEMBER`
+        replaces the groups without this rank.
 
     Raises:
         ValueError: `group_size` does not divide the number of ranks.
@@ -71,9 +71,9 @@ def new_subgroups_by_enumeration(
     pg_options: None = None,
     group_desc: str | None = None,
 ) -> Subgroups:
-    """Creates a group from each list of ranks of the default group; every rank calls this with the same lists.
+    """Creates a group from each list of ranks in the default group; all ranks must call this with the same lists.
 
-    A rank may be in one list or in none. The arguments and the result are those of `new_subgroups`.
+    A rank may be in at most one list. See `new_subgroups` for the other arguments and the result.
 
     Raises:
         ValueError: there are no lists, a list is empty, or a rank does not exist or is in two lists.
@@ -101,8 +101,8 @@ def split_group(
 ) -> ProcessGroup | NonMember:
     """Creates a group from each list of ranks of `parent_pg` (default: the default group); all its ranks call this.
 
-    The ranks are group ranks of the parent. A rank may be in one list or in none. The other arguments are those of
-    `new_subgroups`.
+    The lists contain group ranks in the parent. A rank may be in at most one list. See `new_subgroups` for the other
+    arguments.
 
     Returns:
         The new group that contains this rank, or `GroupMember.NON_GROUP_MEMBER`.

@@ -1,7 +1,7 @@
-"""Collectives on data whose amount differs between ranks: sparse tensors, and bytes of known lengths.
+"""Collectives on data of different sizes per rank: sparse tensors, and byte buffers of known lengths.
 
-For a sparse tensor, each rank gathers the rows (indices and values) of all ranks and adds them in rank order, so the
-result has the same bits on every rank. Bytes are lists of uint8 tensors on the CPU, regardless of
+For a sparse tensor, each rank gathers the rows (indices and values) from all ranks and adds them in rank order, so the
+result is bitwise equal on every rank. Byte buffers are lists of uint8 tensors on the CPU, regardless of
 torch.set_default_device.
 """
 
@@ -28,8 +28,8 @@ def all_reduce_sparse(
 ) -> Work | None:
     """Reduces a sparse COO tensor over all ranks, in place, and leaves it coalesced.
 
-    The ranks first exchange their numbers of rows, so even with `async_op` this returns only when all ranks have made
-    the call. The rows are then sent in the background.
+    The ranks first exchange their numbers of rows, so even with `async_op` this function blocks until all ranks have
+    called it. The rows are then sent in the background.
 
     Raises:
         TypeError: the reduction is not SUM, AVG or a `PremulSum`.
@@ -65,7 +65,7 @@ def all_reduce_sparse(
 
 
 class GatheredRows:
-    """Memory for the rows of all ranks, of one shape and dtype; rank r has `counts[r]` rows.
+    """Memory for the rows from all ranks, which share a shape and a dtype; rank r contributes `counts[r]` rows.
 
     Attributes:
         mine: the bytes that this rank sends.
@@ -83,7 +83,7 @@ class GatheredRows:
         self.received = [[_bytes(tensor) for tensor in pair] for pair in self._rows]
 
     def total(self) -> torch.Tensor:
-        """Returns the coalesced sum of all ranks' tensors, after `received` has been filled."""
+        """Returns the coalesced sum of all ranks' tensors; `received` must have been filled."""
         indices = torch.cat([indices for indices, _ in self._rows]).T
         values = torch.cat([values for _, values in self._rows])
         return torch.sparse_coo_tensor(
@@ -118,14 +118,14 @@ def as_tensor(data: bytes | bytearray) -> torch.Tensor:
 
 
 def as_memory(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a contiguous CPU tensor without a copy; they are valid while the tensor exists."""
+    """Returns the bytes of a contiguous CPU tensor as a view, which is valid while the tensor exists."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def empty_buffers(lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Returns uninitialised uint8 tensors of these lengths, each with its own memory.
+    """Allocates uninitialized uint8 tensors of the given lengths, each with its own memory.
 
     Raises:
         RuntimeError: the memory cannot be allocated.
@@ -139,7 +139,7 @@ def all_gather_pieces(
     received: Sequence[Sequence[torch.Tensor]],
     timeout: Timeout | None,
 ) -> None:
-    """Copies every rank's pieces to all ranks, those of rank r to `received[r]`."""
+    """Gathers the pieces from all ranks on all ranks; `received[r]` receives rank r's pieces."""
     totals = {sum(piece.numel() for piece in pieces) for pieces in received}
     if totals == {0}:
         return
@@ -169,7 +169,7 @@ def scatter_pieces(
     root: int,
     timeout: Timeout | None,
 ) -> None:
-    """Copies the root's `pieces[r]` to rank r's `received`; `pieces` is empty on other ranks."""
+    """Sends the root's `pieces[r]` to rank r's `received`; `pieces` is empty on other ranks."""
     nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
     outputs = [received if rank == root else [] for rank in range(group.size())]
     group.all_to_all(outputs, pieces if group.rank() == root else nothing, timeout=timeout)

@@ -1,12 +1,13 @@
-"""`Work`: an asynchronous call, with the thread that reports its completion and its event in a profile.
+"""`Work` for asynchronous calls, the thread that reports their completion, and their events in profiles.
 
-The completion thread starts on first use. It sleeps in the core, without the interpreter lock, until any call of the
-core completes; it polls calls of other engines, which do not report completion. A callback may make further calls and
-wait for them, as PowerSGD's does. While the callback runs, its thread cannot report their completion, so a second
-thread, one level deeper, reports it. Most processes never start this thread.
+The completion thread starts on first use. It sleeps in the core, without the interpreter lock, until any call in the
+core completes, and polls calls of other engines, which do not report completion. A callback may make further calls and
+wait for them, like the one of PowerSGD. While the callback runs, its thread cannot report the completion of these
+calls, so a second thread, one level deeper, does. Most processes never start this second thread.
 
-In a `torch.profiler` profile a call appears as `paceline:all_reduce`, with its tensors' shapes, start and end. Callers
-check `torch.autograd.profiler._is_profiler_enabled` before they record anything, as PyTorch's own Python code does.
+In a `torch.profiler` profile a call appears under a name such as `paceline:all_reduce`, with its tensors' shapes, its
+start and its end. Like PyTorch's own Python code, callers check `torch.autograd.profiler._is_profiler_enabled` before
+recording anything.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from paceline.errors import CollectiveTimeoutError
 FOR_EVER_NS = 1 << 62
 
 
-_autograd: Any = torch.autograd  # its stubs lack the functions used here
+_autograd: Any = torch.autograd  # untyped, because torch's stubs lack the functions used here
 
 
 class Work:
-    """A call that runs in the background, returned by calls with `async_op=True`.
+    """A call in progress, returned by calls with `async_op=True`.
 
-    The call's tensors must not be used before `wait` has returned. Several threads may call the methods at once.
+    The tensors of the call must not be used before `wait` has returned. The methods are thread-safe.
 
-    For tensors on a device with streams, `wait` without a time-out does not block the thread. It makes the thread's
-    current stream on the device wait for the call; each stream that uses the tensors needs its own `wait`.
+    For tensors on a device with streams, `wait` without a time-out does not block the thread. Instead, it makes the
+    thread's current stream on the device wait for the call; every stream that uses the tensors requires its own `wait`.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Work:
     ) -> None:
         self._work = work
         self._name = name
-        self._tensors: Sequence[torch.Tensor] = tensors  # kept alive while the core reads and writes them
+        self._tensors: Sequence[torch.Tensor] = tensors  # keeps the tensors alive while the core uses them
         self._finish = finish
         self._to_error = to_error
         self._results = tensors if results is None else results
@@ -72,15 +73,15 @@ class Work:
         self._lock = threading.Lock()
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._written = written
-        self._streams = current_streams(tensors)  # the program's streams, on which `finish` may use its memory
-        self._finished: list[AcceleratorEvent] = []  # recorded after `finish`, one on each device
+        self._streams = current_streams(tensors)  # the streams of the program, which `finish` must follow
+        self._finished: list[AcceleratorEvent] = []  # events recorded after `finish`, one per device
         self._settled = work is None
         if self._settled:
             self._run_finish()
             self._finished = [record_current(device) for device in self._streams]
 
     def __del__(self) -> None:
-        # The core still writes to the tensors that this object keeps alive.
+        # The core may still write to the tensors that this object keeps alive.
         if not getattr(self, "_settled", True) and self._work is not None and not self._work.done():
             self._work.wait(FOR_EVER_NS)
 
@@ -88,8 +89,8 @@ class Work:
         """Waits until the call is complete and its tensors are ready. Returns True.
 
         Args:
-            timeout: the time to wait, as a timedelta or in seconds; the call continues afterwards and can be waited
-                for again. If None, only the call's own time-out applies.
+            timeout: the time to wait, as a timedelta or in seconds. On expiry the call continues, and `wait` may be
+                called again. If None, only the call's own time-out applies.
 
         Raises:
             CollectiveTimeoutError: `timeout` or the call's own time-out expired.
@@ -107,7 +108,7 @@ class Work:
         return True
 
     def pause(self, timeout_ns: int) -> bool:
-        """Waits up to `timeout_ns` nanoseconds as `wait` does, and returns whether the call is complete."""
+        """Waits like `wait`, for up to `timeout_ns` nanoseconds; returns whether the call is complete."""
         if self._work is not None and (not self._settled or self._streams):
             if not self._work.wait(timeout_ns):
                 return False
@@ -130,27 +131,28 @@ class Work:
         return self._error is not None or all(event.done() for event in self._finished)
 
     def is_success(self) -> bool:
-        """Returns whether the call completed successfully. Does not wait."""
+        """Returns whether the call completed successfully. Does not block."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Returns the error of a failed call, or None while the call runs and after it has succeeded."""
+        """Returns the error if the call failed, or None if it is still running or has succeeded."""
         self.is_completed()
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Waits for the call and returns the tensors that it wrote."""
+        """Waits for the call; returns the tensors to which it has written."""
         self.wait()
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Returns a future of `result()`, the same one each time.
+        """Returns a future for `result()`; every call returns the same future.
 
-        The completion thread completes the future and runs the callbacks given to `then`. If the call fails, `wait`
-        and `value` of the future raise the error that `wait` raises here.
+        The completion thread completes the future and runs the callbacks passed to `then`. If the call fails, the
+        future's `wait` and `value` raise the same error as this object's `wait`.
 
-        For tensors on a device the future is complete once the call is on the device's streams, as with torch's
-        backends: its `wait` and its callbacks make their streams wait for the call, and no thread waits for the device.
+        For tensors on a device, the future completes once the call is enqueued on the device's streams, as with torch's
+        backends: the future's `wait` and callbacks make their streams wait for the call, and no thread waits for the
+        device.
         """
         with self._lock:
             if self._future is not None:
@@ -163,7 +165,7 @@ class Work:
         return future
 
     def is_enqueued(self) -> bool:
-        """Returns whether `wait` without a time-out would not block the thread. Does not wait."""
+        """Returns whether `wait` without a time-out would return without blocking the thread. Does not block."""
         if self._work is None:
             return True
         return isinstance(self._work, StreamCall) and self._work.is_enqueued()
@@ -171,7 +173,7 @@ class Work:
     def with_results(self, results: Sequence[torch.Tensor], finish: Callable[[], None] | None = None) -> Work:
         """Sets the result, adds `finish` as the last step, and returns this work.
 
-        Only the function that created the Work may call this, before returning it.
+        Only the function that creates the work may call this, before it returns the work.
         """
         self._results = results
         self._streams = {**current_streams(results), **self._streams}
@@ -194,8 +196,8 @@ class Work:
         if not self._streams:
             self._set_result(future)
             return
-        # Users of the future wait for the streams that are current here, so these must not be the program's own
-        # streams.
+        # The future makes its users wait for the streams that are current at this point, so these must not be the
+        # program's own streams.
         with on_streams(pooled_streams(self._streams)):
             self.pause(FOR_EVER_NS)
             self._set_result(future)
@@ -205,7 +207,7 @@ class Work:
         if error is not None:
             failed = _Failed(error, set_by=threading.get_ident() if self._streams else None)
             future._set_unwrap_func(failed.raise_error)
-            # torch annotates the error with the type of the value.
+            # Torch's annotations do not provide for a value of this type.
             cast("torch.futures.Future[_Failed]", future).set_result(failed)
             failed.set_by = None
         else:
@@ -213,18 +215,18 @@ class Work:
 
     @property
     def streams(self) -> Mapping[torch.device, Any]:
-        """Returns the streams on which the program made the call, by the devices of its tensors except the CPU."""
+        """Returns the streams on which the program made the call, by device (without the CPU)."""
         return self._streams
 
     def source_rank(self) -> int:
-        """Waits for a receive and returns its sender's group rank; returns -1 for other calls."""
+        """Waits for a receive; returns the sender's group rank, or -1 for other calls."""
         self.wait()
         return cast(PendingMessage, self._work).source() if hasattr(self._work, "source") else -1
 
-    _source_rank = source_rank  # its other name in torch
+    _source_rank = source_rank  # torch uses both names
 
     def synchronize(self) -> None:
-        """Waits as `wait` does."""
+        """Same as `wait`."""
         self.wait()
 
     block_current_stream = synchronize
@@ -232,7 +234,7 @@ class Work:
     def _settle(self) -> None:
         with self._lock:
             if self._error is None and (not self._settled or self._streams):
-                self._error = self._failure()  # a device may report it only later
+                self._error = self._failure()  # a device may report a failure late
             if self._settled:
                 return
             if self._error is None:
@@ -260,7 +262,7 @@ class Work:
 
 
 class StreamWork(Work):
-    """The work enqueued so far on the current stream of a device; `wait` makes the host wait for it."""
+    """The work enqueued so far on a device's current stream; `wait` blocks the thread until it is complete."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(_UntilEvent(record_current(device)), f"the work on the current stream of {device}")
@@ -284,7 +286,7 @@ class _UntilEvent:
 
 
 class JoinedWork(Work):
-    """Several works as one: it is complete when all are complete, and has failed if one has failed."""
+    """Several works combined: completes when all of them are complete, and fails if one of them fails."""
 
     def __init__(self, works: Sequence[Work], name: str, results: Sequence[torch.Tensor]) -> None:
         self._works = works
@@ -293,7 +295,7 @@ class JoinedWork(Work):
             self._streams = {**work.streams, **self._streams}
 
     def when_over(self, then: Callable[[], None]) -> None:
-        """Calls `then` when the last of the works is complete."""
+        """Calls `then` when all of the works are complete."""
         countdown = _Countdown(len(self._works), then)
         for work in self._works:
             work.when_over(countdown.step)
@@ -303,7 +305,7 @@ class JoinedWork(Work):
 
 
 class _Countdown:
-    """Calls `then` at the last of `steps` steps, or at once if `steps` is 0."""
+    """Calls `then` at the last of `steps` steps, or immediately if `steps` is 0."""
 
     def __init__(self, steps: int, then: Callable[[], None]) -> None:
         self._left = steps
@@ -322,18 +324,18 @@ class _Countdown:
 
 
 class _Failed:
-    """The value of a failed call's future.
+    """The value of the future of a failed call.
 
-    `Future.set_exception` is not suitable: torch's C++ code that reads a future, such as the reducer of
-    DistributedDataParallel, pickles the value to find its tensors and reads the first one even if there is none.
+    `Future.set_exception` is unsuitable: C++ code in torch that reads a future, such as the reducer of
+    DistributedDataParallel, pickles the value to find its tensors, and accesses the first tensor even if there is none.
     """
 
     def __init__(self, error: Exception, set_by: int | None) -> None:
         self._error = error
-        self.set_by = set_by  # the thread in which a future of a device currently looks for tensors
+        self.set_by = set_by  # the thread in which torch currently searches the value for tensors
 
     def raise_error(self, _: object) -> None:
-        """Raises the error; `wait` and `value` of the future call this."""
+        """Raises the error; called by the future's `wait` and `value`."""
         raise self._error
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -402,8 +404,8 @@ def when_done(call: Pending, then: Callable[[], None], device: torch.device | No
     Args:
         call: the call.
         then: the function.
-        device: a device that the call uses. It becomes the thread's current device before the thread queries an event;
-            otherwise CUDA would create a context on the first GPU.
+        device: a device that the call uses. The thread makes it the current device before querying an event, since CUDA
+            might create a context on the first GPU instead.
     """
     level = getattr(_here, "level", -1) + 1
     with _starting:
@@ -419,19 +421,19 @@ class CompletionThread:
     def __init__(self, level: int = 0) -> None:
         self._level = level
         self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
-        self._device: torch.device | None = None  # the device of the first call; it stays the current device
+        self._device: torch.device | None = None  # the thread's current device: the one used by the first call
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="paceline-completion", daemon=True)
         self._thread.start()
 
     def add(self, call: Pending, when_done: Callable[[], None], device: torch.device | None = None) -> None:
-        """Calls `when_done` on the thread when `call`, which may use `device`, is complete."""
+        """Calls `when_done` on the completion thread when `call`, which may use `device`, is complete."""
         self._device = self._device or device
         self._arrivals.put((call, when_done))
         _core.announce_ending()
 
     def close(self) -> None:
-        """Ends the thread, which then reports no more calls. Idempotent."""
+        """Ends the thread, which then no longer reports calls. Idempotent."""
         self._closed = True
         self._arrivals.put(None)
         _core.announce_ending()
@@ -444,7 +446,7 @@ class CompletionThread:
         wait_ns = _SHORTEST_WAIT_NS
         current: torch.device | None = None
         while True:
-            ends = _core.endings()  # read first, so that every call that ends later ends the sleep
+            ends = _core.endings()  # read first, so no later completion is missed by the sleep
             if self._closed:
                 return
             self._take_arrivals(pending)
@@ -462,7 +464,7 @@ class CompletionThread:
                 wait_ns = min(2 * wait_ns, _LONGEST_WAIT_NS)
 
     def _take_arrivals(self, pending: list[_Arrival]) -> None:
-        """Adds the new calls to `pending`; waits for one if nothing is pending."""
+        """Adds new calls to `pending`; if it is empty, waits for a call."""
         while not pending or not self._arrivals.empty():
             arrival = self._arrivals.get()
             if arrival is None:
@@ -472,7 +474,7 @@ class CompletionThread:
     def _run_callbacks(self, completed: list[_Arrival]) -> None:
         while completed and not self._closed:
             try:
-                completed.pop(0)[1]()  # keeps no reference, since a group ends when nothing refers to its calls
+                completed.pop(0)[1]()  # drops the reference, since a group ends when its calls are no longer referenced
             except Exception:
                 logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
 
@@ -496,7 +498,7 @@ _starting = threading.Lock()
 _here = threading.local()
 
 
-# PyTorch 2.13 includes events in a profile that end on a different thread from the one that began them; 2.6 does not.
+# PyTorch 2.13 records events that begin and end on different threads; 2.6 omits them.
 _ENDS_ON_ANY_THREAD = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
@@ -504,12 +506,12 @@ _other_thread: ThreadPoolExecutor | None = None
 
 
 class ProfiledCall:
-    """One call in the profile under `name`, from the creation of this object until `end`, which any thread may call.
+    """The event of a call in the profile, from the creation of this object until `end`, which any thread may call.
 
-    Programs find the calls of a backend among a profile's events by `is_async`, which torch sets on every event of its
-    own backends. An event recorded from Python has it only if it ends on a different thread from the one on which it
-    began, so the event of a synchronous call is ended on another thread. In releases of PyTorch that omit such events,
-    ordinary events are recorded, in which an asynchronous call ends when it has been started.
+    Programs identify the calls of a backend in a profile by `is_async`, which torch sets on all events of its own
+    backends. For an event recorded from Python it is only set if the event begins and ends on different threads, so the
+    event of a synchronous call is ended on another thread. In releases of PyTorch that omit such events, ordinary
+    events are recorded, which end when an asynchronous call has been started.
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -517,20 +519,20 @@ class ProfiledCall:
         self._record = _autograd._record_function_with_args_enter(name, *tensors)
 
     def end_with(self, work: Work) -> None:
-        """Records the end of an asynchronous call when it completes."""
+        """Ends the event when the asynchronous call completes."""
         if _ENDS_ON_ANY_THREAD:
             work.when_over(self.end)
         else:
             self._exit()
 
     def end(self) -> None:
-        """Records the end of the call, and returns when it is in the profile."""
+        """Ends the event, and returns when the event is in the profile."""
         if not _ENDS_ON_ANY_THREAD or threading.get_ident() != self._begun_by:
             self._exit()
             return
         try:
             ended = _thread().submit(self._exit)
-        except RuntimeError:  # the interpreter is exiting and thread pools accept no more work
+        except RuntimeError:  # at interpreter exit, thread pools accept no more work
             self._exit()
         else:
             ended.result()
@@ -540,7 +542,7 @@ class ProfiledCall:
 
 
 def _thread() -> ThreadPoolExecutor:
-    """Returns the thread that ends the events of synchronous calls, and starts it for the first of them."""
+    """Returns the thread that ends the events of synchronous calls; starts it on first use."""
     global _other_thread
     with _starting:
         if _other_thread is None:

@@ -192,7 +192,7 @@ def _ring_turns(link: LinkCost, n: int, nbytes: float, gamma: float = 0) -> floa
 
 
 def _chain(case: Case, gamma: float = 0) -> float:
-    """Returns the seconds of a chain: the first piece crosses all n - 1 links, the rest follows at the slowest rate."""
+    """Returns the duration of a chain in seconds: a piece crosses n - 1 links; the rest follows at the slowest rate."""
     piece = min(case.nbytes, PIPE_NBYTES)
     first = (case.n - case.n_hosts) * message_s(case.model.within_host, piece, gamma) + (case.n_hosts - 1) * message_s(
         case.model.between_hosts, piece, gamma

@@ -112,7 +112,7 @@ class PersistentCall(_core.QuickCall):
             if work.is_completed():
                 self.is_started, self._work = False, None
             raise
-        self.is_started, self._work = False, None  # on a device the call may still be running, ahead of the next one
+        self.is_started, self._work = False, None  # on a device the call may still be running; the next one follows it
 
     @eager
     def test(self) -> bool:
