@@ -1,24 +1,24 @@
-"""`Engine`: the interface of an engine, which connects the ranks and moves and reduces their tensors.
+"""`Engine`, the interface of an engine, which connects ranks and moves and reduces their tensors.
 
 An engine serves one type of device. It must
 
 - open groups of the ranks (`Engine.open_group`), each with a channel for its collectives and with messages between its
   ranks (`channel.py` defines both), and close them;
-- give every wait a deadline, and report the result of a call as an `OutcomeCode`: TIMED_OUT, PEER_LOST or MISMATCH
-  where it can detect them, otherwise REFUSED with the library's message (`failures.CallFailure`);
+- enforce a deadline on every wait, and report the result of a call as an `OutcomeCode`: TIMED_OUT, PEER_LOST or
+  MISMATCH if it can detect these, REFUSED with the library's message in all other cases (`failures.CallFailure`);
 - run the calls of a group in the order in which they are made, synchronous or not.
 
-It need not handle
+An engine need not handle
 
 - tensors (views, copies, dtypes, checks of arguments), which `group/` does;
 - PREMUL_SUM's factors, and collectives on objects, coalesced tensors and several GPUs, which become ordinary calls of a
   channel;
 - the order of calls and a thread for asynchronous calls, which `adapters/serial_channel.py` provides;
-- operations, dtypes and reductions that its library lacks, for which `adapters/schedule_executor.py` runs schedules
-  over bare sends and receives.
+- operations, dtypes and reductions that its library lacks, because `adapters/schedule_executor.py` can run schedules
+  over plain sends and receives.
 
-An engine's module has the two functions of `EngineModule` and a line in `registry.py`; `tests/engines` checks its
-behaviour.
+An engine's module implements the two functions of `EngineModule` and is listed in `registry.py`; `tests/engines` checks
+the behavior of engines.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from paceline.comm.store.store import Store
 
 @dataclass
 class KnownCosts:
-    """The link costs that earlier engines measured; see `native/cost_measurement.py`.
+    """Link costs measured by earlier engines; see `native/cost_measurement.py`.
 
     Attributes:
-        models: the cost models, by the hosts within and between which they were measured.
-        pairs: the costs of a message between two hosts, by the names of the hosts in alphabetical order.
+        models: the cost models, by the hosts on which they were measured.
+        pairs: the costs of a message between two hosts, by the two host names in alphabetical order.
     """
 
     models: dict[tuple[str, ...], CostModel] = field(default_factory=dict)
@@ -57,13 +57,14 @@ class EngineContext:
     Args:
         store: the store that the ranks share; it must outlive the engine.
         rank, world_size: this rank and the number of ranks.
-        timeout_s: the time to wait for the other ranks, in seconds.
-        formation: the formation of the default group; later groups create their own.
-        members: the ranks, or () if the engine discovers them itself, as the native one does.
-        peer: the host at which the ranks met, if it is known.
+        timeout_s: the time to wait for the other ranks, in seconds. formation: the formation of the default group;
+            later groups create their own.
+        members: the ranks, or () if the engine discovers them itself, like the native engine.
+        peer: the host of the rendezvous, if it is known.
         interface: the interface or address to which other hosts connect; see `network_settings.own_address`.
-        algorithm: the algorithm to force for every collective that offers it; these collectives then run by schedule.
-        costs: the link costs that earlier engines measured, or None.
+        algorithm: the algorithm to force for every collective that implements it; these collectives then run as
+            schedules.
+        costs: the link costs measured by earlier engines, or None.
     """
 
     store: Store
@@ -85,7 +86,7 @@ class EngineContext:
 
 
 class OpenGroup(Protocol):
-    """A group's connections: `channel` runs its collectives, `messages` passes messages between two of its ranks."""
+    """A group's connections. `channel` runs the collectives, and `messages` transfers messages between two ranks."""
 
     @property
     def channel(self) -> EngineChannel:
@@ -94,14 +95,14 @@ class OpenGroup(Protocol):
 
     @property
     def messages(self) -> Messages:
-        """The messages to and from single ranks of the group."""
+        """The interface for messages to and from single ranks of the group."""
         ...
 
     def record_as(self, group: int, /) -> None:
         """Records later calls and messages under the group's serial number; see `EngineChannel.record_as`."""
 
     def abort(self) -> None:
-        """Ends calls and messages as `EngineChannel.abort` does."""
+        """Ends calls and messages; see `EngineChannel.abort`."""
 
     def failure(self) -> int:
         """Returns the `OutcomeCode` of a failure of calls or messages, or OK."""
@@ -112,7 +113,7 @@ class OpenGroup(Protocol):
 
 
 class Engine(Protocol):
-    """Connects the ranks of the default group and of all other groups, until `close` is called."""
+    """Connects the ranks in the default group and in all other groups, until `close` is called."""
 
     @property
     def name(self) -> str:
@@ -137,10 +138,10 @@ class Engine(Protocol):
         Args:
             ranks: the members' ranks in the default group, in the order of their group ranks, including this rank.
             timeout_s: the time to wait for the other members, in seconds.
-            identity: a number below 2^63 that is the same on all members. No other group of this engine has it, except
-                the same group on another device.
-            algorithm: the algorithm to force; the engine's own choice if None.
-            device: the device of the tensors, on which all addresses in calls are; the CPU if None.
+            identity: a number below 2^63 that is the same on all members. No other group of this engine may use it,
+                except the same group on another device.
+            algorithm: the algorithm to force; None leaves the choice to the engine.
+            device: the device of the tensors, to which all addresses in calls refer; the CPU if None.
 
         Raises:
             ValueError: the engine does not have `algorithm`.
@@ -149,18 +150,18 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes every group and reports to the other ranks that this rank leaves; idempotent."""
+        """Closes every group and reports to the other ranks that this rank has left; idempotent."""
 
 
 class EngineModule(Protocol):
-    """The functions of an engine's module, which is imported when the engine is chosen."""
+    """The functions in an engine's module, which is imported when the engine is chosen."""
 
     def missing_piece(self, name: str) -> str | None:
         """Returns the first prerequisite that this machine lacks, with the fix, or None if the engine can be used.
 
-        `name` is the engine's name, since one module may have several.
+        `name` is the engine's name, since one module may implement several engines.
         """
 
     def start(self, name: str, context: EngineContext) -> Engine:
-        """Starts the engine of this name; every rank calls this."""
+        """Starts the engine with this name; every rank calls this."""
         ...

@@ -1,8 +1,8 @@
-"""`EngineChannel` and `Messages`: the interfaces through which an engine runs a group's collectives and messages.
+"""`EngineChannel` and `Messages`, the interfaces through which an engine runs a group's collectives and messages.
 
 Tensors are passed as addresses and numbers of bytes (`Pieces`) on the device for which the group was opened; dtypes and
-reductions are passed as the codes of `codes.py`. A call returns its outcome and never raises, since a call on another
-thread has no caller that could catch an exception; `failures.to_error` converts an outcome to an exception.
+reductions are passed as the codes of `codes.py`. A call returns its outcome and never raises an exception, because no
+caller could catch it if the call ran on another thread; `failures.to_error` converts an outcome to an exception.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Pieces = Sequence[int]
 
 
 class DevicePieces(list[int]):
-    """The `Pieces` of memory on a device other than the CPU, for engines that call a library with tensors.
+    """`Pieces` on a device other than the CPU, for engines that pass tensors to a library.
 
     Args:
         tensors: the dense tensors that own the memory, one for each piece.
@@ -37,15 +37,15 @@ HeaderFields = tuple[int, int, int, int, int, int]
 
 
 class CallOutcome(Protocol):
-    """The reason why a call failed. Ranks are group ranks; unknown lists are empty, and unknown numbers -1."""
+    """The reason why a call failed. Ranks are group ranks; unknown lists are empty, and unknown numbers are -1."""
 
     @property
     def code(self) -> int:
-        """An `OutcomeCode`."""
+        """The `OutcomeCode` of the call."""
 
     @property
     def missing(self) -> Sequence[int]:
-        """Ranks that did not make the call or, if `came` is true, began it but did not complete it."""
+        """The ranks that did not make the call or, if `came` is true, began but did not complete it."""
 
     @property
     def came(self) -> bool:
@@ -53,9 +53,9 @@ class CallOutcome(Protocol):
 
     @property
     def waiting(self) -> Sequence[int]:
-        """The ranks among `missing` that wait in other calls.
+        """The ranks among `missing` that are waiting in other calls.
 
-        They wait for ranks in `held_by`, for other missing ranks or, if there are none, for each other.
+        They are waiting for ranks in `held_by`, for other missing ranks or, if there are neither, for each other.
         """
 
     @property
@@ -64,7 +64,7 @@ class CallOutcome(Protocol):
 
     @property
     def gone(self) -> Sequence[int]:
-        """Ranks that died or left."""
+        """The ranks that died or left."""
 
     @property
     def left(self) -> Sequence[int]:
@@ -72,7 +72,7 @@ class CallOutcome(Protocol):
 
     @property
     def cause(self) -> int:
-        """The rank because of which the ranks in `gone` left, or -1, as an index into the engine's `members`."""
+        """The rank that caused the ranks in `gone` to leave, as an index into the engine's `members`, or -1."""
 
     @property
     def cause_left(self) -> bool:
@@ -80,11 +80,11 @@ class CallOutcome(Protocol):
 
     @property
     def cause_hung(self) -> bool:
-        """Whether `cause` delayed a call until it timed out, rather than died."""
+        """Whether `cause` delayed a call until it timed out, as opposed to having died."""
 
     @property
     def reporter(self) -> int:
-        """The rank that detected the failure first and ended the group for all."""
+        """The rank that first detected the failure and ended the group on all ranks."""
 
     @property
     def waited_ns(self) -> int:
@@ -96,11 +96,11 @@ class CallOutcome(Protocol):
 
     @property
     def split_from(self) -> int:
-        """The rank that sends a part whose size differs from the size that its receiver expects."""
+        """The sender of a part whose size differs from the size that the receiver expects."""
 
     @property
     def split_to(self) -> int:
-        """The receiver of the part of `split_from`."""
+        """The receiver of the part that `split_from` sends."""
 
     @property
     def split_sent(self) -> int:
@@ -116,11 +116,11 @@ class CallOutcome(Protocol):
 
     @property
     def algorithms(self) -> Sequence[int]:
-        """The algorithm of each of `calls`: 1 plus its index in the registry, or 0 without an algorithm."""
+        """The algorithm for each of `calls`: 1 plus the index in the registry, or 0 without an algorithm."""
 
 
 class Pending(Protocol):
-    """A call in progress; several threads may use it at once."""
+    """A call in progress; thread-safe."""
 
     def done(self) -> bool:
         """Returns whether the call is complete, successfully or not."""
@@ -128,8 +128,8 @@ class Pending(Protocol):
     def wait(self, timeout_ns: int, /) -> bool:
         """Waits, without the interpreter lock, until the tensors may be used; returns False on time-out.
 
-        On a device with streams it returns as soon as the calling thread's current stream has been made to wait, and
-        several threads, or one with several streams, may call it.
+        On a device with streams, it makes the calling thread's current stream wait for the call and returns at once. It
+        may be called by several threads, or by one thread with several streams.
         """
 
     def outcome(self) -> CallOutcome | None:
@@ -141,7 +141,7 @@ class StreamCall(Pending, Protocol):
     """A call on a device where streams, rather than threads, wait for the result."""
 
     def is_enqueued(self) -> bool:
-        """Returns whether `wait` without a limit would make only the current stream wait, and not the thread."""
+        """Returns whether `wait` without a time-out would block only the current stream, and not the thread."""
         ...
 
 
@@ -153,8 +153,8 @@ class PendingMessage(Pending, Protocol):
         ...
 
 
-class CollectiveCall(NamedTuple):  # the core reads the fields by name (native/bindings/calls.cpp)
-    """A collective call. The operation determines the numbers of `inputs` and `outputs`; n is the number of ranks:
+class CollectiveCall(NamedTuple):  # native/bindings/calls.cpp reads the fields by name
+    """A collective call. The numbers of `inputs` and `outputs` depend on the operation; n is the number of ranks:
 
     | operation | inputs | outputs |
     | --- | --- | --- |
@@ -172,19 +172,19 @@ class CollectiveCall(NamedTuple):  # the core reads the fields by name (native/b
     all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have already been multiplied by
     their factors, and the engine only sums them.
 
-    A `wire` other than 0 rounds the data between hosts to that format (`codes.WIRES`). It requires a channel that
-    `quantises`, a sum or an all_gather, and a dtype in `codes.QUANTISED_TYPES`. `residual` is the memory for error
-    feedback, one float32 for each element of the longest buffer, or () without error feedback.
+    If `wire` is not 0, data is rounded to that format (`codes.WIRES`) between hosts. This requires a channel for which
+    `quantises` is true, a sum or an all_gather, and a dtype in `codes.QUANTISED_TYPES`. `residual` is the memory for
+    error feedback, one float32 per element of the longest buffer, or () without error feedback.
 
-    A reduce_scatter in the core's groups of one host may have an `update`, which is applied to the results; the call
-    then needs no output.
+    A reduce_scatter in a group of the core on one host may contain an `update`, which is applied to the results; the
+    call then needs no output.
     """
 
     operation: Operation
     dtype: int
     reduce_op: int
     root: int
-    count: int  # type: ignore[assignment]  # tuples have a method of that name
+    count: int  # type: ignore[assignment]  # `tuple` has a method `count`
     timeout_ns: int
     inputs: Sequence[Pieces]
     outputs: Sequence[Pieces]
@@ -194,11 +194,11 @@ class CollectiveCall(NamedTuple):  # the core reads the fields by name (native/b
 
 
 class EngineChannel(Protocol):
-    """Runs the collectives of one group in the order in which they are called; any thread may call it."""
+    """Runs the collectives of one group in the order in which they are called; thread-safe."""
 
     @property
     def quantises(self) -> bool:
-        """Whether calls may have a `wire`."""
+        """Whether calls may specify a `wire`."""
         return False
 
     def all_reduce(
@@ -209,7 +209,7 @@ class EngineChannel(Protocol):
         return self.run(CollectiveCall(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], outputs))
 
     def all_reduce_tensor(self, tensor: object, op: object, timeout_ns: int, /) -> CallOutcome | Literal[False] | None:
-        """Reduces a tensor as `all_reduce` does, or returns False if Python must check the tensor first."""
+        """Reduces a tensor like `all_reduce`, or returns False if Python must check the tensor first."""
         return False
 
     def broadcast(self, address: int, count: int, dtype: int, root: int, timeout_ns: int, /) -> CallOutcome | None:
@@ -229,7 +229,7 @@ class EngineChannel(Protocol):
         outputs: Sequence[int],
         /,
     ) -> CallOutcome | None:
-        """Runs a call whose inputs and outputs are dense tensors of `count` elements, given by address; see `run`."""
+        """Runs a call on dense tensors of `count` elements, given by their addresses; see `run`."""
         nbytes = count * ITEM_SIZES[dtype]
         total = 0 if operation == Operation.ALL_TO_ALL else count
         read, written = ([[address, nbytes] for address in addresses] for addresses in (inputs, outputs))
@@ -250,9 +250,10 @@ class EngineChannel(Protocol):
         """Records later calls under the group's serial number (`record.recorder.open_group`)."""
 
     def abort(self) -> None:
-        """Ends current and later calls with the code ABORTED, at least on this rank; does not wait.
+        """Ends current and later calls with the code ABORTED, at least on this rank; does not block.
 
-        Any thread may call this while others are in a call. The native engine ends the other ranks' calls as well.
+        Any thread may call this while other threads are in a call. The native engine also ends the calls on other
+        ranks.
         """
 
     def failure(self) -> int:
@@ -264,7 +265,7 @@ class EngineChannel(Protocol):
 
 
 class Messages(Protocol):
-    """Messages to and from single ranks of the group; no method waits for the other rank."""
+    """Interface for messages to and from single ranks of a group; no method waits for the other rank."""
 
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /

@@ -15,11 +15,11 @@ from paceline.comm.schedule.quantised import WIRES as WIRES
 
 
 class ReduceOp(IntEnum):
-    """A reduction. For booleans SUM, MAX and BOR are "or"; PRODUCT, MIN and BAND are "and".
+    """A reduction. On booleans, SUM, MAX and BOR mean "or", and PRODUCT, MIN and BAND mean "and".
 
     AVG is the sum divided by the group's size. Sums of integers wrap around at the limits of their type; AVG of
-    integers divides the wrapped sum and drops the fraction (it truncates toward zero, -7 / 2 = -3), as NCCL does.
-    Booleans have no AVG.
+    integers divides the wrapped sum and truncates toward zero (-7 / 2 = -3), like NCCL. AVG is not defined for
+    booleans.
     """
 
     SUM = 0
@@ -33,7 +33,7 @@ class ReduceOp(IntEnum):
     PREMUL_SUM = 8
 
 
-NO_REDUCTION = 9  # the reduction in the header of a call without one
+NO_REDUCTION = 9  # in the header of a call without a reduction
 
 
 DTYPE_CODES: dict[torch.dtype, int] = {
@@ -44,18 +44,18 @@ ITEM_SIZES = [getattr(torch, name).itemsize if hasattr(torch, name) else 1 for n
 
 
 WIRE_CODES: dict[str, int] = {name: code for code, name in enumerate(WIRES, 1)}
-"""Codes of the formats to which tensors are rounded between hosts (native/wire/wire.hpp); 0 means no rounding."""
+"""Codes for the formats to which tensors are rounded between hosts (native/wire/wire.hpp); 0 means no rounding."""
 
 QUANTISED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that the core can round."""
 
 
 def dtype_name(code: int) -> str:
-    """Returns PyTorch's name of a dtype, without "torch."."""
+    """Returns PyTorch's name for a dtype, without "torch."."""
     return _DTYPE_NAMES[code]
 
 
-# torch's names: its reductions are in a class within ReduceOp, which was `reduce_op` before.
+# Torch accesses reductions through the nested class RedOpType, and through the former name `reduce_op`.
 setattr(ReduceOp, "RedOpType", ReduceOp)  # noqa: B010 (an assignment would look like another reduction to mypy)
 reduce_op = ReduceOp
 

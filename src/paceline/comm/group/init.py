@@ -275,7 +275,7 @@ def open_on(
     identity: int | None = None,
     wire: WireKind | None = None,
 ) -> ProcessGroup:
-    """Opens the group of `ranks` and waits until all of them have opened it; each of them calls this."""
+    """Opens the group of `ranks`; every member must call this, and it returns when all members have opened it."""
     engines.start(backend)
     backend = permitted(backend, engines.rank, engines.members)
     if identity is None:
@@ -356,7 +356,7 @@ def form(joined: RendezvousResult, backend: BackendChoice, timeout_s: float, opt
 def meet(
     backend: BackendChoice, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
 ) -> RendezvousResult:
-    """Returns this rank and the store; without an address, the engine's own launcher (mpirun) provides both."""
+    """Performs the rendezvous. Without an address, the engine's own launcher (mpirun) provides rank and store."""
     has_address = init_method is not None or store is not None or "RANK" in os.environ
     meet_by_launcher = None if has_address else launcher_meeting(backend, rank)
     try:

@@ -464,7 +464,7 @@ class ProcessGroup:
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Copies `inputs[r]` to rank r, into its `outputs[this rank]`; sizes may differ between pairs of ranks."""
+        """Sends `inputs[r]` to each rank r, and receives from rank s in `outputs[s]`; sizes may differ by pair."""
         if async_op is False and timeout is None and inputs and isinstance(inputs[0], torch.Tensor):
             first, parts = inputs[0], (self.size(), self.size())
             if self.try_fast_call(Operation.ALL_TO_ALL, first.dtype, first.numel(), inputs, outputs, parts):
@@ -672,7 +672,7 @@ class ProcessGroup:
         *,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Copies rows of `input` to each rank: as many as the split sizes give, or equal parts without split sizes."""
+        """Sends rows of `input` to each rank, as many as the split sizes specify; without these, in equal parts."""
         outputs = rows_by_rank(output, output_split_sizes or None, self, "all_to_all_single", "output")
         inputs = rows_by_rank(input, input_split_sizes or None, self, "all_to_all_single", "input")
         work = self.all_to_all(outputs, inputs, True, time_limit(opts, timeout))
@@ -778,7 +778,7 @@ class ProcessGroup:
         return True
 
     def run_on_cpu(self, call: CollectiveCall, kept: Sequence[torch.Tensor]) -> None:
-        """Makes a call that writes to `kept`, which are checked CPU tensors. No profiler may be recording."""
+        """Executes a call that writes to the checked CPU tensors `kept`. No profiler may be recording."""
         if self._closed:
             raise self.closed_error()
         count_writes(kept)
@@ -948,7 +948,7 @@ class ProcessGroup:
         return work
 
     def abandon(self, outcome: CallOutcome, plan: CallPlan) -> CollectiveError:
-        """Returns the error of a call. After a time-out, keeps its buffers alive for a library that still uses them."""
+        """Returns the error for a failed call. After a time-out, keeps buffers alive that a library may still use."""
         call, buffers = plan
         if outcome.code == OutcomeCode.TIMED_OUT and not self._abandoned:
             self._abandoned.append(buffers)

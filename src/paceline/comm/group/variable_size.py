@@ -156,7 +156,7 @@ def gather_pieces(
     root: int,
     timeout: Timeout | None,
 ) -> None:
-    """Copies every rank's pieces to the root, those of rank r to `received[r]`, which is empty on other ranks."""
+    """Gathers the pieces from all ranks on the root, in `received[r]` for rank r; other ranks pass an empty list."""
     nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
     inputs = [mine if rank == root else [] for rank in range(group.size())]
     group.all_to_all(received if group.rank() == root else nothing, inputs, timeout=timeout)

@@ -119,8 +119,6 @@ class Work:
 
     def is_completed(self) -> bool:
         """Returns whether the call is complete, successfully or not; on a device, whether the device has completed it.
-
-        Does not wait.
         """
         if self._settled and not self._streams:
             return True
@@ -245,7 +243,7 @@ class Work:
             self._settled = True
 
     def _run_finish(self) -> None:
-        """Runs `finish` after a successful call; its work on devices follows the call on the program's streams."""
+        """Runs `finish` after a successful call; on devices, this work follows the call on the program's streams."""
         if self._finish is not None and self._streams and self._work is not None:
             with on_streams(self._streams):
                 self._work.wait(FOR_EVER_NS)
@@ -368,7 +366,7 @@ def join_works(
     results: Sequence[torch.Tensor],
     finish: Callable[[], None] | None = None,
 ) -> Work | None:
-    """Combines the works of one call, in which None stands for a completed part; returns None if all are complete."""
+    """Combines the works of one call, with None for completed parts; returns None if all parts are complete."""
     running = [work for work in works if work is not None]
     if not running:
         if finish is not None:

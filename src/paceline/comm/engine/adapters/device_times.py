@@ -1,9 +1,9 @@
-"""Times at which a device reached and finished work, on the clock of the recording.
+"""Times at which a device reached and completed work, converted to the clock of the recording.
 
-A call or a phase of a training step is enclosed by two events on the device's streams. Nothing waits for them: one
-thread of the process (`DeviceWatch`) polls them from time to time and converts the times of those that have passed.
-Each device has a `DeviceClock`, which relates the device's time to the host's by events on an otherwise idle stream,
-where they pass at once.
+Two events on the device's streams enclose a call or a phase of a training step. No thread blocks on these events: one
+thread in the process (`DeviceWatch`) polls them at intervals and converts the times of completed events. A
+`DeviceClock` for each device relates the device's time to the host's, using events on an otherwise idle stream, which
+complete immediately.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from paceline.comm.engine.adapters.device_streams import (
 from paceline.comm.record.layout import EventKind
 from paceline.comm.record.spans import number_of
 
-_READING_S = 10.0  # later, the rounding of the device's times to float32 would exceed a microsecond
+_READING_S = 10.0  # maximum age of a reading; beyond it, float32 rounding of device times exceeds 1 us
 _NARROW_NS = 100_000
 _ATTEMPTS = 5
 _POLLING_S = 0.02
 
 
 class DeviceClock:
-    """Converts the times of a device's events to ticks of the recording; any thread may use it."""
+    """Converts the times of a device's events to the recording's ticks; thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = AcceleratorStream(device)
-        self._origin: tuple[AcceleratorEvent, int] | None = None  # an event, and when it passed, in nanoseconds
+        self._origin: tuple[AcceleratorEvent, int] | None = None  # an event and its completion time in ns
         self._lock = threading.Lock()
 
     def tick_of(self, event: AcceleratorEvent) -> int:
-        """Returns the tick at which a complete event, recorded with `timing`, passed."""
+        """Returns the tick at which an event, which was recorded with `timing` and is complete, completed."""
         with self._lock:
             if self._origin is None or time.monotonic_ns() - self._origin[1] > _READING_S * 1e9:
                 self._origin = self._read()
@@ -51,7 +51,7 @@ class DeviceClock:
         return _core.record_tick_at(monotonic_ns + round(after_s * 1e9))
 
     def _read(self) -> tuple[AcceleratorEvent, int]:
-        """Returns an event and the time at which it passed, from the attempt with the narrowest bounds."""
+        """Returns an event and its completion time, from the attempt with the tightest bounds."""
         best: tuple[int, AcceleratorEvent, int] | None = None
         for _ in range(_ATTEMPTS):
             before_ns = time.monotonic_ns()
@@ -69,12 +69,12 @@ class DeviceClock:
 
 @functools.cache
 def clock_of(device: torch.device) -> DeviceClock:
-    """Returns the clock of a device."""
+    """Returns the `DeviceClock` for a device."""
     return DeviceClock(device)
 
 
 class DeviceWatch:
-    """A thread that polls for passed events; it starts at the first `add`."""
+    """A thread that polls events, started by the first `add`."""
 
     def __init__(self) -> None:
         self._polls: dict[Callable[[], bool], torch.device] = {}
@@ -86,8 +86,8 @@ class DeviceWatch:
         """Calls `poll` at intervals until it returns False.
 
         Args:
-            poll: the function, which must not wait.
-            device: the device of the events, which is the current device during each call.
+            poll: the function, which must not block.
+            device: the device of the events; it is made the current device for each call.
         """
         with self._lock:
             self._polls[poll] = device
@@ -102,7 +102,7 @@ class DeviceWatch:
             time.sleep(_POLLING_S)
             self._added.clear()
             with self._lock:
-                polls, self._polls = self._polls, {}  # `add` may insert others meanwhile
+                polls, self._polls = self._polls, {}  # `add` may insert new entries in the meantime
             for poll, device in polls.items():
                 with activated(device):
                     is_over = _is_over(poll)
@@ -116,7 +116,7 @@ class DeviceWatch:
 def _is_over(poll: Callable[[], bool]) -> bool:
     try:
         return not poll()
-    except RuntimeError:  # from the device; the program receives it as well
+    except RuntimeError:  # an error of the device, which the program receives as well
         return True
 
 
@@ -124,9 +124,9 @@ DEVICE_WATCH = DeviceWatch()
 
 
 class DevicePhases:
-    """The phases of training steps on one device, such as "backward", in the recording.
+    """Records the phases of training steps, such as "backward", on one device.
 
-    A phase lasts from its mark until the next one, on the device. Marks are made in the order of the work.
+    A phase lasts from its mark until the next mark, in device time. Marks must be made in the order of the work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -136,7 +136,7 @@ class DevicePhases:
         self._lock = threading.Lock()
 
     def mark(self, phase: str, step: int) -> None:
-        """Marks the start of a phase after the work on the current stream; "" only ends the previous phase."""
+        """Marks the start of a phase behind the work on the current stream; "" only ends the previous phase."""
         if not _core.is_recording() or is_capturing(self._device):
             return
         with self._lock:
@@ -146,7 +146,7 @@ class DevicePhases:
             DEVICE_WATCH.add(self._poll, self._device)
 
     def _poll(self) -> bool:
-        """Records the marks that the device has passed; returns whether others are left."""
+        """Records the marks that the device has passed; returns whether any are left."""
         while self._marks and self._marks[0][0].done():
             event, phase, step = self._marks[0]
             tick = clock_of(self._device).tick_of(event)
@@ -164,5 +164,5 @@ class DevicePhases:
 
 @functools.cache
 def phases_of(device: torch.device) -> DevicePhases:
-    """Returns the phases of a device."""
+    """Returns the `DevicePhases` for a device."""
     return DevicePhases(device)

@@ -1,8 +1,9 @@
-"""`GroupRecorder`: records the calls and messages of one rank in a group whose engine is not in the core.
+"""`GroupRecorder`, which records a rank's calls and messages in a group whose engine is not part of the core.
 
-A library does not report what it sends. The bytes recorded for a call are therefore the rank's contribution, counted as
-traffic within the host if the whole group is on one host, and otherwise as traffic between hosts. Nor does a library
-report which rank arrived last. An operation on a device has the device's times; see `RecordedWork.follow`.
+A library does not report the data that it sends. The bytes recorded for a call are therefore the rank's contribution,
+counted as traffic within the host if the whole group is on one host, and as traffic between hosts if it is not. Nor
+does a library report which rank arrived last. An operation on a device is recorded with times measured by the device;
+see `RecordedWork.follow`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class RecordedOperation(Protocol):
         """Takes the times of the start and the end from events on a device; see `RecordedWork.follow`."""
 
     def end_behind(self, ended: AcceleratorEvent) -> None:
-        """Sets the event of the end if `follow` was called without it."""
+        """Sets the event for the end if `follow` was called without it."""
 
     def end(self, outcome: int, /) -> None:
         """Records that the operation is complete, with an `OutcomeCode`."""
@@ -44,10 +45,10 @@ class RecordedWork:
 
     Args:
         call: the entry in the recording.
-        nbytes: the number of bytes that this rank contributes.
+        nbytes: the number of bytes contributed by this rank.
         is_within: whether those bytes stay within the host.
-        source: the sender's group rank if it is a receive, or -1 for any sender or no receive.
-        receives: whether it is a receive.
+        source: for a receive, the sender's group rank or -1 for any sender; -1 if the work is not a receive.
+        receives: whether the work is a receive.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RecordedWork:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether anything is recorded; otherwise the events of `follow` are wasted work."""
+        """Whether the work is being recorded. If not, callers can skip the events for `follow`."""
         return _core.is_recording()
 
     def start(self) -> None:
@@ -73,15 +74,15 @@ class RecordedWork:
         self._call.start()
 
     def follow(self, device: torch.device, reached: AcceleratorEvent, ended: AcceleratorEvent | None = None) -> None:
-        """Records a device operation with the device's own times; call it once, instead of `start`.
+        """Records a device operation with times measured by the device; call it once, instead of `start`.
 
-        The operation starts when the device reaches it after the program's earlier work; the recording shows this
-        within about 20 ms.
+        The operation starts when the device reaches it, after the program's earlier work; the start appears in the
+        recording within about 20 ms.
 
         Args:
             device: the device.
-            reached: an event with timing after the program's work that precedes the operation.
-            ended: an event with timing after the operation, or None if `end_behind` will set it.
+            reached: an event with timing, behind the program's work that precedes the operation.
+            ended: an event with timing, behind the operation, or None if `end_behind` will set it.
         """
         with self._lock:
             if not self.is_recorded or self._is_ended:
@@ -90,7 +91,7 @@ class RecordedWork:
         DEVICE_WATCH.add(self._poll, device)
 
     def end_behind(self, ended: AcceleratorEvent) -> None:
-        """Sets the event of the end, with timing, if `follow` was called without it."""
+        """Sets the event for the end (with timing) if `follow` was called without it."""
         with self._lock:
             self._ended = ended
 
@@ -129,14 +130,14 @@ class RecordedWork:
             return not self._is_ended
 
     def end_from(self, source: int, outcome: int) -> None:
-        """Records that a message is complete; group rank `source` sent it if it was received."""
+        """Records that a message is complete; for a receive, `source` is the sender's group rank."""
         if self._receives:
             self._source = source
         self.end(outcome)
 
 
 class GroupRecorder:
-    """Records calls and messages under the serial number `group`, or nothing while it is 0.
+    """Records calls and messages under the serial number `group`; records nothing while it is 0.
 
     Args:
         members: the group's members, by group rank.
@@ -182,7 +183,7 @@ class GroupRecorder:
 
 
 def contributed(call: CollectiveCall, rank: int) -> int:
-    """Returns the number of bytes that a rank contributes to a call, counted as in `native/host/group.cpp`."""
+    """Returns the number of bytes that a rank contributes to a call, by the same rules as `native/host/group.cpp`."""
     if call.operation == Operation.BROADCAST:
         return _nbytes(call.outputs) if rank == call.root else 0
     if call.operation == Operation.REDUCE:

@@ -1,8 +1,8 @@
-"""`LibraryEngine`: the base of an engine that wraps a library; it opens groups and reports this rank's exit.
+"""`LibraryEngine`, the base class for engines that wrap a library; it opens groups and reports this rank's exit.
 
-A library does not report which processes the ranks are, whether they are running, or why a call failed. The ranks
-therefore publish their processes, their exits and, after a failure, their latest calls in the store; `FailureDiagnosis`
-compares these.
+A library does not report the processes of the ranks, whether they are running, or why a call failed. The ranks
+therefore publish their process ids, their exits and, after a failure, their latest calls in the store, where
+`FailureDiagnosis` compares them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MOST_NAMED = 4
 
 
 class MemberExit(Enum):
-    """The way a rank ended; its value is in the store under the rank's key."""
+    """The way in which a rank ended; the value is stored under the rank's key in the store."""
 
     DIED = "died"
     LEFT = "left"
 
 
 def exchange_members(context: EngineContext) -> tuple[RankIdentity, ...]:
-    """Publishes this rank's host and process and returns those of all ranks, in rank order.
+    """Publishes this rank's host and process, and returns those of all ranks in rank order.
 
     Raises:
         RendezvousError: a rank gave up or died, or the ranks run different versions.
@@ -53,7 +53,7 @@ def exchange_members(context: EngineContext) -> tuple[RankIdentity, ...]:
 
 
 def announce_death(context: EngineContext) -> None:
-    """Makes the store's server report this rank's death, which ranks on other hosts cannot detect themselves."""
+    """Makes the store's server report the death of this rank, since ranks on other hosts cannot detect it."""
     will = _key(context.rank), MemberExit.DIED.value
     if context.formation is not None and context.formation.is_open:
         context.formation.publish_on_exit(*will)
@@ -62,16 +62,16 @@ def announce_death(context: EngineContext) -> None:
 
 
 def announce_leave(context: EngineContext) -> None:
-    """Reports to the other ranks that this one has left, if the store is still available."""
+    """Reports to the other ranks that this rank has left, if the store is still available."""
     with contextlib.suppress(StoreError):
         context.store.set(_key(context.rank), MemberExit.LEFT.value)
         context.store.set_last_will("", "")
 
 
 def exit_of(store: Store | None, member: RankIdentity) -> MemberExit | None:
-    """Returns how a rank ended, or None if it is running or its fate is unknown.
+    """Returns the way in which a rank ended, or None if it is running or its state is unknown.
 
-    Without a store, or without the rank's fate in the store, a rank counts as dead if its process has ended.
+    If there is no store, or the store has no entry for the rank, the rank counts as dead if its process has ended.
 
     Raises:
         StoreError: the store does not answer.
@@ -86,8 +86,8 @@ def await_members(
 ) -> None:
     """Waits until all members of a group have opened it.
 
-    An engine calls this before its library waits for the members, since the library has no time-out or cannot name a
-    missing rank.
+    An engine calls this before its library waits for the members, because the library has no time-out or cannot report
+    which rank is missing.
 
     Args:
         context: the engine's context.
@@ -115,7 +115,7 @@ def await_members(
 
 
 def by_host(members: Sequence[RankIdentity]) -> list[list[int]]:
-    """Returns the group ranks of each host."""
+    """Returns the group ranks on each host."""
     hosts: dict[str, list[int]] = {}
     for group_rank, member in enumerate(members):
         hosts.setdefault(member.host, []).append(group_rank)
@@ -134,7 +134,7 @@ _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class FailureDiagnosis:
-    """Determines why a call failed: publishes this rank's latest calls and compares them with the other ranks'.
+    """Determines why a call failed, by comparing this rank's latest calls with those published by the other ranks.
 
     Args:
         store: the store that the ranks share.
@@ -150,7 +150,7 @@ class FailureDiagnosis:
         self._keys = [f"inquiry/{identity}/{rank}" for rank in range(len(members))]
 
     def diagnose(self, history: Sequence[HeaderFields], said: str, waited_ns: int) -> CallFailure:
-        """Returns why the latest call failed, as far as this can be determined.
+        """Returns the reason why the latest call failed, as far as it can be determined.
 
         Args:
             history: this rank's latest calls; the last one is the call that failed.
@@ -171,7 +171,7 @@ class FailureDiagnosis:
         return CallFailure(OutcomeCode.REFUSED, said)
 
     def about_message(self, peer: int, said: str, waited_ns: int) -> CallFailure:
-        """Returns why a message to or from `peer` (-1: from any rank) failed; see also `diagnose`."""
+        """Returns the reason why a message to or from `peer` (-1: from any rank) failed; see also `diagnose`."""
         others = [rank for rank in range(len(self.members)) if rank != self.rank] if peer < 0 else [peer]
         try:
             left = [rank for rank in others if self._has_left(rank)]
@@ -186,14 +186,14 @@ class FailureDiagnosis:
         return CallFailure(OutcomeCode.TIMED_OUT, missing=others, waited_ns=waited_ns)
 
     def leave(self) -> None:
-        """Reports to the other ranks that this one has left the group."""
+        """Reports to the other ranks that this rank has left the group."""
         with contextlib.suppress(StoreError):
             self._store.set(self._keys[self.rank], _LEFT)
 
     def _lost(self, silent: Sequence[int], left: Sequence[int], said: str, is_store_there: bool) -> CallFailure | None:
-        """Returns the failure if ranks are lost, otherwise None.
+        """Returns the failure if ranks are lost, and None if not.
 
-        If any rank died, the failure names only dead ranks, since others left because of them.
+        If any rank died, the failure contains only the dead ranks, since all others left because of them.
         """
         store = self._store if is_store_there else None
         fates = {rank: exit_of(store, self.members[rank]) for rank in silent}
@@ -204,9 +204,9 @@ class FailureDiagnosis:
         return CallFailure(OutcomeCode.PEER_LOST, said, gone=left, left=left) if left else None
 
     def _ask(self, history: Sequence[HeaderFields]) -> tuple[dict[int, str], bool]:
-        """Returns the ranks' answers, including this one's, and whether the store is still available.
+        """Returns the answers of all ranks, including this one, and whether the store is still available.
 
-        Waits until every rank has answered or is known to have ended, for at most `_PATIENCE_S`.
+        Waits, for at most `_PATIENCE_S`, until every rank has answered or is known to have ended.
         """
         answers = {self.rank: json.dumps(list(history))}
         deadline = time.monotonic() + _PATIENCE_S
@@ -232,14 +232,14 @@ def _silence(said: str) -> str:
 
 
 def _calls(answer: str | None) -> dict[int, HeaderFields]:
-    """Returns a rank's latest calls by their sequence numbers."""
+    """Returns a rank's latest calls, by sequence number."""
     if answer is None or answer == _LEFT:
         return {}
     return {int(call[0]): (call[0], call[1], call[2], call[3], call[4], call[5]) for call in json.loads(answer)}
 
 
 def _first_difference(histories: Sequence[Mapping[int, HeaderFields]]) -> list[HeaderFields]:
-    """Returns each rank's call at the first sequence number where they differ, or [] if none differ."""
+    """Returns each rank's call at the first sequence number at which calls differ, or [] if no calls differ."""
     for number in sorted({number for history in histories for number in history}):
         calls = [history.get(number, _NO_CALL) for history in histories]
         if len({call for call in calls if call != _NO_CALL}) > 1:
@@ -249,7 +249,7 @@ def _first_difference(histories: Sequence[Mapping[int, HeaderFields]]) -> list[H
 
 @dataclass(frozen=True)
 class GatheredMembers:
-    """The members of a group, all of whom are opening it.
+    """The members of a group that all members are opening.
 
     Args:
         members: the members, by group rank.
@@ -268,7 +268,7 @@ class GatheredMembers:
 
 @dataclass(frozen=True)
 class LibraryGroup:
-    """A group whose connections a library makes; see `engine.api.OpenGroup`."""
+    """A group whose connections are made by a library; see `engine.api.OpenGroup`."""
 
     channel: EngineChannel
     messages: Messages
@@ -283,7 +283,7 @@ class LibraryGroup:
         self.channel.abort()
 
     def failure(self) -> int:
-        """Returns the code of the collectives' failure, or OK."""
+        """Returns the `OutcomeCode` for a failure of the collectives, or OK."""
         return self.channel.failure()
 
     def close(self) -> None:
@@ -292,7 +292,7 @@ class LibraryGroup:
 
 
 class LibraryEngine:
-    """The base of an engine that wraps a library; subclasses add `name` and `open_group`. See `engine.api.Engine`.
+    """Base class for engines that wrap a library; subclasses add `name` and `open_group`. See `engine.api.Engine`.
 
     Args:
         context: the ranks, their store and this rank.
@@ -312,7 +312,7 @@ class LibraryEngine:
         return self._context.members
 
     def close(self) -> None:
-        """Closes every group and reports to the other ranks that this one has left; idempotent."""
+        """Closes every group and reports to the other ranks that this rank has left; idempotent."""
         for group in self._groups:
             group.close()
         self._groups.clear()
@@ -335,7 +335,7 @@ class LibraryEngine:
         return GatheredMembers(members, group_rank, by_host(members), algorithm, diagnosis)
 
     def _keep(self, channel: EngineChannel, messages: Messages) -> LibraryGroup:
-        """Returns the group of a channel and its messages, which `close` closes."""
+        """Returns a group with the given channel and messages, which will be closed by `close`."""
         group = LibraryGroup(channel, messages)
         self._groups.append(group)
         return group

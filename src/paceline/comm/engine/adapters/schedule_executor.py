@@ -1,7 +1,7 @@
-"""Executor of schedules over bare sends and receives, for operations that an engine's library lacks.
+"""Executor of schedules over plain sends and receives, for operations that an engine's library lacks.
 
-Steps start in order, which is stricter than a schedule requires (`comm/schedule/steps.py`), and each waits only for
-the earlier steps whose blocks it needs. Every block is one message, so both ends divide the data in the same way
+Steps start in order, which is stricter than a schedule requires (`comm/schedule/steps.py`), and each step waits only
+for earlier steps on the same blocks. Every block is sent as one message, so both ends divide the data in the same way,
 regardless of their memory layout. `FlatBuffer` presents a tensor in several pieces as one contiguous buffer.
 """
 
@@ -25,7 +25,7 @@ from paceline.comm.schedule.steps import Buffer, BufferSlice, Operation, Schedul
 
 
 def tensor_at(address: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Returns CPU memory as a flat tensor, without a copy; the caller must keep the memory alive."""
+    """Returns a flat tensor that is a view of CPU memory; the caller must keep the memory alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
@@ -117,13 +117,14 @@ class BlockSpans(NamedTuple):
 
 
 class PythonExecutor:
-    """Runs a group's calls by schedule over a transport.
+    """Runs a group's calls as schedules over a transport.
 
     Args:
         transport: the engine's sends and receives.
         rank: the group rank of this process.
         hosts: the group ranks of each host.
-        algorithm: the algorithm for every operation that it offers; by default the one expected to be the fastest.
+        algorithm: the algorithm for every operation that it implements; by default, the one predicted to be the
+            fastest.
     """
 
     def __init__(
@@ -236,13 +237,13 @@ class _Execution:
 
 
 def divide_average(address: int, call: CollectiveCall, size: int) -> None:
-    """Divides the sum of `size` ranks at `address` in place if the call's reduction is AVG."""
+    """For the reduction AVG, divides the sum at `address` by `size` in place."""
     if call.reduce_op == ReduceOp.AVG and call.count:
         _core.reduce(address, [address], call.count, call.dtype, ReduceOp.AVG, size)
 
 
 def _conflict(earlier: Step, later: Step) -> bool:
-    """Returns whether two steps touch the same blocks and at least one of them writes there."""
+    """Returns whether two steps access the same blocks and at least one of them writes."""
     written, also_written = _blocks(earlier.dst), _blocks(later.dst)
     touched, also_touched = written | _blocks(earlier.src), also_written | _blocks(later.src)
     return bool(written & also_touched or touched & also_written)

@@ -1,8 +1,8 @@
-"""`SerialChannel`: the base of a channel whose engine defines only how one call is performed.
+"""`SerialChannel`, the base class for channels of engines that only implement the execution of a single call.
 
-It runs the calls of a group one at a time: synchronous calls on the caller's thread, all others on its own thread.
-`WaitedMessage` is for libraries that report the completion of a message only to a waiting thread; each background
-message has its own thread.
+The channel runs a group's calls one at a time: synchronous calls on the caller's thread, all other calls on a thread of
+the channel. `WaitedMessage` supports libraries that report the completion of a message only to a waiting thread; it
+uses a thread per background message.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WaitedMessage:
         return self._completed.wait(event_timeout_s(timeout_ns))
 
     def outcome(self) -> CallOutcome | None:
-        """Returns why the message failed, or None if it succeeded."""
+        """Returns the reason why the message failed, or None if it succeeded."""
         return self._outcome
 
     def source(self) -> int:
@@ -75,7 +75,7 @@ class WaitedMessage:
 
 
 def message_mismatch(source: int, receiver: int, sent: tuple[int, int], expected: tuple[int, int]) -> CallFailure:
-    """Returns the failure of a message whose number of bytes and dtype as `sent` differ from those `expected`."""
+    """Returns the failure for a message whose size and dtype as `sent` differ from the `expected` ones."""
     return CallFailure(
         OutcomeCode.MISMATCH,
         split_from=source,
@@ -87,7 +87,7 @@ def message_mismatch(source: int, receiver: int, sent: tuple[int, int], expected
 
 
 class Envelope:
-    """A message in its own buffer, with a header of its size and dtype that the receiver checks first."""
+    """A message in a separate buffer, with a header that contains the size and dtype for the receiver to check."""
 
     def __init__(self, dtype: int, pieces: Pieces) -> None:
         self._buffer = FlatBuffer([pieces])
@@ -102,7 +102,7 @@ class Envelope:
         return self
 
     def open(self, source: int, receiver: int) -> CallOutcome | None:
-        """Copies a received message into the tensor and returns None, or returns why the message does not fit."""
+        """Copies a received message into the tensor; returns None, or the reason why the message does not fit."""
         sent = MESSAGE_HEAD.unpack_from(self._memory)
         if sent != self._head:
             return message_mismatch(source, receiver, sent, self._head)
@@ -111,19 +111,19 @@ class Envelope:
         return None
 
 
-_HISTORY = 16  # the number of calls kept for a diagnosis
+_HISTORY = 16  # the number of calls remembered for a diagnosis
 
 
 class LibraryError(Exception):
-    """The library refused a call or failed during it; the message is the library's own."""
+    """The library rejected a call or failed during it; the message is the library's own."""
 
 
 class CallTimeout(Exception):
-    """A call was not complete at its deadline."""
+    """A call did not complete before its deadline."""
 
 
 class CallEnded(Exception):
-    """A call failed with a known outcome, which needs no diagnosis."""
+    """A call failed with a known outcome, so no diagnosis is needed."""
 
     def __init__(self, outcome: CallOutcome) -> None:
         super().__init__()
@@ -153,20 +153,20 @@ class QueuedCall:
         return self._completed.wait(event_timeout_s(timeout_ns))
 
     def outcome(self) -> CallOutcome | None:
-        """Returns why the call failed, or None if it succeeded."""
+        """Returns the reason why the call failed, or None if it succeeded."""
         return self._outcome
 
 
 class SerialChannel(EngineChannel, ABC):
-    """An `EngineChannel` for an engine that defines only `perform`.
+    """An `EngineChannel` for which an engine only needs to implement `perform`.
 
-    A call that fails breaks the group: all later calls end with the same outcome.
+    A failed call breaks the group: all later calls end with the same outcome.
     """
 
     def __init__(self, diagnosis: FailureDiagnosis) -> None:
         self._diagnosis = diagnosis
         self._turn = threading.Lock()
-        self._waiting: deque[QueuedCall] = deque()  # the first one is running
+        self._waiting: deque[QueuedCall] = deque()  # the first call in the queue is running
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
         self._sequence = 0
@@ -179,8 +179,8 @@ class SerialChannel(EngineChannel, ABC):
         """Runs a call to completion within `call.timeout_ns`.
 
         Raises:
-            CallTimeout: the call was not complete by then.
-            LibraryError: the library refused the call or failed.
+            CallTimeout: the call did not complete in time.
+            LibraryError: the library rejected the call or failed.
         """
 
     def run(self, call: CollectiveCall, /) -> CallOutcome | None:
@@ -204,7 +204,7 @@ class SerialChannel(EngineChannel, ABC):
     def abort(self) -> None:
         """Ends queued and later calls; a call that the library is performing ends at its time-out.
 
-        The other ranks detect that this one has left when their own calls end.
+        The other ranks detect when their own calls end that this rank has left.
         """
         if self._broken is None:
             self._broken = CallFailure(OutcomeCode.ABORTED)
@@ -215,7 +215,7 @@ class SerialChannel(EngineChannel, ABC):
         return OutcomeCode.OK if self._broken is None else self._broken.code
 
     def close(self) -> None:
-        """Reports to the other ranks that this one has left, and ends the queued calls; idempotent."""
+        """Reports to the other ranks that this rank has left, and ends the queued calls; idempotent."""
         if self._broken is None:
             self._broken = CallFailure(OutcomeCode.INTERRUPTED)
         self._diagnosis.leave()
@@ -258,7 +258,7 @@ class SerialChannel(EngineChannel, ABC):
         try:
             self.perform(call)
             return None
-        except Exception as error:  # an error that escapes from the channel's thread would be lost
+        except Exception as error:  # an error that left the channel's thread would go unnoticed
             return self._break(error, started_ns)
 
     def _note(self, operation: int, dtype: int, reduce_op: int, root: int, count: int) -> None:
