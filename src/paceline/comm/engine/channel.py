@@ -60,7 +60,7 @@ class CallOutcome(Protocol):
 
     @property
     def held_by(self) -> Sequence[int]:
-        """Ranks outside the group that delayed a call until it timed out, as indices into the engine's `members`."""
+        """Ranks outside the group that delayed a call until its time-out, as indices into the engine's `members`."""
 
     @property
     def gone(self) -> Sequence[int]:
@@ -128,8 +128,8 @@ class Pending(Protocol):
     def wait(self, timeout_ns: int, /) -> bool:
         """Waits, without the interpreter lock, until the tensors may be used; returns False on time-out.
 
-        On a device with streams, it makes the calling thread's current stream wait for the call and returns at once. It
-        may be called by several threads, or by one thread with several streams.
+        On a device with streams, it returns once the calling thread's current stream has been made to wait for the
+        call. It may be called by several threads, or by one thread with several streams.
         """
 
     def outcome(self) -> CallOutcome | None:
@@ -257,7 +257,7 @@ class EngineChannel(Protocol):
         """
 
     def failure(self) -> int:
-        """Returns the `OutcomeCode` of the failure that broke the channel, or OK if this rank has detected none."""
+        """Returns the `OutcomeCode` of the failure that broke the channel, or OK if no failure has been detected."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Failures of calls: the outcome of a failed call, and the error that describes it to the user.
+"""Outcomes of failed calls, and the errors that describe them to the user.
 
-`to_error` builds the error. The error of a time-out names the ranks that did not arrive, the ranks that merely wait in
-other calls, and the ranks that hold up all others. `RankIdentity` and `ProcessIdentity` identify ranks and processes.
+`to_error` builds the error. For a time-out, the message lists the ranks that did not arrive, the ranks that are waiting
+in other calls, and the ranks that block all others. `RankIdentity` and `ProcessIdentity` identify ranks and processes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from paceline.errors import (
 )
 from paceline.linux import out_of_descriptors_error
 
-_MOST_NAMED = 4  # ranks in one list
-_MOST_CALLS = 8  # different calls in a message
+_MOST_NAMED = 4  # maximum number of ranks in a list
+_MOST_CALLS = 8  # maximum number of different calls in a message
 
 
 def describe_call(header: HeaderFields) -> str:
@@ -38,7 +38,7 @@ def describe_call(header: HeaderFields) -> str:
     parts = []
     if operation != Operation.BARRIER:
         parts.append(dtype_name(dtype))
-    # With some engines, a rank does not have the other ranks' numbers of elements in an all_to_all.
+    # Some engines do not report the other ranks' numbers of elements in an all_to_all.
     if count or operation not in (Operation.BARRIER, Operation.ALL_TO_ALL):
         parts.append(f"{count} elements")
     if reduce_op != NO_REDUCTION:
@@ -49,12 +49,12 @@ def describe_call(header: HeaderFields) -> str:
 
 
 def name_ranks(members: Sequence[object]) -> str:
-    """Returns the members as a list in words, shortened if there are many."""
+    """Formats the members as human-readable text, truncated if there are many."""
     return and_more(members, _MOST_NAMED)
 
 
 def describe_ranks(descriptions: Mapping[int, str], members: Sequence[object], form: str) -> str:
-    """Returns the ranks' descriptions as a list in words; ranks with the same description are named together."""
+    """Formats the ranks' descriptions as human-readable text, in which ranks with the same description are grouped."""
     alike: dict[str, list[object]] = {}
     for rank, description in descriptions.items():
         alike.setdefault(description, []).append(members[rank])
@@ -64,17 +64,17 @@ def describe_ranks(descriptions: Mapping[int, str], members: Sequence[object], f
 
 
 _ENDED = ("Z", "X")
-_STATE, _STARTED = 0, 19  # fields 3 and 22 of proc_pid_stat(5), as indices into the fields after the name
+_STATE, _STARTED = 0, 19  # indices of fields 3 and 22 of proc_pid_stat(5), among the fields after the program's name
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process, identified uniquely: a pid alone is valid only in its namespace, and the kernel reuses pids.
+    """Unique identity of a process. (A pid alone is valid only within a namespace, and the kernel reuses pids.)
 
     Args:
         namespace: a text that identifies the boot of the host, the PID namespace and the time namespace.
         pid: the process id in that namespace.
-        started: the time at which the process started, in clock ticks of that namespace.
+        started: the start time of the process, in clock ticks of that namespace.
     """
 
     namespace: str
@@ -83,12 +83,12 @@ class ProcessIdentity:
 
     @staticmethod
     def mine() -> ProcessIdentity:
-        """Returns the calling process."""
+        """Returns the identity of the calling process."""
         return ProcessIdentity(_namespace(), os.getpid(), int(_stat("self")[_STARTED]))
 
     @staticmethod
     def of(pid: int) -> ProcessIdentity:
-        """Returns the process with this id in the calling process's namespace.
+        """Returns the identity of the process with the given id in the calling process's namespace.
 
         Raises:
             ProcessLookupError: there is no such process.
@@ -100,7 +100,7 @@ class ProcessIdentity:
 
     def has_ended(self) -> bool | None:
         """Returns whether the process has ended, or None if it is in another namespace or on another host."""
-        # Under `unshare --pid` without a /proc of its own, /proc shows the processes of another namespace.
+        # Under `unshare --pid` without a separate mount of /proc, /proc lists the processes of another namespace.
         if self.namespace != _namespace() or os.readlink("/proc/self") != str(os.getpid()):
             return None
         try:
@@ -142,7 +142,7 @@ def timed_out(
 
 
 def _came(outcome: CallOutcome, members: Sequence[object], me: object, outside: Sequence[object]) -> str:
-    """Returns a clause that names the ranks that hold up a call that all ranks have begun."""
+    """Returns a clause that lists the ranks that delay a call although all ranks have begun it."""
     others = [members[rank] for rank in outcome.missing if members[rank] is not me]
     mine = ", which had waited for this rank's part in vain" if len(others) < len(outcome.missing) else ""
     theirs = f"; {name_ranks(others)} came to the call but did not complete it" if others else ""
@@ -169,7 +169,7 @@ def _absence(outcome: CallOutcome, members: Sequence[object], group_rank: int, t
 
 
 def _held_up_by(to_blame: Sequence[object], me: object) -> str:
-    """Returns a clause that names the ranks that hold up, directly or through others, the call of a waiting rank."""
+    """Returns a clause that lists the ranks that delay, directly or indirectly, the call of a waiting rank."""
     if not to_blame:
         return " for ranks that wait as well"
     others = [member for member in to_blame if member != me]
@@ -203,7 +203,7 @@ def _advice(outcome: CallOutcome, to_blame: Sequence[object], me: object) -> str
 
 
 class OutcomeCode(IntEnum):
-    """The result of a call, by the codes of native/call/call.hpp."""
+    """The result of a call; the values are the codes in native/call/call.hpp."""
 
     OK = 0
     MISMATCH = 1
@@ -211,19 +211,19 @@ class OutcomeCode(IntEnum):
     PEER_LOST = 3
     INTERRUPTED = 4
     SCHEDULE_UNFIT = 5
-    REFUSED = 6  # the engine's library refused the call
+    REFUSED = 6  # the engine's library rejected the call
     STARVED = 7
     TOO_MANY_OFFERS = 8
-    ABORTED = 9  # a rank called `abort` of the group
+    ABORTED = 9  # a rank called `abort` on the group
 
 
 @dataclass(frozen=True)
 class CallFailure:
-    """The outcome of a failed call of an engine that is written in Python; see `channel.CallOutcome`.
+    """The outcome of a failed call in an engine written in Python; see `channel.CallOutcome`.
 
     Args:
         said: the library's own message about the failure.
-        seen: an observation about the ranks in `gone` if it is unknown whether they died or left.
+        seen: a statement about the ranks in `gone`, for cases in which it is unknown whether they died or left.
     """
 
     code: OutcomeCode
@@ -262,8 +262,8 @@ class RankIdentity:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
-MOST_OFFERS = 1 << 16  # the same as kMostOffers in native/executor/messenger.hpp
-# The consequence of a failure, for error messages.
+MOST_OFFERS = 1 << 16  # must equal kMostOffers in native/executor/messenger.hpp
+# The part of an error message that states the consequence of a failure.
 GROUP_LOST = "This group can no longer be used: destroy it and start again"
 MESSAGES_LOST = (
     "No further messages can be sent or received in this group; its collective calls still work. For messages, "
@@ -287,8 +287,8 @@ def to_error(
         members: the group's members, by group rank.
         group_rank: the group rank of this process.
         call: a description of this rank's call.
-        lost: the consequence of the failure, as a sentence without its full stop.
-        engine_members: the members of the engine; those of the group if empty.
+        lost: the consequence of the failure, as a sentence without a period.
+        engine_members: the members of the engine; if empty, `members` is used.
     """
     me = members[group_rank]
     if isinstance(outcome, CallFailure) and outcome.seen:
@@ -344,7 +344,7 @@ def _peer_lost(
     if cause is not None and outcome.cause_hung:
         seen += f", after a call had timed out because of {cause}"
     elif cause is not None and left:
-        # Ranks in `gone` that left because of an error only report it, so the rank that caused it is named first.
+        # The ranks in `gone` left because of an error, so the message begins with the rank that caused it.
         seen = f"{cause} {_LEFT if outcome.cause_left else 'died'}, and {name_ranks(gone)} left the group after that"
         first = cause
     elif cause is not None:
@@ -390,7 +390,7 @@ def _silent(outcome: CallFailure, members: Sequence[RankIdentity], me: RankIdent
 def _mismatch(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIdentity) -> CollectiveMismatchError:
     if outcome.split_from >= 0 and not any(call[0] for call in outcome.calls):
         return _message_mismatch(outcome, members, me)
-    # Within a host all ranks detect the mismatch in the same call; over links one rank detects it and ends the group.
+    # Within a host all ranks detect a mismatch in the same call; between hosts one rank detects it and ends the group.
     usable = "The group remains usable" if outcome.reporter < 0 else GROUP_LOST
     advice = f"All ranks of a group must make the same calls in the same order. {usable}"
     if outcome.split_from >= 0:
@@ -402,7 +402,7 @@ def _mismatch(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIde
     calls: dict[int, str] = {}
     for rank, (header, algorithm) in enumerate(zip(outcome.calls, outcome.algorithms, strict=False)):
         if outcome.reporter >= 0 and header[0] != latest:
-            continue  # a rank's earlier call is unrelated to the mismatch
+            continue  # earlier calls are unrelated to the mismatch
         calls[rank] = f"{describe_call(header)}{_by_algorithm(algorithm)}"
     described = describe_ranks(calls, members, "{} called {}")
     return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {described}. {advice}")

@@ -1,10 +1,11 @@
-"""Formation of a group: each rank waits until the other ranks have set their keys in the store, or one of them fails.
+"""Formation of a group, in which each rank waits until the others have set their keys in the store, or one has failed.
 
-A rank that gives up publishes its reason before it leaves. If a rank dies, the store's server, if there is one,
-publishes the rank's last will (`Store.set_last_will`); other ranks may also detect the death on open connections.
+A rank that gives up publishes its reason before it leaves. If a rank dies, the store's server (if there is one)
+publishes the rank's last will (`Store.set_last_will`); open connections may also reveal the death to other ranks.
 
-When the default group forms, every rank publishes its host, process and version of Paceline, which must be the same on
-all ranks. Only the field "version" has the same meaning in all versions, so it is read first.
+When the default group forms, every rank publishes its host, its process and its version of Paceline. The version must
+be the same on all ranks. It is read first, because "version" is the only field whose meaning is the same in all
+versions.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _MOST_NAMED = 4
 
 
 def host_id() -> str:
-    """Returns a string that is equal in two processes if they share abstract Unix sockets, and differs otherwise."""
+    """Returns a string that is equal in two processes if and only if they share abstract Unix sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def describe_rank(**more: str | int | None) -> str:
-    """Returns this rank's description as JSON, with `more` fields for an engine."""
+    """Returns a JSON description of this rank, with additional fields for an engine."""
     me = ProcessIdentity.mine()
     process = {"host": socket.gethostname(), "pid": me.pid, "namespace": me.namespace, "started": me.started}
     return msgspec.json.encode({"version": __version__, **process, **more}).decode()
@@ -49,7 +50,7 @@ def describe_rank(**more: str | int | None) -> str:
 def read_ranks(
     answers: Sequence[bytes], rank: int
 ) -> tuple[tuple[RankIdentity, ...], list[dict[str, str | int | None]]]:
-    """Parses the ranks' descriptions; returns the members, and all fields of each description.
+    """Parses the descriptions of the ranks; returns the members, and all fields of each description.
 
     Args:
         answers: the descriptions, by rank.
@@ -103,20 +104,20 @@ def _name(entry: Mapping[str, Any], rank: int) -> str:
 
 _INIT = "engine"
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.1, 0.8
-_PARTING_S = 2.0  # the time for other ranks to read the reason if a rank is dead
-_LONGEST_PARTING_S = 15.0  # the same if none is known to be dead; they may be waiting for a processor
-_NEWS_DELAY_S = 0.5  # the time within which news of a lost rank arrives
-_STORE_RANK = 0  # the rank that serves the store, unless the launcher does
+_PARTING_S = 2.0  # the time for other ranks to read the reason, if a rank has died
+_LONGEST_PARTING_S = 15.0  # the time for other ranks to read the reason, if no rank is known to have died
+_NEWS_DELAY_S = 0.5  # the time within which a lost rank is reported
+_STORE_RANK = 0  # the rank that serves the store, unless the launcher serves it
 
 
 class Formation:
-    """A context manager in which one group forms; an error that leaves it is published for the other ranks.
+    """A context manager in which one group forms; an error raised inside is published for the other ranks.
 
     Args:
         store: the store of the rendezvous.
         rank, world_size: this rank and the number of ranks.
-        what: a name or number that is the same on the group's members and new for each group; None for the default
-            group, whose store may end with this rank.
+        what: a name or number that is the same on all members and unique to the group; None for the default group,
+            whose store may end with this rank.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, what: int | str | None = None) -> None:
@@ -132,20 +133,20 @@ class Formation:
 
     @property
     def is_open(self) -> bool:
-        """Whether the context has been entered and not yet left."""
+        """Whether the context has been entered but not yet exited."""
         return self._open
 
     def watch(self, gone: Callable[[], RankIdentity | None]) -> None:
-        """Adds a function that `look` calls; it returns a rank that has died or left, or None."""
+        """Registers a function that `look` calls to obtain a rank that has died or left, or None."""
         before = self._gone
         self._gone = lambda: before() or gone()
 
     def publish_on_exit(self, key: str, value: str) -> None:
-        """Makes the store's server set `key` to `value` if this rank ends at any time after the group has formed."""
+        """Makes the store's server set `key` to `value` when this rank ends, at any time after the group has formed."""
         self._bequest = key, value
 
     def absent(self, keys: Sequence[str], deadline: float) -> list[str]:
-        """Waits for `keys` until `deadline` (seconds of the monotonic clock); returns the keys that are still not set.
+        """Waits for `keys` until `deadline` (seconds on the monotonic clock); returns the keys that are still missing.
 
         Raises:
             RendezvousError: a rank gave up or died.
@@ -162,10 +163,10 @@ class Formation:
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
 
     def look(self, patience_s: float = 0.0) -> None:
-        """Polls for `patience_s` seconds, by default once, for a rank that gave up or died.
+        """Polls for a rank that gave up or died, for `patience_s` seconds or, by default, once.
 
         Raises:
-            RendezvousError: a rank gave up or died; the message has the reason.
+            RendezvousError: a rank gave up or died; the message contains the reason.
         """
         deadline = time.monotonic() + patience_s
         while True:
@@ -183,7 +184,7 @@ class Formation:
             raise self._without(lost)
 
     def await_news(self) -> None:
-        """Calls `look` for the time within which news of a lost rank arrives.
+        """Polls with `look` for the time within which a lost rank is reported.
 
         Raises:
             RendezvousError: a rank gave up or died.
@@ -214,7 +215,8 @@ class Formation:
 
     def _leave(self, error: BaseException | None) -> None:
         if isinstance(error, StoreConnectionError):
-            # The rank that served the store may have left because another rank died; report that rank instead.
+            # The rank that served the store may have left because another rank died; in this case, report the dead
+            # rank.
             lost = self._gone()
             raise (self._without(lost) if lost else self._without_store(error)) from error
         if self._topic == _INIT:
@@ -239,7 +241,7 @@ class Formation:
         )
 
     def announce(self, error: BaseException) -> None:
-        """Publishes that this rank gives up because of `error`, unless another rank gave up first."""
+        """Publishes that this rank gives up because of `error`, unless another rank has already given up."""
         if self._has_reason:
             return
         reason = str(error).removeprefix(f"{self._me}: ")
@@ -253,7 +255,7 @@ class Formation:
             self._part()
 
     def _part(self) -> None:
-        """Waits, on the rank that serves the store, until all other live ranks have read the reason."""
+        """On the rank that serves the store, waits until all other live ranks have read the reason."""
         keys = [f"{self._topic}/heard/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + _LONGEST_PARTING_S
         while time.monotonic() < deadline:

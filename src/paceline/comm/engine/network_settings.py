@@ -1,10 +1,10 @@
-"""Network settings from PACELINE_* variables: address, congestion control, link costs, streams, algorithm and network.
+"""Network settings from PACELINE_* variables: address, congestion control, link costs, streams, algorithm, network.
 
-This module does not import torch, since the launcher checks its variables with it.
+This module does not import torch, because the launcher uses it to check the variables.
 
-BBR, the default congestion control on many machines, paces packets. Within a data centre its timers take more time than
-the network (bench/hosts.py shows half the throughput between two hosts), and loss-based congestion control uses the
-link just as fully.
+BBR, the default congestion control on many machines, paces packets. Within a data center its timers take longer than
+the transfer itself (bench/hosts.py shows half the throughput between two hosts), and loss-based congestion control
+utilizes the link equally well.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def own_address(peer: str | None, interface: str | None = None) -> str:
     """Returns the address to listen on and to connect from.
 
     Args:
-        peer: the host at which the ranks met, or None. The address is the source address of the route to this host or,
-            if that route does not leave this machine, of the default route.
+        peer: the host of the rendezvous, or None. The result is the source address of the route to this host or, if
+            that route does not leave this machine, of the default route.
         interface: the name of an interface, or one of this machine's addresses, to use instead of a route; the default
             is the value of PACELINE_IFACE.
 
     Raises:
-        ValueError: `interface` is neither of these, or it has no address.
+        ValueError: `interface` is not an interface or an address of this machine, or it has no address.
         OSError: there is no route to other machines.
     """
     interface = interface or os.environ.get(IFACE_VARIABLE)
@@ -101,14 +101,14 @@ _NAME_BYTES = 16
 
 
 def set_congestion_control(connection: Connection) -> None:
-    """Sets the TCP congestion control of `connection`, which must be established so that it has a round-trip time.
+    """Sets the TCP congestion control of `connection`, which must be established because its round-trip time is needed.
 
     PACELINE_CONGESTION names the congestion control (one of net.ipv4.tcp_available_congestion_control). Without this
-    variable it remains the system's default, except that cubic (or reno if there is no cubic) replaces BBR if the round
-    trip takes less than a millisecond.
+    variable, the system's default is used, except that cubic (or reno, if cubic is unavailable) replaces BBR if the
+    round-trip time is less than a millisecond.
 
     Raises:
-        ValueError: the kernel lacks the congestion control in PACELINE_CONGESTION, or does not let this user set it.
+        ValueError: the kernel lacks the congestion control in PACELINE_CONGESTION, or forbids this user to set it.
     """
     wanted = os.environ.get(CONGESTION_VARIABLE)
     if wanted:
@@ -121,7 +121,7 @@ def set_congestion_control(connection: Connection) -> None:
 
 
 def require_control(name: str) -> None:
-    """Checks that this kernel has the congestion control and lets this user set it.
+    """Checks that the kernel supports the congestion control and permits this user to set it.
 
     Raises:
         ValueError: it does not.
@@ -163,12 +163,12 @@ _EXAMPLE = (
 
 
 def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) -> Network | None:
-    """Returns the network that PACELINE_NETWORK describes, or None if it is not set.
+    """Returns the network described by the value of PACELINE_NETWORK, or None if the value is empty.
 
-    The text is JSON with optional parts. `node` is the link of every host, by default as measured; `nodes` has the
-    links of single hosts, numbered from 0 in the order of the ranks; `pairs` has separate links between two hosts, for
-    both directions; `groups` has racks or regions, each with its hosts and their shared uplink. A link is written as
-    `1gbit,0.1ms,loss=0.1%`.
+    The text is JSON with optional parts. `node` is the link of every host (default: as measured); `nodes` contains the
+    links of single hosts, numbered from 0 in the order of the ranks; `pairs` contains separate links between two hosts,
+    for both directions; `groups` contains racks or regions, each with its hosts and their shared uplink. The format of
+    a link is `1gbit,0.1ms,loss=0.1%`.
 
     Raises:
         ValueError: the text is malformed, or names hosts that do not exist.
@@ -191,7 +191,7 @@ def read_network(text: str, model: CostModel, hosts: Sequence[Sequence[int]]) ->
 
 @dataclass(frozen=True)
 class DescribedLinks:
-    """The links that PACELINE_NETWORK describes, before they are matched with the job's hosts; see `read_network`."""
+    """The links described by PACELINE_NETWORK, not yet matched with the job's hosts; see `read_network`."""
 
     node: NetworkLink | None
     nodes: Mapping[int, NetworkLink]

@@ -1,4 +1,4 @@
-"""Registry of the engines by name: chooses one for each type of device and starts it."""
+"""Registry of engines by name; chooses and starts an engine for each type of device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.comm.rendezvous.rendezvous import RendezvousResult
 class _Entry(NamedTuple):
     device_type: str
     module: str
-    can_meet: bool = False  # whether the module has `meet`, the rendezvous of ranks that the engine's launcher started
+    can_meet: bool = False  # whether the module has `meet`, the rendezvous for ranks started by the engine's launcher
 
 
 _DEVICE_ENGINE = "paceline.comm.engine.torch_backend.device_engine"
-# A new engine needs a module (`engine.api.EngineModule`) and a line here.
+# A new engine needs a module (`engine.api.EngineModule`) and an entry in this table.
 _ENGINES: Mapping[str, _Entry] = {
     "paceline": _Entry("cpu", "paceline.comm.engine.native.engine"),
     "gloo": _Entry("cpu", "paceline.comm.engine.torch_backend.gloo"),
@@ -29,17 +29,17 @@ _ENGINES: Mapping[str, _Entry] = {
     "nccl": _Entry("cuda", _DEVICE_ENGINE),
 }
 _FOR_CPU = "paceline"
-_STAGE = ("paceline", "gloo")  # engines for CPU tensors that can also carry accelerator tensors, through host memory
+_STAGE = ("paceline", "gloo")  # engines for CPU tensors that can also transfer staged accelerator tensors
 _FOR_OTHERS = {"cuda": "nccl"}
 _FORM = "one engine for each type of device is chosen like 'cpu:paceline,cuda:nccl'"
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The meaning of `backend=`: the text that `get_backend` returns, and the engine for each type of device.
+    """The parsed argument `backend`: the string that `get_backend` returns, and the engine for each type of device.
 
     Attributes:
-        is_default: whether the program named no backend.
+        is_default: whether the backend is the default, that is, the program did not name one.
     """
 
     text: str
@@ -53,14 +53,15 @@ class BackendChoice:
 
 
 def choose(backend: str | None) -> BackendChoice:
-    """Returns the engines that `backend` names, as in "mpi" or "cpu:paceline,cuda:nccl".
+    """Returns the engines named by `backend`, for example "mpi" or "cpu:paceline,cuda:nccl".
 
-    With None it returns the best usable engine for each type of device. CPU tensors always have an engine, since
-    objects are sent as CPU tensors; it is `paceline` if `backend` names none. Tensors on accelerators without an engine
-    travel through host memory over the engine for CPU tensors; see `staged_types`.
+    If `backend` is None, the best usable engine for each type of device is chosen. There is always an engine for CPU
+    tensors, because objects are sent as CPU tensors; it is `paceline` if `backend` does not name one. Tensors on
+    accelerators without an engine are staged through host memory and use the engine for CPU tensors; see
+    `staged_types`.
 
     Raises:
-        ValueError: there is no such engine, it does not serve that device, or two engines are named for one device.
+        ValueError: an engine does not exist or does not support its device, or two engines are named for one device.
     """
     chosen: dict[str, str] = {}
     if backend is None:
@@ -83,19 +84,19 @@ def choose(backend: str | None) -> BackendChoice:
 
 
 def engines_for(device_type: str) -> list[str]:
-    """Returns the names of the engines that take tensors on this type of device."""
+    """Returns the names of the engines that accept tensors on this type of device."""
     known = [name for name, entry in _ENGINES.items() if entry.device_type == device_type]
     other = None if known else _process_groups().backend_for(device_type)
     return known if other is None else [other]
 
 
 def is_staged(device_type: str, name: str) -> bool:
-    """Returns whether engine `name` takes tensors on this type of device through host memory."""
+    """Returns whether engine `name` stages tensors on this type of device through host memory."""
     return device_type != "cpu" and name in _STAGE
 
 
 def staged_types(backend: BackendChoice) -> dict[str, str]:
-    """Returns the engines that take tensors through host memory, by the type of the accelerator."""
+    """Returns the engines that stage tensors through host memory, by type of accelerator."""
     chosen = {device_type: name for device_type, name in backend.engines.items() if is_staged(device_type, name)}
     if backend.engines["cpu"] in _STAGE:
         others = [device_type for device_type in _accelerators() if device_type not in backend.engines]
@@ -104,15 +105,15 @@ def staged_types(backend: BackendChoice) -> dict[str, str]:
 
 
 def missing_piece(name: str) -> str | None:
-    """Returns the first prerequisite of engine `name` that this machine lacks, with the fix; None if it lacks none."""
+    """Returns the first prerequisite of engine `name` that is missing on this machine and the fix, or None."""
     return f"this version has no engine {name!r}" if _entry(name) is None else _module(name).missing_piece(name)
 
 
 def require(name: str, rank: int) -> None:
-    """Requires that engine `name` can be used here.
+    """Checks that engine `name` can be used on this machine.
 
     Raises:
-        ValueError: a prerequisite is missing; the message names it and the fix.
+        ValueError: a prerequisite is missing; the message describes it and the fix.
     """
     missing = missing_piece(name)
     if missing is not None:
@@ -130,9 +131,9 @@ def start(name: str, context: EngineContext) -> Engine:
 
 
 def launcher_meeting(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousResult] | None:
-    """Returns the rendezvous function of an engine whose own launcher (mpirun) starts and numbers the ranks.
+    """Returns the rendezvous function of an engine whose launcher (mpirun) starts and numbers the ranks.
 
-    The function takes a time-out in seconds. None is returned if no engine of `backend` has such a launcher.
+    The function takes a time-out in seconds. The result is None if no engine in `backend` has such a launcher.
 
     Raises:
         ValueError: as for `require`.
@@ -150,7 +151,7 @@ def _is_usable(device_type: str, name: str) -> bool:
 
 
 def _accelerators() -> list[str]:
-    """Returns the types of the accelerators that this PyTorch supports, with or without hardware."""
+    """Returns the types of accelerators that this build of PyTorch supports, whether or not hardware is present."""
     present = torch.accelerator.current_accelerator()
     found = [] if present is None else [present.type]
     return [*found, "cuda"] if torch.backends.cuda.is_built() and "cuda" not in found else found
@@ -166,7 +167,7 @@ def _spelled(engines: Mapping[str, str]) -> str:
 
 
 def _entry(name: str) -> _Entry | None:
-    """Returns Paceline's engine of this name, or the one for the accelerator process group of this name in PyTorch."""
+    """Returns the engine with this name: Paceline's, or one that wraps an accelerator's process group in PyTorch."""
     if name in _ENGINES:
         return _ENGINES[name]
     served = _process_groups().device_types(name) if _process_groups().is_registered(name) else ()
@@ -174,7 +175,7 @@ def _entry(name: str) -> _Entry | None:
 
 
 def _process_groups() -> ModuleType:
-    """Returns the module for PyTorch's process groups, which imports torch.distributed."""
+    """Imports and returns the module for PyTorch's process groups, which imports torch.distributed."""
     return importlib.import_module("paceline.comm.engine.torch_backend.process_groups")
 
 

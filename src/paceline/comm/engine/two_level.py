@@ -1,7 +1,7 @@
-"""The hierarchical algorithm with two engines: one within each host, and another between the hosts' leaders.
+"""The hierarchical algorithm with two engines, one within each host and one between the hosts' leaders.
 
-A host's leader is its first rank in the group. Messages and the operations without a step between leaders (all-to-all
-and every kind of gather and scatter) use the engine that connects all ranks.
+A host's leader is its first rank in the group. Messages and operations without a step between leaders (all-to-all and
+all kinds of gather and scatter) use the engine that connects all ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paceline.comm.engine.failures import CallFailure, OutcomeCode
 from paceline.comm.schedule.steps import Operation
 from paceline.comm.store.store import Store
 
-_WITHIN = 1 << 61  # distinguishes the identity of a group's part on one host from the group's own
+_WITHIN = 1 << 61  # flag in the identity of a group's part on one host
 
 
 class Subgroup(NamedTuple):
-    """An open group of some of the group's ranks; `ranks` are their group ranks."""
+    """An open group for a subset of a group's ranks; `ranks` are their ranks in the whole group."""
 
     opened: OpenGroup
     ranks: Sequence[int]
@@ -34,25 +34,25 @@ class Subgroup(NamedTuple):
 
 @dataclass(frozen=True)
 class TwoLevelGroup:
-    """A group whose hosts are connected by another engine; it consists of the groups in `parts`."""
+    """A group with a second engine between its hosts; it consists of the groups in `parts`."""
 
     channel: TwoLevelChannel
     messages: Messages
     parts: Sequence[OpenGroup]
 
     def record_as(self, group: int) -> None:
-        """Records the collectives of the whole group, as its members call them, and its messages."""
+        """Records the collectives and messages of the whole group, but not the calls in its parts."""
         self.channel.record_as(group)
         self.messages.record_messages_as(group)
 
     def abort(self) -> None:
-        """Ends the calls of the group and of all its parts."""
+        """Ends calls in the group and all its parts."""
         self.channel.abort()
         for part in self.parts:
             part.abort()
 
     def failure(self) -> int:
-        """Returns the code of a failure of the group or of one of its parts, or OK."""
+        """Returns the `OutcomeCode` for a failure in the group or one of its parts, or OK."""
         return self.channel.failure() or next(filter(None, (part.failure() for part in self.parts)), OutcomeCode.OK)
 
     def close(self) -> None:
@@ -72,14 +72,14 @@ def open_two_levels(
     timeout_s: float,
     identity: int,
 ) -> OpenGroup:
-    """Opens the group of `ranks`, which are ranks of the default group; see `Engine.open_group`.
+    """Opens the group of `ranks`, given as ranks in the default group; see `Engine.open_group`.
 
     Args:
         inside: the engine that connects all ranks and reduces within each host.
-        outside: the engine that connects the leaders of the hosts.
+        outside: the engine that connects the hosts' leaders.
         store: the store that the ranks share.
-        rank: this rank, in the default group.
-        ranks: the group's members, in the default group.
+        rank: this process's rank in the default group.
+        ranks: the members' ranks in the default group.
         hosts: the ranks of the default group on each host.
         timeout_s: the time that each engine waits for the other ranks, in seconds.
         identity: the group's number, which is the same on all its members and new for each group.
@@ -114,11 +114,11 @@ class TwoLevelChannel(SerialChannel):
 
     Args:
         diagnosis: determines why a call failed.
-        whole: the channel of all ranks, which runs every other operation.
+        whole: the channel of all ranks, which runs all other operations.
         hosts: the group ranks of each host.
         rank: the group rank of this process.
         within: the group of this host's ranks.
-        between: the group of the leaders; None if this rank is not a leader.
+        between: the leaders' group, or None if this rank is not a leader.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class TwoLevelChannel(SerialChannel):
 
     def _reduce(self, call: CollectiveCall, deadline_ns: int) -> None:
         tensor = FlatBuffer(call.outputs).copy_in()
-        copy = tensor.tensor().clone()  # only the root's tensor may change
+        copy = tensor.tensor().clone()  # on a copy, since only the root's tensor may be modified
         self._all_reduce(call, [[copy.data_ptr(), copy.nbytes]], deadline_ns)
         if self._rank == call.root:
             tensor.tensor().copy_(copy)
@@ -196,7 +196,7 @@ class TwoLevelChannel(SerialChannel):
             self._check(part.opened.channel.run(own), part.ranks)
 
     def _check(self, outcome: CallOutcome | None, ranks: Sequence[int]) -> None:
-        """Ends the call if a part of it failed, with the part's ranks translated to ranks of the whole group."""
+        """Ends the call if a part of it failed, with ranks in the outcome translated to ranks of the whole group."""
         if outcome is None:
             return
         calls = [(0, 0, 0, 0, -1, 0)] * self._size

@@ -219,7 +219,7 @@ class ProcessGroup:
 
         Any thread may call this while other threads wait in calls on the group; it does not wait for other ranks. Use
         it from a thread that detects that the group cannot continue, for instance because a rank must be replaced.
-        `close` must still be called afterwards. With the engines "gloo", "mpi" and "nccl" only this rank's calls end;
+        `close` must still be called afterward. With the engines "gloo", "mpi" and "nccl" only this rank's calls end;
         with "gloo" and "mpi" they end only at their time-out.
         """
         self._devices.abort()

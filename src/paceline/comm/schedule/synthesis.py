@@ -3,7 +3,7 @@
 `tree_packing.py` packs trees into the network; the parts of a tensor are summed and distributed along these trees. This
 module converts the transfers along the trees to steps for each rank. If all hosts have the same number of ranks, the
 l-th ranks of all hosts run the trees on the l-th slice of the tensor; rings within the hosts reduce the slices
-beforehand and distribute them afterwards, as in `hierarchical.py`. If the numbers of ranks differ, the leaders run the
+beforehand and distribute them afterward, as in `hierarchical.py`. If the numbers of ranks differ, the leaders run the
 trees on the whole tensor.
 """
 

@@ -1,6 +1,6 @@
-"""A group's collectives and messages over MPI, directly on the tensors' memory.
+"""Collectives and messages over MPI, which operate directly on the tensors' memory.
 
-A message begins with its size and dtype, so that the receiver can check them.
+A message begins with its size and dtype, which the receiver checks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.comm.schedule.steps import Operation
 
 
 class MpiMessages:
-    """The messages between two ranks of a group; see `engine.channel.Messages`.
+    """Messages between the ranks of a group; see `engine.channel.Messages`.
 
     Args:
         comm: a communicator for messages only.
@@ -112,7 +112,7 @@ class MpiMessages:
 
 
 class _Memory:
-    """A label followed by a tensor, as one MPI datatype whose addresses are absolute."""
+    """A label followed by a tensor, described by one MPI datatype with absolute addresses."""
 
     def __init__(self, dtype: int, pieces: Pieces) -> None:
         mpi = library()
@@ -129,7 +129,7 @@ class _Memory:
         MESSAGE_HEAD.pack_into(self._label, 0, *self._expected)
 
     def misfit(self, source: int, receiver: int) -> CallOutcome | None:
-        """Returns why a received message does not fit the tensor, or None if it fits."""
+        """Returns the reason why a received message does not fit the tensor, or None if it fits."""
         sent = MESSAGE_HEAD.unpack(self._label)
         return None if sent == self._expected else message_mismatch(source, receiver, sent, self._expected)
 
@@ -140,22 +140,23 @@ class _Memory:
 
 _MOST_ELEMENTS = 1 << 26
 _SMALL = 1 << 14
-# At this size and above, Open MPI's non-blocking all-reduce takes twice as long as a schedule over its messages.
+# From this size on, Open MPI's non-blocking all-reduce takes twice as long as a schedule over MPI messages.
 _SCHEDULED_BYTES = 1 << 20
-_AT_ONCE = range(20)  # the number of times that a request is tested before the lock is released
+_AT_ONCE = range(20)  # how often a request is tested before the lock is released
 _AVG = int(ReduceOp.AVG)
 _ALL_REDUCE = int(Operation.ALL_REDUCE)
 
 
 class MpiChannel(SerialChannel):
-    """Runs calls as MPI's non-blocking collectives.
+    """Runs calls as non-blocking MPI collectives.
 
     Args:
         comm: the group's communicator.
         lock: the lock that is held during every call of MPI.
         diagnosis: determines why a call failed.
         hosts: the group ranks of each host.
-        algorithm: the algorithm by which all collectives run as schedules; None lets MPI run those that it can.
+        algorithm: the algorithm with which all collectives run as schedules; None uses MPI's own collectives where
+            possible.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class MpiChannel(SerialChannel):
     def all_reduce(
         self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
     ) -> CallOutcome | None:
-        """Reduces one dense tensor in place, by a shorter path if it is small."""
+        """Reduces one dense tensor in place; small tensors take a shorter path."""
         if count > _SMALL or not count or reduce_op == _AVG or self._by_schedule or self._waiting:
             return super().all_reduce(address, count, dtype, reduce_op, timeout_ns)
         key = dtype << 4 | reduce_op
@@ -217,7 +218,7 @@ class MpiChannel(SerialChannel):
             _CALLS[operation](self, call, deadline_ns)
 
     def _is_too_long(self, call: CollectiveCall) -> bool:
-        """Returns whether a call is too long for one MPI call and cannot be divided into several."""
+        """Returns whether a call is too long for one MPI call and cannot be divided."""
         if call.operation in _DIVISIBLE:
             return False
         return sum(sum(pieces[1::2]) for pieces in (*call.inputs, *call.outputs)) > MOST_BYTES
@@ -333,7 +334,7 @@ def _is_long(call: CollectiveCall) -> bool:
 
 
 class _SeparateCopy:
-    """A copy of an input buffer that overlaps an output buffer, which MPI does not allow."""
+    """A copy of an input buffer that overlaps an output buffer, because MPI does not allow overlaps."""
 
     def __init__(self, source: FlatBuffer) -> None:
         self._memory = source.tensor().clone()

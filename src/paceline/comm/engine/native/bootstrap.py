@@ -1,9 +1,9 @@
-"""Bootstrap of the native engine: exchanges addresses through the store, derives the topology, connects a host's ranks.
+"""Bootstrap of the native engine: address exchange through the store, topology, connections among a host's ranks.
 
-A host's first rank creates the host directory, the shared memory in which each rank finds all others
-(native/shm/host_directory.hpp). Its descriptor is passed down a tree of connections. Both ends of a connection
-authenticate with the job's secret, so only ranks that have the secret receive the directory. A rank makes one
-connection and accepts at most `FAN_OUT`, regardless of the number of ranks.
+A host's first rank creates the host directory, the shared memory in which ranks find each other
+(native/shm/host_directory.hpp). The descriptor of this memory is passed down a tree of connections. Both ends of a
+connection authenticate with the job's secret, so only ranks with the secret receive the directory. A rank makes one
+connection and accepts at most `FAN_OUT` connections, regardless of the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Topology:
         rank: this rank in the default group.
         members: the ranks of the default group, in order.
         hosts: the ranks on each host.
-        nonce: a text that identifies this rendezvous, the same on all ranks.
+        nonce: a string that identifies this rendezvous, the same on all ranks.
     """
 
     rank: int
@@ -48,11 +48,11 @@ class Topology:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """The ranks of this host, in the order in which the mesh numbers them."""
+        """The ranks on this host, in the order of their mesh ranks."""
         return next(ranks for ranks in self.hosts if self.rank in ranks)
 
     def hosts_of(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Returns the group ranks of the group of `ranks` by host; hosts without any of them are left out."""
+        """Returns the group ranks on each host for a group of `ranks`; hosts without members are omitted."""
         group_rank_of = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         by_host = [sorted(group_rank_of[rank] for rank in host if rank in group_rank_of) for host in self.hosts]
         return [group_ranks for group_ranks in by_host if group_ranks]
@@ -60,7 +60,7 @@ class Topology:
 
 FAN_OUT = 16
 _CHANNEL = "directory"
-_BYTE = b"\x01"  # a message must contain a byte in addition to its descriptor
+_BYTE = b"\x01"  # a message must contain a byte besides the descriptor
 _LOOK_S = 0.5
 _PAUSE_S = 0.005
 _MOST_NAMED = 4
@@ -69,18 +69,15 @@ _MOST_NAMED = 4
 def join_host_mesh(
     formation: Formation, topology: Topology, names: Mapping[int, str], listener: socket.socket, deadline: float
 ) -> _core.Mesh:
-    """Waits for all ranks of this host and returns their mesh.
+    """Waits for all ranks on this host; returns their mesh.
 
     Args:
         formation: the default group's formation.
         topology: the ranks and their hosts.
-        names: the abstract Unix sockets on which the ranks of this host listen.
+        names: the names of the abstract Unix sockets on which the ranks on this host listen.
         listener: the socket on which this rank listens.
-        deadline: the time of the monotonic clock, in seconds, until which to wait for the other ranks.
-
-    Raises:
-        RendezvousError: a rank gave up or died.
-        RendezvousTimeoutError: a rank did not connect in time.
+        deadline: the time on the monotonic clock, in seconds, until which to wait for the other ranks. Raises:
+            RendezvousError: a rank gave up or died. RendezvousTimeoutError: a rank did not connect in time.
         AuthenticationError: another process answered at a rank's address.
     """
     local = topology.local_ranks
@@ -128,14 +125,14 @@ def _await_all(
 
 
 def _send_directory(directory: int, children: tuple[int, ...], connection: Connection, hello: PeerHello) -> None:
-    with plain(connection) as child, contextlib.suppress(OSError):  # the mesh reports a child that died
+    with plain(connection) as child, contextlib.suppress(OSError):  # if the child has died, the mesh reports it
         if is_same_user(child) and hello.rank in children:
             acknowledge(child)
             socket.send_fds(child, [_BYTE], [directory])
 
 
 def _receive(formation: Formation, topology: Topology, names: Mapping[int, str], key: bytes, deadline: float) -> int:
-    """Receives the descriptor of the directory from this rank's parent in the tree."""
+    """Receives the directory's descriptor from this rank's parent in the tree."""
     local, me = topology.local_ranks, topology.members[topology.rank]
     parent_rank = local[(local.index(topology.rank) - 1) // FAN_OUT]
     try:
@@ -163,7 +160,7 @@ def _receive_descriptor(formation: Formation, parent: socket.socket, deadline: f
             continue
         if descriptors:
             return descriptors[0]
-        if data:  # the kernel drops a descriptor if the process has none left
+        if data:  # the kernel drops the descriptor if the process is at its limit
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise ConnectionResetError("it closed the connection")
 
@@ -177,7 +174,7 @@ def _connect(name: str, left_s: float) -> socket.socket:
             try:
                 connection.connect(f"\0{name}")
                 return connection
-            except BlockingIOError:  # the listener's queue of pending connections is full
+            except BlockingIOError:  # the parent's queue of pending connections is full
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_PAUSE_S)
@@ -186,17 +183,17 @@ def _connect(name: str, left_s: float) -> socket.socket:
         raise
 
 
-MAX_RANKS_OF_HOST = 1024  # the same as kMaxRanks in native/shm/rank_set.hpp
+MAX_RANKS_OF_HOST = 1024  # must equal kMaxRanks in native/shm/rank_set.hpp
 
 
 def join(
     formation: Formation, settings: Mapping[str, str | int | None], timeout_s: float
 ) -> tuple[Topology, _core.Mesh]:
-    """Connects this rank to the other ranks of its host; returns the topology of the job and the mesh of this host.
+    """Connects this rank to the other ranks on its host; returns the job's topology and this host's mesh.
 
     Args:
         formation: the default group's formation.
-        settings: the values, by name, that must be the same on all ranks.
+        settings: values, by name, that must be the same on all ranks.
         timeout_s: the time to wait for the other ranks, in seconds.
 
     Raises:

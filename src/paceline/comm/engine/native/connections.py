@@ -1,9 +1,9 @@
-"""TCP connections between a group's ranks on different hosts.
+"""TCP connections between ranks of a group on different hosts.
 
-A rank listens on one address, only while a group forms, and connects from that same address. Of two ranks, the higher
-one connects to the lower one: once for control and messages, and once per data stream. In a job with one port, a
-machine may be unable to accept connections; the lower rank then writes a request in the store for a connection in the
-other direction.
+A rank listens on one address, only while a group forms, and connects from the same address. Between two ranks, the
+higher one connects to the lower one: once for control and messages, and once per data stream. In a job with a single
+port, a machine may be unable to accept connections; the rank that cannot connect to it then writes a request to the
+store for a connection in the opposite direction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.errors import RendezvousError, RendezvousTimeoutError, and_more
 
 
 class ReverseConnectRequests:
-    """Requests in the store for connections in the other direction, between the ranks of one group while it forms.
+    """Requests, exchanged through the store while a group forms, for connections in the opposite direction.
 
     Args:
         store: the store of the group.
@@ -44,14 +44,14 @@ class ReverseConnectRequests:
         self._store, self._number, self._rank = store, number, rank
 
     def request(self, peer: int, why: str) -> None:
-        """Requests that a peer connect to this rank; `why` is the reason why this rank cannot connect to the peer."""
+        """Requests that a peer connect to this rank; `why` states why this rank cannot connect to the peer."""
         self._store.set(f"{self._key(peer)}/{self._rank}", why)
         self._store.set(self._key(peer), b"")
 
     def requesters(self, among: Iterable[int]) -> dict[int, str]:
-        """Returns the ranks of `among` that request a connection from this one, with their reasons."""
+        """Returns the ranks of `among` that request a connection from this rank, with their reasons."""
         key = self._key(self._rank)
-        if not self._store.check([key]):  # usually there are no requests, so one query suffices
+        if not self._store.check([key]):  # fast path: usually there are no requests
             return {}
         return {
             peer: self._store.get(f"{key}/{peer}").decode()
@@ -65,8 +65,8 @@ class ReverseConnectRequests:
 
 _CHANNEL = "links"
 _LOOK_S = 0.5
-# The time for a machine with one port to accept a connection: two attempts by the kernel before a connection in the
-# other direction is requested, and four if this direction is the last resort.
+# The time for a machine with a single port to accept a connection: enough for two attempts by the kernel before a
+# connection in the opposite direction is requested, and for four attempts if this direction is the last resort.
 _REACH_S, _LAST_REACH_S = 1.5, 10.0
 _MOST_NAMED = 4
 
@@ -83,7 +83,7 @@ def connect(
     timeout_s: float,
     closed: set[str],
 ) -> Connections:
-    """Connects this rank to the group's ranks on other hosts; returns the connections by group rank.
+    """Connects this rank to the group's ranks on other hosts; returns the connections, by group rank.
 
     Args:
         formation: the group's formation.
@@ -91,14 +91,14 @@ def connect(
         ranks: the ranks of the group.
         number: the group's number, which is the same on all its members and new for each group.
         address: the address to listen on and to connect from.
-        streams: the number of connections for data, in addition to the one for control.
+        streams: the number of connections for data, in addition to the control connection.
         timeout_s: the time to wait for the other ranks, in seconds.
-        closed: the addresses of machines that are known to accept no connections; newly detected ones are added.
+        closed: the addresses of machines that are known not to accept connections; newly detected ones are added.
 
     Raises:
         ValueError: the job has no secret, although `address` can be reached from other machines.
         RendezvousError: a rank gave up or died, or its address cannot be reached.
-        RendezvousTimeoutError: a rank did not open the group or connect; the message names it.
+        RendezvousTimeoutError: a rank did not open the group or did not connect; the message names the rank.
         AuthenticationError: another process answered at a rank's address.
     """
     deadline = time.monotonic() + timeout_s
@@ -138,7 +138,7 @@ def connect(
 
 @dataclass(frozen=True)
 class _OwnEnd:
-    """This rank's end of its connections; `number` is the group's."""
+    """This rank's end of the connections; `number` is the group's number."""
 
     rank: int
     number: int
@@ -150,14 +150,14 @@ class _OwnEnd:
 
 @dataclass
 class _Links:
-    """The connections of a rank while its group forms; `cleanup` closes them if the formation fails.
+    """The connections of this rank while a group forms; `cleanup` closes them if the formation fails.
 
     Attributes:
         own_end: this rank's end.
         addresses: the hosts and ports at which the ranks of other hosts listen.
-        lanes: the numbers of the connections to each peer.
-        closed: the addresses of machines that are known to accept no connections.
-        found: the connections by peer and lane.
+        lanes: the indices of the connections to each peer.
+        closed: the addresses of machines that are known not to accept connections. found: the connections by peer and
+            lane.
         requested: the peers from which this rank has requested a connection.
     """
 
@@ -176,16 +176,16 @@ class _Links:
         self._requests = ReverseConnectRequests(self.formation.store, self.own_end.number, self.own_end.rank)
 
     def find_silent(self, peers: Iterable[int]) -> None:
-        """Tests concurrently whether the peers' hosts accept connections at the one port.
+        """Tests concurrently whether the peers' hosts accept connections on the single port.
 
-        Otherwise each host that drops packets would take `_REACH_S` when this rank connects to it.
+        Testing hosts one by one would take `_REACH_S` for each host that drops packets.
         """
         hosts = {self.addresses[peer][0] for peer in peers} - self.closed
         if self._port is not None and len(hosts) > 1:
             self.closed |= silent_hosts(hosts, self.own_end.address, _REACH_S)
 
     def dial(self, peer: int, peer_failed: str | None = None) -> None:
-        """Connects to a peer. If this fails in a job with one port, requests a connection from the peer.
+        """Connects to a peer. If this fails in a job with a single port, requests a connection from the peer.
 
         Args:
             peer: the peer.
@@ -217,7 +217,7 @@ class _Links:
         """Waits for the connections of the peers that connect to this rank.
 
         Raises:
-            RendezvousError: a rank gave up or died, or a peer and this rank cannot reach each other.
+            RendezvousError: a rank gave up or died, or neither a peer nor this rank can reach the other.
             RendezvousTimeoutError: a peer did not connect.
         """
         rank = self.own_end.rank
@@ -239,7 +239,7 @@ class _Links:
             hello, connection = arrived
             self.cleanup.enter_context(connection)
             if (hello.rank > rank or hello.rank in self.requested) and (hello.rank, hello.lane) in expected:
-                self.found[hello.rank, hello.lane] = connection  # the peer has abandoned earlier ones
+                self.found[hello.rank, hello.lane] = connection  # replaces connections that the peer has abandoned
 
     def _reach_s(self, is_last: bool) -> float | None:
         if self._port is None:
@@ -252,7 +252,7 @@ class _Links:
         self._requests.request(peer, why)
 
     def _answer_requests(self, peers: Iterable[int]) -> None:
-        """Connects to the peers that have requested it because they cannot connect to this rank."""
+        """Connects to peers that have requested a connection because they cannot connect to this rank."""
         if self._port is not None:
             for peer, why in self._requests.requesters(peers).items():
                 self._drop(peer)

@@ -1,9 +1,10 @@
-"""Link costs of this network: measured when the ranks of several hosts meet, or set by the user.
+"""Link costs of the network, measured when a group of several hosts forms, or set by the user.
 
-Rank 0 measures round trips, within a time budget, to a rank of its own host and to one of another host. If there are a
-few hosts, their first ranks also measure every pair of hosts, to find links that differ from the others. They do so in
-the rounds of a tournament (`comm/schedule/network.py`), one direction of a pair after the other. Links that seem uneven
-are measured again, and the shortest time counts, since a busy host also looks slow.
+Rank 0 measures round trips, within a time budget, to a rank on its own host and to a rank on another host. If there are
+only a few hosts, the hosts' first ranks also measure the links between all pairs of hosts, to detect unequal links.
+These measurements follow the rounds of a tournament (`comm/schedule/network.py`), first in one direction of a pair and
+then in the other. Links that appear to be unequal are measured again, and the shortest time is used, because a busy
+host also appears slow.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _FAR_S = 0.0025
 _LONG, _BULK = 64 << 10, 512 << 10
 _TRIES = 3
 _TIMEOUT_NS = 60_000_000_000
-_LOOK_NS = 200_000_000  # the interval at which a rank that waits for a message checks whether another gave up
-_NO_DATA = 1  # as a number of bytes: no message follows the number
+_LOOK_NS = 200_000_000  # while waiting for a message, the interval between checks for ranks that gave up
+_NO_DATA = 1  # an announced size with which no message follows
 _PASS_KEY = "engine/pairs/pass"
 _PASSES = 3
 _COSTS_KEY, _NETWORK_KEY, _PAIRS_KEY = _KEYS = ["engine/costs", "engine/network", "engine/pairs"]
@@ -50,7 +51,7 @@ _REDUCED = 1 << 20
 
 
 class Probe:
-    """Messages of a measurement between this rank and one other."""
+    """The messages for a measurement between this rank and another rank."""
 
     def __init__(self, formation: Formation, topology: Topology, links: Messages, peer: int) -> None:
         self._formation = formation
@@ -84,16 +85,16 @@ class Probe:
 
 
 def is_far(alpha_s: float) -> bool:
-    """Returns whether a link's latency is too high to measure its bandwidth with long messages."""
+    """Returns whether a link's latency is too high for measuring its bandwidth with long messages."""
     return alpha_s >= _FAR_S
 
 
 def measure(probe: Probe) -> LinkCost:
-    """Measures round trips within a time budget; only the shortest counts, since a rank may be busy for a moment.
+    """Measures round trips within a time budget and uses the shortest one, because a rank may be busy temporarily.
 
-    Each round trip begins with the number of bytes that follow, and its answer is an empty message. The number 0 (see
-    `Probe.end`) ends the measurement. The first round trip is discarded, since the other rank may not have reached the
-    measurement yet.
+    Each round trip begins with the size of the message that follows, and is answered by an empty message. The size 0
+    (see `Probe.end`) ends the measurement. The first round trip is discarded, because the other rank may not have
+    reached the measurement yet.
     """
 
     def best_of(nbytes: int, most: int, budget_s: float) -> float:
@@ -113,7 +114,8 @@ def measure(probe: Probe) -> LinkCost:
     alpha_s = best_of(_NO_DATA, 10, _SHORT_S) / 2
     if is_far(alpha_s):
         return LinkCost(alpha_s, UNMEASURED.between_hosts.beta_s_per_byte)
-    # A large message is offered before it is sent, which takes two round trips. A slow link uses shorter messages.
+    # Large messages are offered before they are sent, so they take two round trips. On slow links, shorter messages are
+    # used.
     nbytes, took_s = _LONG, best_of(_LONG, _TRIES, _LONG_S)
     if took_s < _LONG_S / 4:
         nbytes, took_s = _BULK, best_of(_BULK, _TRIES, _LONG_S)
@@ -121,7 +123,7 @@ def measure(probe: Probe) -> LinkCost:
 
 
 def answer(probe: Probe) -> None:
-    """Answers the messages of `measure` on the other rank."""
+    """Answers the messages that `measure` sends on the other rank."""
     nbytes = torch.empty(1, dtype=torch.int64, device="cpu")
     while True:
         probe.receive(nbytes)
@@ -133,21 +135,21 @@ def answer(probe: Probe) -> None:
 
 
 def are_few(topology: Topology) -> bool:
-    """Returns whether there are several links to compare and few enough hosts and ranks to synthesise schedules."""
+    """Returns whether there are several links to compare, and few enough hosts and ranks to synthesize schedules."""
     return 2 < len(topology.hosts) <= MOST_HOSTS and len(topology.members) <= MOST_RANKS
 
 
 def measure_pairs(
     formation: Formation, topology: Topology, links: Messages, deadline: float, wanted: bool | None = None
 ) -> dict[Pair, LinkCost]:
-    """Measures every pair of hosts; returns the costs on rank 0. The first rank of every host calls this.
+    """Measures the links between all pairs of hosts; returns the costs on rank 0. The first rank of a host calls this.
 
     Args:
         formation: the default group's formation.
         topology: the ranks and their hosts.
         links: the messages between the ranks.
         deadline: the time of the monotonic clock, in seconds, until which to wait for the other ranks.
-        wanted: whether to measure at all; only rank 0 passes this.
+        wanted: whether to measure at all; passed only on rank 0.
 
     Raises:
         RendezvousError: a rank gave up or died.
@@ -177,7 +179,7 @@ def measure_pairs(
 
 
 def differences(n: int, found: Mapping[Pair, LinkCost]) -> str:
-    """Returns the differences between the links of n hosts in the form of PACELINE_NETWORK, or "" if there are none."""
+    """Describes differences between the links of n hosts in the format of PACELINE_NETWORK; "" if there are none."""
     if not found:
         return ""
     return describe_differences(
@@ -186,7 +188,7 @@ def differences(n: int, found: Mapping[Pair, LinkCost]) -> str:
 
 
 def recalled(topology: Topology, known: KnownCosts) -> dict[Pair, LinkCost]:
-    """Returns the known costs of all pairs of these hosts, by the hosts' numbers, or {} if a pair is unknown."""
+    """Returns the known costs for all pairs of these hosts, by host number, or {} if any of them is unknown."""
     names = _names(topology)
     pairs = {(a, b): (min(names[a], names[b]), max(names[a], names[b])) for a, b in combinations(range(len(names)), 2)}
     if not all(pair_of_names in known.pairs for pair_of_names in pairs.values()):
@@ -195,7 +197,7 @@ def recalled(topology: Topology, known: KnownCosts) -> dict[Pair, LinkCost]:
 
 
 def remember(topology: Topology, known: KnownCosts, found: Mapping[Pair, LinkCost]) -> None:
-    """Adds the measured costs of pairs of hosts to `known`."""
+    """Adds the measured costs for pairs of hosts to `known`."""
     names = _names(topology)
     for (a, b), cost in found.items():
         known.pairs[min(names[a], names[b]), max(names[a], names[b])] = cost
@@ -208,7 +210,7 @@ def _names(topology: Topology) -> list[str]:
 def _play_rounds(
     formation: Formation, topology: Topology, links: Messages, host: int
 ) -> dict[Pair, tuple[float, float]]:
-    """Plays all rounds; returns the costs that this host measured to each other host."""
+    """Performs all rounds; returns the costs that this host measured for the link to each other host."""
     mine = {}
     leaders = [ranks[0] for ranks in topology.hosts]
     for pairs in round_robin_rounds(len(leaders)):
@@ -227,7 +229,7 @@ def _play_rounds(
 
 
 def note(found: dict[Pair, LinkCost], pair: Pair, cost: LinkCost) -> None:
-    """Keeps the shortest times of a pair; a measured bandwidth replaces an unmeasured one."""
+    """Keeps the shortest times for a pair; a measured bandwidth replaces an assumed one."""
     before = found.get(pair, cost)
     if is_far(before.alpha_s) != is_far(cost.alpha_s):
         before = cost = min(before, cost, key=lambda candidate: candidate.alpha_s)
@@ -246,12 +248,12 @@ def _await(formation: Formation, topology: Topology, keys: list[str], deadline: 
 def agree_on_costs(
     formation: Formation, topology: Topology, links: Messages, known: KnownCosts, timeout_s: float
 ) -> tuple[CostModel, Network | None]:
-    """Returns the same costs on all ranks: rank 0's PACELINE_COSTS, or else the costs in rank 0's `known` or measured.
+    """Returns the same costs on all ranks: from PACELINE_COSTS on rank 0, from rank 0's `known`, or from a measurement.
 
-    The network is returned as well if it is uneven according to PACELINE_NETWORK on rank 0 (see `read_network`) or, if
-    no costs are given or known, according to the measured links between a few hosts.
+    The network is also returned if its links are unequal according to PACELINE_NETWORK on rank 0 (see `read_network`)
+    or, without given or known costs, according to measurements between a few hosts.
 
-    The costs are added to `known` on all ranks, so the next group of these hosts forms sooner.
+    The costs are added to `known` on all ranks, so later groups on these hosts form faster.
 
     PACELINE_COSTS is JSON: {"within_host": [alpha, beta], "between_hosts": [alpha, beta], "gamma": gamma}, with alpha
     in seconds per message, and beta and gamma in seconds per byte.
@@ -286,7 +288,7 @@ def agree_on_costs(
 def _measure_all(
     formation: Formation, topology: Topology, links: Messages, known: KnownCosts, deadline: float
 ) -> tuple[CostModel, str, dict[Pair, LinkCost]]:
-    """Returns rank 0's model, the network in the form of PACELINE_NETWORK, and the costs of pairs of hosts."""
+    """Returns rank 0's model, the network in the format of PACELINE_NETWORK, and the costs for pairs of hosts."""
     given, described = os.environ.get(COSTS_VARIABLE), os.environ.get(NETWORK_VARIABLE, "")
     probes = [Probe(formation, topology, links, peer) for peer in _partners(topology)]
     model = parse_costs(given) if given else known.models.get(_measured_ranks(topology))
@@ -305,7 +307,7 @@ def _measure_all(
 
 
 def _answer_all(formation: Formation, topology: Topology, links: Messages, deadline: float) -> None:
-    """Answers the measurements of rank 0 and of the first ranks of all hosts."""
+    """Answers measurements by rank 0 and by the first ranks of all hosts."""
     if topology.rank in _partners(topology):
         answer(Probe(formation, topology, links, 0))
     if are_few(topology) and any(topology.rank == ranks[0] for ranks in topology.hosts):
@@ -313,12 +315,12 @@ def _answer_all(formation: Formation, topology: Topology, links: Messages, deadl
 
 
 def _partners(topology: Topology) -> list[int]:
-    """Returns the ranks with which rank 0 measures: another rank of its host, if any, and one of the next host."""
+    """Returns the ranks with which rank 0 measures: another rank on its host, if any, and a rank on the next host."""
     return [*topology.hosts[0][1:2], topology.hosts[1][0]]
 
 
 def _measured_ranks(topology: Topology) -> tuple[str, ...]:
-    """Returns the hosts with which the model is measured, each as its name and its number of measured ranks."""
+    """Returns the hosts on which the model is measured, each described by its name and number of measured ranks."""
     return tuple(f"{topology.members[ranks[0]].host} {min(len(ranks), 2)}" for ranks in topology.hosts[:2])
 
 

@@ -1,4 +1,4 @@
-"""Both ends of a connection between ranks; it is valid once the accepting end has acknowledged the proof."""
+"""Both ends of a connection between ranks. It becomes valid when the accepting end acknowledges the proof."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def dial(
     deadline: float,
     secret: bytes | None = None,
 ) -> Connection:
-    """Connects and proves this rank's identity; retries while the other end drops connections without reading them.
+    """Connects and proves this rank's identity; retries as long as the other end drops connections unread.
 
-    Each pause before another attempt is twice as long as the previous one, and at most half of the remaining time.
+    The pause before each new attempt is twice as long as the previous one, but at most half of the remaining time.
 
     Args:
         open_connection: a function that opens a connection within the given number of seconds.
-        key: the secret that both ends have.
-        hello: this rank's description of itself in its proof.
-        deadline: the time of the monotonic clock, in seconds, at which to stop retrying.
+        key: the secret shared by both ends.
+        hello: this rank's first message, which the proof covers.
+        deadline: the time on the monotonic clock, in seconds, at which to stop retrying.
         secret: the job's secret, which determines the certificate of encrypted connections.
 
     Raises:
         OSError: no process listens at that address.
         AuthenticationError: the other end does not have the key, or did not answer in time.
-        HandshakeUnfinishedError: the other end still dropped the connection at the deadline.
+        HandshakeUnfinishedError: the other end still dropped connections at the deadline.
     """
     pause_s = _FIRST_PAUSE_S
     while True:
@@ -65,7 +65,7 @@ def dial(
 
 
 def _await_welcome(connection: Connection, timeout_s: float) -> None:
-    """Waits for the acknowledgement, since a busy listener may drop a connection before reading its proof."""
+    """Waits for the acknowledgment, because a busy listener may drop a connection before reading the proof."""
     connection.settimeout(timeout_s)
     try:
         if connection.recv(1) == _WELCOME:
@@ -76,12 +76,12 @@ def _await_welcome(connection: Connection, timeout_s: float) -> None:
 
 
 def acknowledge(connection: Connection) -> None:
-    """Acknowledges the proof of the end that dialled."""
+    """Acknowledges the proof from the connecting end."""
     connection.sendall(_WELCOME)
 
 
 class AcceptedConnections:
-    """A queue of accepted connections for the thread that waits for them."""
+    """A queue in which accepted connections are passed to the thread that waits for them."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[PeerHello, Connection]] = queue.SimpleQueue()

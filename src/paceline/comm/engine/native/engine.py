@@ -1,4 +1,4 @@
-"""The native engine: shared memory between the ranks of a host, TCP between hosts."""
+"""The native engine, which uses shared memory within a host and TCP between hosts."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from paceline.linux import is_out_of_descriptors
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of a group on this host, which a mesh connects, and memory that they share for longer than a call.
+    """The ranks of a group on this host, connected by a mesh, and memory that they share for longer than a call.
 
     Attributes:
-        mesh: the connections between them.
-        places: the mesh rank of each group rank, or -1 for ranks on other hosts.
+        mesh: the mesh that connects the ranks.
+        places: the mesh rank for each group rank, or -1 for ranks on other hosts.
         rank: this process's group rank.
     """
 
@@ -54,7 +54,7 @@ class HostRanks:
         return [rank for rank, place in enumerate(self.places) if place >= 0]
 
     def share(self, nbytes: int) -> tuple[_core.SharedMemory, int]:
-        """Creates zeroed memory for the ranks of this host; returns it and the number with which they find it.
+        """Creates zeroed memory for the ranks on this host; returns it and the number under which they can find it.
 
         Raises:
             OSError: no memory or descriptors are left.
@@ -62,7 +62,7 @@ class HostRanks:
         return _core.share_memory(self.mesh, nbytes)
 
     def find(self, owner: int, number: int, nbytes: int, timeout_s: float) -> _core.SharedMemory | None:
-        """Returns the memory that group rank `owner` created, or None on time-out or if the owner has died or left.
+        """Returns the memory created by group rank `owner`, or None on time-out or if the owner has died or left.
 
         Raises:
             OSError: no memory or descriptors are left.
@@ -70,26 +70,26 @@ class HostRanks:
         return _core.find_memory(self.mesh, self.places[owner], number, nbytes, timeout_s)
 
     def withdraw(self, number: int) -> None:
-        """Withdraws the number of this rank's memory after all ranks have found the memory."""
+        """Withdraws the number under which this rank's memory was found; called when all ranks have found it."""
         _core.withdraw_memory(self.mesh, number)
 
 
-# The size of each of a rank's four slots in a group: the part of a tensor in a slot stays in the L2 cache.
+# The size of a slot; a rank has four slots in each group. The part of a tensor in a slot stays in the L2 cache.
 SLOT_BYTES = 128 << 10
 _DEFAULT_STREAMS = 1
-_MOST_NAMED = 8  # ranks in an error message
-_START = "native"  # the name of the formation if the engine starts after the default group has formed
-_LINKS = 1 << 63  # distinguishes the id of a group's rings from the id of its slots
+_MOST_NAMED = 8  # maximum number of ranks in an error message
+_START = "native"  # the formation's name, if the engine starts after the default group has formed
+_LINKS = 1 << 63  # flag that distinguishes the id of a group's rings from the id of its slots
 
 
 @dataclass
 class NativeGroup:
-    """A group's connections.
+    """The connections of a group.
 
     Attributes:
         channel: runs the group's collectives.
         messages: passes messages between two of its ranks.
-        host_ranks: the group's ranks on this host; None after `close`, to release the memory of the connections.
+        host_ranks: the group's ranks on this host; set to None by `close` to release the memory of the connections.
     """
 
     channel: EngineChannel
@@ -102,12 +102,12 @@ class NativeGroup:
         self.messages.record_as(group)
 
     def abort(self) -> None:
-        """Ends the calls and messages of all ranks; see `engine.channel.EngineChannel`."""
+        """Ends calls and messages on all ranks; see `engine.channel.EngineChannel`."""
         self.channel.abort()
         self.messages.abort()
 
     def failure(self) -> int:
-        """Returns the code of a failure of calls or messages; see `engine.channel.EngineChannel`."""
+        """Returns the `OutcomeCode` for a failure of calls or messages; see `engine.channel.EngineChannel`."""
         return self.channel.failure() or self.messages.failure()
 
     def close(self) -> None:
@@ -118,15 +118,15 @@ class NativeGroup:
 
 
 class NativeEngine:
-    """Connects the ranks of the default group and of all other groups, until `close` is called.
+    """Connects the ranks in the default group and in all other groups, until `close` is called.
 
     Args:
         formation: the default group's formation; its store also serves the formation of later groups.
         timeout_s: the time to wait for the other ranks, in seconds.
-        peer: the host at which the ranks met, if it is known.
+        peer: the host of the rendezvous, if it is known.
         interface: the interface or address to which other hosts connect; see `own_address`.
-        algorithm: the algorithm to force for every collective that offers it, even among ranks of one host.
-        known_costs: the link costs that earlier engines measured, to which this one adds its own.
+        algorithm: the algorithm to force for every collective that implements it, even among ranks on one host.
+        known_costs: the link costs measured by earlier engines, to which this engine adds its own.
 
     Raises:
         ValueError: `algorithm` or `interface` does not exist.
@@ -152,7 +152,7 @@ class NativeEngine:
         self._peer = peer
         self._interface = interface
         self._groups: list[NativeGroup] = []
-        self._closed: set[str] = set()  # addresses of machines that accept no connections
+        self._closed: set[str] = set()  # addresses of machines that do not accept connections
         self._costs: CostModel | None = None
         self._network: Network | None = None
         self._known_costs = KnownCosts() if known_costs is None else known_costs
@@ -205,8 +205,8 @@ class NativeEngine:
             address = own_address(self._peer, self._interface)
             connections = connect(formation, topology, ranks, identity, address, self._streams, timeout_s, self._closed)
         remaining_s = max(0.1, deadline - time.monotonic())
-        # Ranks of one host with different algorithms must not find each other, so that opening the group fails. Between
-        # hosts, the calls themselves detect the difference.
+        # Ranks on one host with different algorithms get different ids, so opening the group fails. Between hosts,
+        # calls detect the difference.
         local_id = identity ^ zlib.crc32(algorithm.encode()) if algorithm is not None else identity
         links = _core.ScheduleGroup.create(
             self._mesh, local_id | _LINKS, group_rank, mesh_ranks, connections, remaining_s, ranks
@@ -215,7 +215,7 @@ class NativeEngine:
             raise self._not_opened(formation, ranks, timeout_s)
         with contextlib.ExitStack() as undo:
             undo.callback(links.close)
-            undo.push(lambda _, error, __: _announce(formation, error))  # before the others detect the closed links
+            undo.push(lambda _, error, __: _announce(formation, error))  # before other ranks detect the closed links
             channel: EngineChannel | None
             if len(hosts) > 1 or algorithm is not None:
                 if self._costs is None:
@@ -247,7 +247,7 @@ class NativeEngine:
         return agree_on_costs(formation, self._topology, links, self._known_costs, timeout_s)
 
     def _gone(self) -> RankIdentity | None:
-        """Returns a rank of this host or of the default group that is known to have died or left, or None."""
+        """Returns a rank on this host or in the default group that is known to have died or left, or None."""
         lost = [self._topology.local_ranks[place] for place in self._mesh.lost()]
         gone = lost or (self._groups[0].messages.gone() if self._groups else [])
         return self._topology.members[gone[0]] if gone else None
@@ -261,17 +261,17 @@ class NativeEngine:
 
 
 def _announce(formation: Formation, error: BaseException | None) -> None:
-    """Reports to the other ranks why this one gives up; the formation itself reports a lack of descriptors."""
+    """Reports to the other ranks why this rank gives up; a lack of descriptors is reported by the formation itself."""
     if error is not None and not is_out_of_descriptors(error):
         formation.announce(error)
 
 
 def missing_piece(name: str) -> None:
-    """Returns None: this engine is part of Paceline and needs nothing else."""
+    """Returns None, because this engine is part of Paceline and has no prerequisites."""
 
 
 def start(name: str, context: EngineContext) -> NativeEngine:
-    """Starts the engine, which connects this rank to the other ranks of its host; see `engine.api.EngineModule`."""
+    """Starts the engine, which connects this rank to the other ranks on its host; see `engine.api.EngineModule`."""
     with context.forming(_START) as formation:
         return NativeEngine(
             formation,

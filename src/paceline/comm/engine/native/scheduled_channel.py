@@ -1,6 +1,6 @@
-"""`ScheduledChannel`: runs a group's collectives as schedules, each with the algorithm predicted to be the fastest.
+"""`ScheduledChannel`, which runs each collective as a schedule, with the algorithm predicted to be the fastest.
 
-Calls whose times differ much from the prediction, which the core detects (native/call/foresight.hpp), are logged once.
+The core detects calls whose times differ greatly from the prediction (native/call/foresight.hpp); they are logged once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from paceline.comm.schedule.synthesis import can_synthesise, choose_all_reduce, 
 
 
 class PredictionMiss(NamedTuple):
-    """Calls of one kind whose times were far from the prediction; a result of `_core.ScheduleGroup.surprise`.
+    """Calls of one kind whose times were far from the prediction, as reported by `_core.ScheduleGroup.surprise`.
 
     Attributes:
-        operation, algorithm, dtype: the kind of the calls, by the codes of the core.
+        operation, algorithm, dtype: the codes that describe the kind of call.
         elements: the number of elements of each call.
         calls: the number of calls.
         least_ns: the time of the shortest call, in nanoseconds.
@@ -58,16 +58,16 @@ _WHOLE = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.GATHER, Oper
 
 
 class ScheduledChannel(EngineChannel):
-    """Runs the calls of one group by schedules over its links.
+    """Runs the calls of one group as schedules over the group's links.
 
     Args:
         links: the group's links; the native executor runs schedules over them.
         rank: the group rank of this process.
         hosts: the group ranks of each host.
-        model: the link costs, which are the same on all ranks so that all choose the same algorithm.
-        forced: the algorithm to use for every operation that offers it; None leaves the choice to `model`.
-        network: the group's network if its links differ. The algorithm of an all-reduce is then chosen by simulation,
-            and schedules synthesised for this network are among the candidates.
+        model: the link costs; they must be equal on all ranks, since all ranks must choose the same algorithm.
+        forced: the algorithm to use for every operation that it implements; None leaves the choice to `model`.
+        network: the group's network, if its links are unequal. The algorithm for an all-reduce is then chosen by
+            simulation, and the candidates include schedules synthesized for this network.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class ScheduledChannel(EngineChannel):
         self._size = sum(map(len, hosts))
         self._model = model
         self._forced = forced
-        # The caches are bounded, which suffices because programs repeat a small number of sizes.
+        # Bounded caches are sufficient, because programs repeat a small number of sizes.
         self._uneven = network if network is not None and can_synthesise(network) else None
         self._synthesised = synthesise(self._uneven) if self._uneven is not None else []
         self._choice = functools.lru_cache(1024)(self.choose)
         self._schedule = functools.lru_cache(256)(self._build)
 
     def choose(self, operation: Operation, nbytes: int) -> AlgorithmChoice:
-        """Returns the algorithm for a call of `nbytes` bytes, and the expected time of each candidate."""
+        """Returns the algorithm for a call on `nbytes` bytes, and the predicted time for each candidate."""
         forced = self._forced if self._forced in algorithms_offering(operation) else None
         if self._uneven is not None and operation is Operation.ALL_REDUCE:
             return choose_all_reduce(self._uneven, self._synthesised, nbytes, forced)
@@ -100,7 +100,7 @@ class ScheduledChannel(EngineChannel):
 
     @property
     def quantises(self) -> bool:
-        """Returns True: calls may have a `wire`, which determines their schedule."""
+        """Returns True: calls may specify a `wire`, which determines their schedule."""
         return True
 
     def run(self, call: CollectiveCall) -> _core.Outcome | None:
@@ -114,28 +114,28 @@ class ScheduledChannel(EngineChannel):
         return self._links.submit(*self._planned(call))
 
     def prepare(self, call: CollectiveCall) -> _core.PreparedCall:
-        """Returns the call with its schedule."""
+        """Prepares the call with its schedule."""
         self._log_miss()
         return self._links.prepare(*self._planned(call))
 
     def record_as(self, group: int) -> None:
-        """Records the calls of the links."""
+        """Records later calls under the group's serial number."""
         self._links.record_as(group)
 
     def abort(self) -> None:
-        """Ends the calls of all ranks, and their messages, which use the same links."""
+        """Ends calls on all ranks, and messages, which use the same links."""
         self._links.abort()
 
     def failure(self) -> int:
-        """Returns the code of the links' failure."""
+        """Returns the `OutcomeCode` for a failure of the links, or OK."""
         return self._links.failure()
 
     def close(self) -> None:
-        """Logs mispredicted calls if none have been logged; the group that owns the links closes them."""
+        """Logs mispredicted calls unless some have been logged. Does not close the links, which belong to the group."""
         self._log_miss()
 
     def _log_miss(self) -> None:
-        """Logs once, on rank 0, the calls that took much more or much less time than predicted."""
+        """Logs once, on rank 0, calls that took much more or much less time than predicted."""
         if self._rank == 0 and (found := self._links.surprise()) is not None:
             logging.getLogger(__name__).info(describe_miss(PredictionMiss(*found)))
 
@@ -148,7 +148,7 @@ class ScheduledChannel(EngineChannel):
         return self._schedule(choice.algorithm, call.operation, call.root), call, predicted_ns
 
     def _nbytes(self, call: CollectiveCall) -> int:
-        """Returns the number of bytes of a rank's longest buffer, which determines the algorithm."""
+        """Returns the size in bytes of a rank's longest buffer, which determines the algorithm."""
         if call.operation == Operation.ALL_TO_ALL:
             return ALL_TO_ALL_NBYTES
         nbytes = call.count * ITEM_SIZES[call.dtype]

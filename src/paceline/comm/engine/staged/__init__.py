@@ -1,7 +1,7 @@
-"""Groups for accelerator tensors whose data travels through host memory, over the engine for CPU tensors.
+"""Groups for accelerator tensors that are staged through host memory and use the engine for CPU tensors.
 
 A call is divided into chunks, which are copied to pinned host memory, reduced or exchanged there, and copied back.
-Backends without an engine for the device use these groups, so no other library is needed.
+Backends without an engine for the device use these groups, which require no other library.
 
 May use: `adapters`, and below `engine`. Start reading at `channel.py`.
 """

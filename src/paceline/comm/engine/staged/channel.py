@@ -1,11 +1,11 @@
-"""`StagedGroup` and `StagedChannel`: a group for accelerator tensors, built on a group for CPU tensors.
+"""`StagedGroup` and `StagedChannel`, which implement a group for accelerator tensors on top of a group for CPU tensors.
 
 A thread of the channel divides each call into chunks. A chunk passes through three stages: one stream copies it to host
-memory, the thread makes the call on the copy, and another stream copies the result back. While the thread is in the
-call of one chunk, the streams copy the chunks before and after it.
+memory, the thread performs the call on the copy, and another stream copies the result back. While the thread performs
+the call for one chunk, the streams copy the chunks before and after it.
 
-The streams wait for the work that the program had enqueued when it made the call, and `StagedWork.wait` makes the
-program's current stream wait for the results. It blocks the program's thread until the last copy back has been
+The streams wait for work that the program enqueued before the call, and `StagedWork.wait` makes the program's current
+stream wait for the results. `StagedWork.wait` also blocks the program's thread until the last copy back has been
 enqueued, because a stream cannot wait for an event that does not exist yet.
 """
 
@@ -42,16 +42,16 @@ from paceline.comm.schedule.steps import Operation
 from paceline.durations import LONGEST_S, event_timeout_s, to_nanoseconds
 
 SLOT_BYTES = 8 << 20
-"""The size of a slot, which holds one chunk. Smaller chunks overlap better, and larger ones need fewer calls."""
+"""The size of a slot, which holds one chunk. Smaller chunks improve the overlap, and larger chunks need fewer calls."""
 
 SLOTS = 3
-"""The number of chunks in progress at a time; a group takes `SLOTS * SLOT_BYTES` bytes of pinned memory.
+"""The number of chunks in progress at a time; a group allocates `SLOTS * SLOT_BYTES` bytes of pinned memory.
 
-More slots are slower, because the core then reads chunks that have left the processor's cache.
+More slots are slower, because chunks leave the processor's cache before the core reads them.
 """
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
-_SPINS = 50  # the number of times that the thread polls an event before it pauses
+_SPINS = 50  # how often the thread polls an event before it pauses
 _RETIRE_S = 0.001
 _CLOSE_S = 1.0
 _HEADER_FIELDS = 7
@@ -79,10 +79,10 @@ class StagedWork:
         """Marks the call as failed, or as enqueued with `end` as the event after its last copy."""
         self._outcome, self._end = outcome, end
         self._enqueued.set()
-        _core.announce_ending()  # wakes the thread that reports completions
+        _core.announce_ending()  # wakes the completion thread
 
     def is_enqueued(self) -> bool:
-        """Returns whether the call has failed, or all its copies are on the streams."""
+        """Returns whether the call has failed, or all of its copies have been enqueued."""
         return self._enqueued.is_set()
 
     def done(self) -> bool:
@@ -98,13 +98,13 @@ class StagedWork:
         return True
 
     def outcome(self) -> CallOutcome | None:
-        """Returns why the call failed, or None if it succeeded."""
+        """Returns the reason why the call failed, or None if it succeeded."""
         return self._outcome
 
 
 @dataclass
 class _Chunk:
-    """A chunk in progress; the thread may use its slot after the event `copied`, if there is one."""
+    """A chunk in progress. The thread may use the slot after the event `copied`, if there is one."""
 
     work: StagedWork
     number: int
@@ -114,10 +114,11 @@ class _Chunk:
 
 
 class StagedChannel(EngineChannel):
-    """Runs calls on device tensors over `inner`, in the order in which they are made; any thread may call it.
+    """Runs calls on device tensors over `inner`, in the order in which they are made; thread-safe.
 
     Args:
-        inner: the channel of the same ranks for CPU tensors, which only this channel uses and which it does not close.
+        inner: the channel of the same ranks for CPU tensors. It must not be used elsewhere, and is not closed by this
+            channel.
         device: the device of the tensors.
         recorder: records the calls.
         rank: the group rank of this process.
@@ -138,18 +139,18 @@ class StagedChannel(EngineChannel):
         self._to_host = AcceleratorStream(device)
         self._to_device = AcceleratorStream(device)
         self._memory: PinnedMemory | None = None
-        self._slot_free: list[AcceleratorEvent | None] = [None] * SLOTS  # recorded after the copies that read the slot
+        self._slot_free: list[AcceleratorEvent | None] = [None] * SLOTS  # events behind the copies that read the slots
         self._next_slot = 0
         self._sequence = 0
         self._arrived = threading.Condition()
-        self._works: deque[StagedWork] = deque()  # the works that have chunks left to issue
+        self._works: deque[StagedWork] = deque()  # works with chunks that have not been issued
         self._unfinished: deque[tuple[StagedWork, AcceleratorEvent]] = deque()
         self._thread: threading.Thread | None = None
-        self._failure: CallOutcome | None = None  # once set, it is permanent
+        self._failure: CallOutcome | None = None  # permanent once set
         self._closed = False
 
     def run(self, call: CollectiveCall, /) -> CallOutcome | None:
-        """Runs a call; the current stream waits for it, and the thread waits until its last copy is enqueued."""
+        """Runs a call. The current stream waits for the call, and the thread waits until the last copy is enqueued."""
         work = self._queue(call, is_async=False)
         work.wait(to_nanoseconds(LONGEST_S))
         return work.outcome()
@@ -168,7 +169,7 @@ class StagedChannel(EngineChannel):
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Ends current and later calls, on all ranks if the inner channel does so."""
+        """Ends current and later calls; on all ranks if the inner channel supports this."""
         self._break(CallFailure(OutcomeCode.ABORTED))
         self.inner.abort()
 
@@ -179,7 +180,8 @@ class StagedChannel(EngineChannel):
     def close(self) -> None:
         """Ends queued calls and the thread; idempotent. The inner channel must be closed first.
 
-        If the device takes long to complete enqueued copies, the thread waits for them in the background.
+        If the device takes a long time to complete enqueued copies, the channel's thread waits for them in the
+        background.
         """
         self._break(CallFailure(OutcomeCode.INTERRUPTED))
         with self._arrived:
@@ -216,7 +218,7 @@ class StagedChannel(EngineChannel):
         return work
 
     def _run(self) -> None:
-        chunks: deque[_Chunk] = deque()  # the chunks whose copies to the host are enqueued
+        chunks: deque[_Chunk] = deque()  # chunks whose copies to the host are enqueued
         with activated(self._device):
             while self._await_work(bool(chunks)):
                 try:
@@ -225,14 +227,14 @@ class StagedChannel(EngineChannel):
                         if chunks:
                             self._advance(chunks[0])
                             chunks.popleft()
-                except Exception as error:  # a device error that nothing else would report
+                except Exception as error:  # for example, a device error, which would go unreported
                     self._give_up(error)
                 if self._failure is not None:
                     self._drop(chunks)
             self._close_memory()
 
     def _await_work(self, has_chunks: bool) -> bool:
-        """Waits for a call and meanwhile retires calls completed by the device; returns False to end the thread."""
+        """Waits for a call, retiring completed calls in the meantime; returns False if the thread must end."""
         while True:
             try:
                 self._retire()
@@ -261,7 +263,7 @@ class StagedChannel(EngineChannel):
                 self._to_host.follow(work.start)
                 self._to_device.follow(work.start)
             elif work.chunks is None:
-                return  # the ranks exchange their sizes with the first chunk
+                return  # the ranks must exchange sizes before the second chunk
             chunks.append(self._issue(work, layout))
             if work.chunks is not None and work.issued == work.chunks:
                 with self._arrived:
@@ -288,7 +290,7 @@ class StagedChannel(EngineChannel):
         return _Chunk(work, number, slot, self._to_host.record() if copies else free, stamp)
 
     def _advance(self, chunk: _Chunk) -> None:
-        """Makes a chunk's call once its data is in host memory, and enqueues the copies back to the device."""
+        """Performs the call for a chunk once its data is in host memory, and enqueues the copies back to the device."""
         try:
             self._make_call(chunk)
         finally:
@@ -359,18 +361,18 @@ class StagedChannel(EngineChannel):
         return None
 
     def _explained(self, work: StagedWork, layout: StagedLayout, chunk: int, outcome: CallOutcome) -> CallOutcome:
-        """Converts the outcome of a chunk's call to the outcome of the whole call."""
+        """Converts the outcome of the call for a chunk to the outcome of the whole call."""
         if outcome.code == OutcomeCode.MISMATCH and outcome.split_from >= 0:
             before = chunk * layout.part_nbytes
             return _copied(
                 outcome, split_sent=before + outcome.split_sent, split_expected=before + outcome.split_expected
             )
         if outcome.code == OutcomeCode.MISMATCH and self.inner.failure() == OutcomeCode.OK:
-            # All ranks have the same outcome here. Some of them may have begun a call of several chunks.
+            # All ranks receive this outcome. Some ranks may have begun a call with several chunks.
             headers = self._exchange(work, layout)
             if isinstance(headers, list):
                 return _mismatch(headers)
-        # The other ranks' latest calls are calls of chunks, which mean nothing to the user.
+        # The other ranks' latest calls are for chunks, which are meaningless to the user.
         return outcome if outcome.code == OutcomeCode.MISMATCH else _copied(outcome, calls=(), algorithms=())
 
     def _exchange(self, work: StagedWork, layout: StagedLayout) -> list[list[int]] | CallOutcome:
@@ -397,11 +399,11 @@ class StagedChannel(EngineChannel):
         self, work: StagedWork, layout: StagedLayout, outcome: CallOutcome
     ) -> list[list[int]] | CallOutcome:
         if outcome.code == OutcomeCode.MISMATCH and self.inner.failure() == OutcomeCode.OK:
-            return self._exchange(work, layout)  # another rank had called an operation of one chunk
+            return self._exchange(work, layout)  # another rank called an operation with only one chunk
         return _copied(outcome, calls=(), algorithms=())
 
     def _fail(self, work: StagedWork, outcome: CallOutcome) -> None:
-        """Ends a work and drops its other chunks; ends the later works too if the channel is broken."""
+        """Ends a work and drops its remaining chunks; if the channel is broken, also ends all later works."""
         with self._arrived:
             if self._works and self._works[0] is work:
                 self._works.popleft()
@@ -415,7 +417,7 @@ class StagedChannel(EngineChannel):
                 self._failure = failure
 
     def _give_up(self, error: Exception) -> None:
-        """Breaks the channel, on all ranks if the inner channel does so."""
+        """Breaks the channel; on all ranks if the inner channel supports this."""
         self._break(CallFailure(OutcomeCode.REFUSED, said=str(error)))
         self.inner.abort()
 
@@ -439,7 +441,7 @@ class StagedChannel(EngineChannel):
         work.layout = None
 
     def _retire(self) -> None:
-        """Releases the tensors of the calls that the device has completed."""
+        """Releases the tensors of calls that the device has completed."""
         while self._unfinished and self._unfinished[0][1].done():
             work, _ = self._unfinished.popleft()
             work.recorded.end(OutcomeCode.OK)
@@ -456,7 +458,7 @@ class StagedChannel(EngineChannel):
         try:
             self._to_host.synchronize()
             self._to_device.synchronize()
-        except RuntimeError:  # after a device error, its memory cannot be released
+        except RuntimeError:  # after a device error, device memory cannot be released
             return
         self._retire()
         if self._memory is not None:
@@ -464,7 +466,7 @@ class StagedChannel(EngineChannel):
 
 
 def _differ(header: Sequence[int], mine: Sequence[int]) -> bool:
-    """Returns whether two ranks' calls do not match; the lengths in an all_to_all may differ."""
+    """Returns whether two ranks' calls do not match. (In an all_to_all, the lengths may differ.)"""
     return list(header[:-1]) != list(mine[:-1])
 
 
@@ -473,7 +475,7 @@ def _mismatch(headers: Sequence[Sequence[int]]) -> CallFailure:
     return CallFailure(OutcomeCode.MISMATCH, calls=calls, algorithms=[0] * len(calls))
 
 
-# The fields that the core's outcomes also have.
+# The fields of `CallFailure` that the core's outcomes also provide.
 _FIELDS = [field.name for field in fields(CallFailure) if field.name not in ("code", "said", "seen")]
 
 
@@ -484,14 +486,14 @@ def _copied(outcome: CallOutcome, **changes: object) -> CallFailure:
     return replace(outcome, **changes)  # type: ignore[arg-type]
 
 
-_announced = False  # whether this process has printed how tensors travel
+_announced = False  # whether this process has printed the notice about staging
 
 
 class StagedGroup:
     """A group on a device; see `engine.api.OpenGroup`.
 
     Args:
-        inner: the group of the same ranks for CPU tensors, which this group closes.
+        inner: the group of the same ranks for CPU tensors; it is closed by this group.
         device: the device of the tensors.
         members: the members, by group rank.
         group_rank: the group rank of this process.
@@ -507,17 +509,17 @@ class StagedGroup:
         self.messages = StagedMessages(inner.messages, device, self._recorder, group_rank)
 
     def record_as(self, group: int) -> None:
-        """Records calls and messages, but not the calls of their chunks; see `engine.channel.EngineChannel`."""
+        """Records calls and messages, but not the calls for their chunks; see `engine.channel.EngineChannel`."""
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Ends calls and messages, on all ranks if the inner group does so."""
+        """Ends calls and messages; on all ranks if the inner group supports this."""
         self.channel.abort()
         self.inner.abort()
         self.messages.close(CallFailure(OutcomeCode.ABORTED))
 
     def failure(self) -> int:
-        """Returns the code of a failure of calls or messages, or OK."""
+        """Returns the `OutcomeCode` for a failure of calls or messages, or OK."""
         return self.channel.failure() or self.inner.failure()
 
     def close(self) -> None:
@@ -528,7 +530,7 @@ class StagedGroup:
 
 
 def announce_once(device: torch.device, backend: str, rank: int) -> None:
-    """Prints, once per process and only on rank 0, that tensors on the device travel through host memory."""
+    """Prints, once per process and only on rank 0, that tensors on the device are staged through host memory."""
     global _announced
     if _announced or rank != 0:
         return

@@ -1,6 +1,6 @@
-"""The memory of staged calls: the division of their tensors into chunks, pinned host memory, and copies.
+"""Memory for staged calls: division of tensors into chunks, pinned host memory, and copies.
 
-All buffers of a call are cut at the same positions, so that each chunk is itself a call of the same operation. The
+All buffers of a call are divided at the same positions, so each chunk is itself a call with the same operation. The
 division depends only on the operation, the number of ranks and the sizes, and is therefore the same on all ranks.
 Copies are enqueued on the calling thread's current stream.
 """
@@ -20,19 +20,19 @@ from paceline.comm.engine.codes import ITEM_SIZES
 from paceline.comm.schedule.steps import Operation
 
 _NO_FLAGS = 0
-_MANY = 8  # the number of pieces from which a kernel that joins them for a single copy pays off
+_MANY = 8  # from this number of pieces on, joining them in a kernel for a single copy is faster
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
 
 
 @dataclass(frozen=True)
 class StagedBuffer:
-    """One buffer of a call, which occupies the same part of every chunk's slot.
+    """A buffer of a call; it occupies the same part of the slot for every chunk.
 
     Attributes:
         nbytes: the length of the whole buffer.
-        source: the device memory that is copied to the slot before the chunk's call, or None.
-        target: the device memory to which the slot is copied after the call, or None.
+        source: the device memory to copy to the slot before the call for a chunk, or None.
+        target: the device memory to which to copy the slot after the call, or None.
     """
 
     nbytes: int
@@ -41,7 +41,7 @@ class StagedBuffer:
 
 
 class DeviceBytes:
-    """The memory of dense tensors on one device, presented as one sequence of bytes.
+    """The memory of dense tensors on one device, viewed as a single sequence of bytes.
 
     Args:
         pieces: the dense tensors, which this object keeps alive.
@@ -66,11 +66,12 @@ class DeviceBytes:
 
 @dataclass(frozen=True)
 class StagedLayout:
-    """A call's buffers and their division.
+    """The buffers of a call and their division into chunks.
 
     Attributes:
         call: the call, whose tensors are on the device.
-        inputs, outputs: the buffers for the entries of the call's inputs and outputs; an all_reduce has one output.
+        inputs, outputs: the buffers for the entries in the call's inputs and outputs; an all_reduce has a single
+            output.
         part_nbytes: the number of bytes of one buffer in a chunk.
     """
 
@@ -85,7 +86,7 @@ class StagedLayout:
         return max((buffer.nbytes for buffer in (*self.inputs, *self.outputs)), default=0)
 
     def chunks_of(self, nbytes: int) -> int:
-        """Returns the number of chunks of a buffer of `nbytes` bytes; an empty buffer also has one, for the call."""
+        """Returns the number of chunks for a buffer of `nbytes` bytes, which is 1 for an empty buffer."""
         return max(1, -(-nbytes // self.part_nbytes))
 
     def parts(self, chunk: int) -> Iterator[tuple[StagedBuffer, int, int, int]]:
@@ -95,7 +96,7 @@ class StagedLayout:
             yield buffer, place * self.part_nbytes, start, min(start + self.part_nbytes, buffer.nbytes)
 
     def chunk_call(self, chunk: int, address: int, timeout_ns: int) -> CollectiveCall:
-        """Returns the call of a chunk whose slot of host memory is at `address`."""
+        """Returns the call for a chunk whose slot in host memory begins at `address`."""
         pieces = [[address + offset, stop - start] for _, offset, start, stop in self.parts(chunk)]
         call = self.call
         operation, count = call.operation, 0
@@ -109,14 +110,14 @@ def divide(call: CollectiveCall, rank: int, size: int, slot_nbytes: int) -> Stag
     """Returns the layout of a call.
 
     Args:
-        call: the call; entries of its inputs and outputs are `DevicePieces`.
+        call: the call, whose inputs and outputs contain `DevicePieces`.
         rank: the group rank of this process.
         size: the number of ranks in the group.
-        slot_nbytes: the size of a slot, which must have room for `ALIGNMENT` bytes of every buffer on every rank.
+        slot_nbytes: the size of a slot, which must hold `ALIGNMENT` bytes of every buffer on every rank.
     """
     operation = call.operation
     inputs, outputs = [DeviceBytes(pieces) for pieces in call.inputs], [DeviceBytes(pieces) for pieces in call.outputs]
-    # The number of buffers on the rank with the most buffers: the parts must be equal on all ranks.
+    # `most` is the number of buffers on the rank with the most buffers, because parts must be equal on all ranks.
     most = 1
     read: list[StagedBuffer] = []
     if operation in (Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE):
@@ -133,18 +134,18 @@ def divide(call: CollectiveCall, rank: int, size: int, slot_nbytes: int) -> Stag
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the values of a dense tensor in their order in memory, as bytes."""
+    """Returns a dense tensor's values as bytes, in memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class PinnedMemory:
-    """Host memory for copies, pinned if the device's module supports this, until `close` is called.
+    """Host memory for copies, pinned if the device's module supports it; valid until `close` is called.
 
     Args:
         nbytes: the size in bytes.
         device: the device that copies.
-        is_shared: whether to share the memory with the other ranks of the host if shared memory can be pinned, as it
-            can for CUDA. The core reduces such memory without another copy.
+        is_shared: whether to share the memory with the other ranks on the host, if shared memory can be pinned (as with
+            CUDA). The core reduces shared memory without another copy.
 
     Attributes:
         bytes: the memory as a flat tensor of uint8.
@@ -155,11 +156,11 @@ class PinnedMemory:
         if is_shared and device.type == "cuda":
             self.bytes = _core.shared_tensor(nbytes)
             self._registered = int(_cuda().cudaHostRegister(self.bytes.data_ptr(), nbytes, _NO_FLAGS)) == 0
-        if not self._registered:  # a limit on locked memory may forbid pinning memory that CUDA did not allocate
+        if not self._registered:  # a limit on locked memory may prevent pinning memory not allocated by CUDA
             self.bytes = pinned_bytes(nbytes, device)
 
     def close(self) -> None:
-        """Releases the memory, which no copy may still be using; idempotent."""
+        """Releases the memory, which must not be in use by a copy; idempotent."""
         if self._registered:
             self._registered = False
             _cuda().cudaHostUnregister(self.bytes.data_ptr())
@@ -167,12 +168,12 @@ class PinnedMemory:
 
 
 def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Returns `nbytes` bytes of PyTorch's cached pinned memory, or of ordinary memory if the device has none."""
+    """Returns `nbytes` bytes of PyTorch's cached pinned memory, or of ordinary memory if pinning is not supported."""
     if device.type == "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError:  # this includes NotImplementedError
+    except RuntimeError:  # includes NotImplementedError
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
@@ -181,7 +182,7 @@ def copy_to_host(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
     Args:
         host: the host memory, as bytes.
-        parts: the device memory, as bytes in one or more tensors, as long as `host` together.
+        parts: the device memory, as bytes in one or more tensors, with the same total length as `host`.
     """
     if len(parts) > _MANY:
         parts = [torch.cat(list(parts))]
@@ -201,7 +202,7 @@ def copy_to_device(parts: Sequence[torch.Tensor], host: torch.Tensor) -> None:
 
 
 def _side_by_side(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the bytes of `whole` for each part, with the part."""
+    """Yields each part, preceded by the bytes of `whole` that correspond to it."""
     at = 0
     for part in parts:
         yield whole[at : at + part.numel()], part

@@ -1,8 +1,8 @@
-"""`StagedMessages`: messages of accelerator tensors, each of which travels through a host buffer of its own size.
+"""`StagedMessages`, which stages each message of accelerator tensors in a host buffer of the message's size.
 
-A receive begins at once, and its copy to the device is enqueued when the program waits for it or polls it. A send
-begins when its copy to the host is complete, on the thread that waits for it or, if it runs in the background, on a
-thread of the group. Sends begin in the order in which they were made.
+A receive begins at once; the copy to the device is enqueued when the program waits for the receive or polls it. A send
+begins when the copy to the host is complete: on the thread that waits for the send or, for background sends, on a
+thread of the group. Sends begin in the order in which they were requested.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class OutgoingDeviceMessage:
 
     Args:
         copied: the event after the copy to host memory.
-        host: the host memory, which is kept until the message is complete.
-        start: a function that begins the send of the host memory.
-        advance: a function that begins the group's sends whose turn it is.
+        host: the host memory, kept until the message is complete.
+        start: a function that begins sending the host memory.
+        advance: a function that begins all sends of the group that are ready, in order.
         rank: the group rank of this process.
         timeout_ns: the time that the copy, and then the message, may take, in nanoseconds.
         recorded: the message in the recording.
@@ -64,7 +64,7 @@ class OutgoingDeviceMessage:
         self._failure: CallOutcome | None = None
 
     def begin(self) -> bool:
-        """Begins the message if it has been copied, and fails it if the copy is late; returns whether it did either."""
+        """Begins the message if it has been copied, fails it if the copy is late; returns False if neither applies."""
         if self._message is None and self._failure is None:
             if self._copied.done():
                 assert self._start is not None
@@ -75,7 +75,7 @@ class OutgoingDeviceMessage:
         return self._message is not None or self._failure is not None
 
     def fail(self, failure: CallOutcome) -> None:
-        """Fails a message that has not begun."""
+        """Marks a message that has not begun as failed."""
         self._failure, self._start = failure, None
 
     def done(self) -> bool:
@@ -105,7 +105,7 @@ class OutgoingDeviceMessage:
         return self._failure if self._message is None else self._message.outcome()
 
     def source(self) -> int:
-        """Returns -1, since the message is not a receive."""
+        """Returns -1, because the message is a send."""
         return -1
 
     def _end(self) -> None:
@@ -122,7 +122,7 @@ class IncomingDeviceMessage:
         host: the message's host memory.
         target: the memory on the device.
         stream: the stream for copies to the device.
-        start: the event after the program's earlier work on the memory.
+        start: the event behind the program's earlier work on the memory.
         recorded: the message in the recording.
     """
 
@@ -152,7 +152,7 @@ class IncomingDeviceMessage:
         return copied is None or copied.done()
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits for the message and makes the current stream wait for its copy; returns False on time-out."""
+        """Waits for the message and makes the current stream wait for the copy; returns False on time-out."""
         if not self._message.wait(timeout_ns):
             return False
         copied = self._copy()
@@ -169,11 +169,11 @@ class IncomingDeviceMessage:
         return self._message.source()
 
     def is_copied(self) -> bool:
-        """Returns whether the copy to the device is complete or has not been enqueued, so that it uses no memory."""
+        """Returns whether no copy to the device is in progress: it is complete, or has not been enqueued."""
         return self._copied is None or self._copied.done()
 
     def _copy(self) -> AcceleratorEvent | None:
-        """Enqueues the copy to the device once; returns the event after it, or None if the message failed."""
+        """Enqueues the copy to the device once; returns the event behind the copy, or None if the message failed."""
         with self._lock:
             if self._copied is None:
                 failure = self._message.outcome()
@@ -188,10 +188,11 @@ class IncomingDeviceMessage:
 
 
 class StagedMessages(Messages):
-    """Messages of a group's device tensors over `inner`; see `engine.channel.Messages`.
+    """Messages with device tensors over `inner`; see `engine.channel.Messages`.
 
     Args:
-        inner: the messages of the same ranks for CPU tensors, which only this object uses and which it does not close.
+        inner: the messages of the same ranks for CPU tensors. It must not be used elsewhere, and is not closed by this
+            object.
         device: the device of the tensors.
         recorder: records the messages.
         rank: the group rank of this process.
@@ -205,10 +206,10 @@ class StagedMessages(Messages):
         self._to_host = AcceleratorStream(device)
         self._to_device = AcceleratorStream(device)
         self._waiting: deque[OutgoingDeviceMessage] = deque()
-        self._turn = threading.Lock()  # held while sends begin, so that they begin in their order
+        self._turn = threading.Lock()  # held while sends begin, to preserve their order
         self._arrived = threading.Event()
         self._thread: threading.Thread | None = None
-        self._receives: list[IncomingDeviceMessage] = []  # keeps memory that the device may still write to
+        self._receives: list[IncomingDeviceMessage] = []  # keeps memory alive to which the device may still write
         self._failure: CallOutcome | None = None
 
     def record_messages_as(self, group: int, /) -> None:
@@ -259,7 +260,7 @@ class StagedMessages(Messages):
         return receive
 
     def close(self, failure: CallOutcome) -> None:
-        """Fails the sends that have not begun, and all later messages; idempotent."""
+        """Marks sends that have not begun, and all later messages, as failed; idempotent."""
         with self._turn:
             self._failure = failure if self._failure is None else self._failure
             while self._waiting:
@@ -269,7 +270,7 @@ class StagedMessages(Messages):
             self._thread.join()
 
     def _advance(self) -> None:
-        """Begins the sends whose copies are complete, in their order."""
+        """Begins the sends whose copies are complete, in order."""
         with self._turn:
             while self._waiting and self._waiting[0].begin():
                 self._waiting.popleft()
@@ -290,7 +291,7 @@ class StagedMessages(Messages):
 
 
 def capture_text(call: str, device: torch.device) -> str:
-    """Returns the message of the error that a call raises while a graph is captured."""
+    """Returns the error message for a call during graph capture."""
     return (
         f"{call} of tensors on {device} is called while a graph is captured, and these tensors travel through host "
         "memory, which a graph cannot repeat; call it outside of the graph, or use backend='nccl'"

@@ -1,7 +1,7 @@
-"""Engines that wrap PyTorch's process groups: `nccl` and those of other accelerators, and `gloo` for CPU tensors.
+"""Engines that wrap PyTorch's process groups: `nccl` and its counterparts for other accelerators, and `gloo`.
 
-May use: `adapters`, the files of `engine` itself, and `store`. `process_groups.py` constructs a process group without
-torch.distributed's own groups, and `collectives.py` translates a call into one of its operations. On the CPU, `gloo.py`
-runs calls one at a time. Start reading at `device_engine.py`: on a device, `device_calls.py` runs calls in stream order
-and watches them, and `peers.py` finds missing ranks.
+May use: `adapters`, the files of `engine` itself, and `store`. `process_groups.py` constructs process groups
+independently of torch.distributed's groups, and `collectives.py` translates each call to an operation of a process
+group. Start reading at `device_engine.py`. On a device, `device_calls.py` runs and monitors calls in stream order, and
+`peers.py` finds missing ranks. On the CPU, `gloo.py` runs calls one at a time.
 """

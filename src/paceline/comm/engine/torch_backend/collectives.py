@@ -1,9 +1,9 @@
-"""Collectives of PyTorch's process groups: each call becomes one operation of a process group, on flat tensors.
+"""Translation of each collective call to a single operation of a PyTorch process group, on flat tensors.
 
-The operation depends only on facts that are the same on all ranks, never on the addresses of a rank's tensors. Tensors
-in pieces that are not adjacent in memory pass through a flat buffer. Data that is only moved is passed as bytes. A
-dtype that the process group lacks is reduced as another dtype with the same result: booleans as bytes of 0 and 1,
-complex numbers as pairs of floats, unsigned sums as signed sums.
+The choice of the operation depends only on facts that are the same on all ranks, never on the addresses of a rank's
+tensors. Pieces that are not adjacent in memory are copied to a flat buffer. Data that is moved but not reduced is
+passed as bytes. A dtype that the process group does not support is reduced as another dtype with the same result:
+booleans as bytes of 0 and 1, complex numbers as pairs of floats, unsigned sums as signed sums.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from paceline.comm.engine.codes import DTYPES, ReduceOp
 from paceline.comm.schedule.steps import Operation
 
 TorchGroup: TypeAlias = Any
-"""A `torch.distributed.distributed_c10d.Backend`, whose operations are missing from PyTorch's annotations."""
+"""A `torch.distributed.distributed_c10d.Backend`, which PyTorch's annotations describe without its operations."""
 
 TorchWork: TypeAlias = Any
 """A `torch.distributed.Work`."""
 
 
 class FlatTensor(Protocol):
-    """A tensor in pieces as one flat tensor, which is a copy unless the pieces are adjacent."""
+    """The pieces of a tensor as one flat tensor, which is a copy unless the pieces are adjacent."""
 
     def copy_in(self) -> FlatTensor:
         """Fills the copy, if there is one, and returns this tensor."""
@@ -45,7 +45,7 @@ class FlatTensor(Protocol):
 
 
 class DeviceBuffer:
-    """A `FlatTensor` on a device, whose copies run on the current stream; see `schedule_executor.FlatBuffer`."""
+    """A `FlatTensor` on a device, with copies on the current stream; see `schedule_executor.FlatBuffer`."""
 
     def __init__(self, pieces: Iterable[Pieces], device: torch.device) -> None:
         pieces = list(pieces)
@@ -93,7 +93,7 @@ def _adjacent(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
 
 
 class TorchReduction(NamedTuple):
-    """A reduction as a process group performs it: `op` on elements of `dtype`."""
+    """A reduction in the form that a process group supports: `op` on elements of `dtype`."""
 
     dtype: torch.dtype
     op: c10d.ReduceOp.RedOpType
@@ -104,13 +104,13 @@ _Ops: TypeAlias = Mapping[ReduceOp, c10d.ReduceOp.RedOpType]
 _OPS: _Ops = {
     ReduceOp.SUM: c10d.ReduceOp.SUM,
     ReduceOp.AVG: c10d.ReduceOp.AVG,
-    ReduceOp.PREMUL_SUM: c10d.ReduceOp.SUM,  # the tensors have already been multiplied
+    ReduceOp.PREMUL_SUM: c10d.ReduceOp.SUM,  # the factor has already been applied
     ReduceOp.PRODUCT: c10d.ReduceOp.PRODUCT,
     ReduceOp.MIN: c10d.ReduceOp.MIN,
     ReduceOp.MAX: c10d.ReduceOp.MAX,
 }
 _SUMS: _Ops = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)}
-_WRAPPING = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.PRODUCT)}  # the same for signed and unsigned numbers
+_WRAPPING = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.PRODUCT)}  # equal results for signed and unsigned numbers
 _OF_BOOLEANS = dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), c10d.ReduceOp.MAX)
 _OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), c10d.ReduceOp.MIN)
 
@@ -130,11 +130,11 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def find_reduction(dtype: int, reduce_op: int, has_float8: bool = False) -> TorchReduction | None:
-    """Returns the reduction as the process group of an accelerator performs it, or None if it cannot.
+    """Returns the reduction in the form that an accelerator's process group supports, or None if there is none.
 
     Args:
         dtype, reduce_op: the codes of the dtype and of the reduction.
-        has_float8: whether the library and the device reduce 8-bit floats.
+        has_float8: whether the library and the device can reduce 8-bit floats.
     """
     kind = DTYPES[dtype]
     name = str(kind).removeprefix("torch.")
@@ -145,13 +145,13 @@ def find_reduction(dtype: int, reduce_op: int, has_float8: bool = False) -> Torc
 
 @dataclass(frozen=True)
 class CallSettings:
-    """The settings of a call in addition to `CollectiveCall`.
+    """Settings of a call that `CollectiveCall` does not contain.
 
     Attributes:
         rank: the group rank of this process.
         device: the device of the tensors, with its index.
-        timeout: the time-out that is passed to the group, or None for its own.
-        reduction: the reduction of a call that reduces.
+        timeout: the time-out to pass to the process group; None selects the group's own time-out.
+        reduction: the reduction, if the call reduces.
     """
 
     rank: int
@@ -166,11 +166,11 @@ class CallSettings:
 
 @dataclass(frozen=True)
 class StartedCall:
-    """A call that a group has started.
+    """A call that a process group has started.
 
     Attributes:
-        work: the group's work; None if nothing was left to do.
-        written: the results, whose copies must be written back when the work is complete.
+        work: the process group's work; None if the call required no communication.
+        written: the results; their copies must be written back when the work is complete.
     """
 
     work: TorchWork | None
@@ -178,12 +178,12 @@ class StartedCall:
 
 
 def start_call(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
-    """Starts a call other than a barrier; on a device, its preceding copies run on the current stream."""
+    """Starts a call other than a barrier; on a device, the copies that precede it run on the current stream."""
     return _CALLS[call.operation](group, call, settings)
 
 
 def start_barrier(group: TorchGroup, timeout: timedelta) -> TorchWork:
-    """Starts a barrier of a group for CPU tensors."""
+    """Starts a barrier in a process group for CPU tensors."""
     options = c10d.BarrierOptions()
     options.timeout = timeout
     return group.barrier(options)
@@ -222,7 +222,7 @@ def _reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> 
     values = buffer.tensor(settings.reduction.dtype)
     if settings.rank == call.root:
         return StartedCall(group.reduce([values], options), [buffer])
-    return StartedCall(group.reduce([values.clone()], options))  # process groups may leave partial sums in the tensor
+    return StartedCall(group.reduce([values.clone()], options))  # a copy: it may end up holding partial sums
 
 
 def _all_gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:
@@ -269,7 +269,7 @@ def _all_to_all(group: TorchGroup, call: CollectiveCall, settings: CallSettings)
     sent, received = ([sum(pieces[1::2]) for pieces in side] for side in (call.inputs, call.outputs))
     given = settings.buffer(call.inputs).copy_in().tensor()
     output = settings.buffer(call.outputs)
-    # The sizes are passed even if they are equal, since a library may use another operation for equal sizes.
+    # The sizes are passed even if they are equal, because without sizes a library may use a different operation.
     return StartedCall(group.alltoall_base(output.tensor(), given, received, sent, options), [output])
 
 
@@ -286,5 +286,5 @@ _CALLS: Mapping[Operation, Callable[[TorchGroup, CollectiveCall, CallSettings], 
 
 
 def is_empty(call: CollectiveCall) -> bool:
-    """Returns whether a call moves no data on any rank, as each rank can determine by itself."""
+    """Returns whether a call moves no data on any rank, which each rank can determine locally."""
     return call.operation not in (Operation.BARRIER, Operation.ALL_TO_ALL) and call.count == 0

@@ -1,10 +1,10 @@
-"""A group's collectives and messages on a device.
+"""Collectives and messages of a group on a device.
 
-NCCL has no tags, and it runs the calls of a process group in order, so two ranks that both send first would wait for
-each other forever. Therefore each direction between two ranks has its own call stream. Its first message opens the
-stream on a separate thread, since the other rank may be late; later messages are put on the stream at once. Messages of
-one direction are received in the order in which they are sent, regardless of their tags. The two ranks compare the
-order of their tags through the store.
+NCCL does not support tags, and runs the calls of a process group in order, so two ranks that both send first would
+deadlock. Therefore each direction between two ranks uses a separate call stream. The first message opens the stream on
+a separate thread, because the other rank may be late; later messages are put on the stream at once. Messages in one
+direction are received in the order in which they are sent, regardless of their tags. The two ranks compare the order of
+their tags through the store.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from paceline.comm.schedule.steps import Operation
 from paceline.durations import event_timeout_s
 
 OpenCallStream = Callable[[Sequence[int], str, StartCall], CallStream]
-"""Creates a call stream of some group ranks, given its name in the store and a function that starts a first call."""
+"""Creates a call stream for some group ranks, given its name in the store and a function that starts its first call."""
 
 _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 
 
 def connect_all(group: TorchGroup, device: torch.device) -> StartedCall:
-    """Starts a call that connects all ranks of a process group."""
+    """Starts a call whose effect is to connect all ranks of a process group."""
     return StartedCall(group.allreduce([torch.zeros(1, device=device)], c10d.AllreduceOptions()))
 
 
 def connect_pair(group: TorchGroup, device: torch.device, sends: bool) -> StartedCall:
-    """Starts a message that connects the sender (rank 0) and the receiver."""
-    with contextlib.suppress(AttributeError, RuntimeError):  # otherwise NCCL creates another communicator for messages
+    """Starts a message whose effect is to connect the sender (rank 0) and the receiver."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # stops NCCL from creating a communicator for messages
         group.eager_connect_single_device(device)
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     return StartedCall(group.send([byte], 1, 0) if sends else group.recv([byte], 0, 0))
@@ -58,8 +58,8 @@ def connect_pair(group: TorchGroup, device: torch.device, sends: bool) -> Starte
 class DeviceChannel(EngineChannel):
     """Puts the calls of one group on a stream; see `engine.channel.EngineChannel`.
 
-    A call returns as soon as the library has accepted it, and the program's current stream waits for it. The watch
-    aborts a call that cannot complete, and the next call reports the failure.
+    A call returns as soon as the library has accepted it, and the program's current stream waits for the results. The
+    watch aborts calls that cannot complete, and the next call reports the failure.
 
     Args:
         calls: the call stream.
@@ -81,20 +81,20 @@ class DeviceChannel(EngineChannel):
         self._recorder = recorder
 
     def run(self, call: CollectiveCall) -> CallFailure | None:
-        """Runs a call; the current stream waits for it and, if it is a barrier, so does the thread."""
+        """Runs a call. The current stream waits for it; for a barrier, the thread also waits."""
         work = self.submit(call)
         if call.operation == Operation.BARRIER:
             while not work.finish(call.timeout_ns):
-                pass  # the watch aborts a barrier that times out
+                pass  # the watch enforces the time-out of a barrier
         work.order()
         return work.outcome()
 
     def submit(self, call: CollectiveCall) -> DeviceWork:
-        """Puts a call behind earlier ones.
+        """Enqueues a call behind earlier ones.
 
         Raises:
-            TypeError: the library does not have the reduction for this dtype.
-            RuntimeError: the call is the group's first one, and is being captured.
+            TypeError: the library does not support the reduction for this dtype.
+            RuntimeError: the call is the group's first one, and a graph capture is in progress.
         """
         device = self._calls.stream.device
         settings = CallSettings(self._rank, device, reduction=self._reduction(call))
@@ -114,22 +114,22 @@ class DeviceChannel(EngineChannel):
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Ends the calls of this rank."""
+        """Ends the calls on this rank."""
         self._calls.abort()
 
     def failure(self) -> int:
-        """Returns the code of the call stream's failure, or OK."""
+        """Returns the `OutcomeCode` for a failure of the call stream, or OK."""
         failure = self._calls.failure
         return OutcomeCode.OK if failure is None else failure.code
 
     def close(self) -> None:
-        """Accepts no more calls; the group ends the call stream. Idempotent."""
+        """Rejects further calls; the group ends the call stream. Idempotent."""
         self._calls.leave()
 
     def _reduction(self, call: CollectiveCall) -> TorchReduction | None:
         if call.operation not in _REDUCING:
             return None
-        # An average over one rank is a sum, which NCCL also has for 8-bit floats.
+        # An average over one rank equals a sum, which NCCL also supports for 8-bit floats.
         is_sum = call.reduce_op == ReduceOp.AVG and self._calls.size == 1
         reduction = find_reduction(call.dtype, ReduceOp.SUM if is_sum else call.reduce_op, self._has_float8)
         if reduction is None:
@@ -142,7 +142,7 @@ class DeviceChannel(EngineChannel):
 
 
 class DeviceMessage:
-    """A send or a receive, which is put on the stream once its `MessageLane` is open."""
+    """A send or a receive, which is enqueued on the stream once its `MessageLane` is open."""
 
     def __init__(self, source: int) -> None:
         self._source = source
@@ -150,7 +150,7 @@ class DeviceMessage:
         self._work: DeviceWork | None = None
 
     def mark_enqueued(self, work: DeviceWork) -> None:
-        """Marks the message as put on its call stream, or as failed."""
+        """Marks the message as enqueued on its call stream, or as failed."""
         self._work = work
         self._enqueued.set()
 
@@ -159,11 +159,11 @@ class DeviceMessage:
         return self._work is not None and self._work.done()
 
     def is_enqueued(self) -> bool:
-        """Returns whether the message is on its stream, so that only the current stream waits."""
+        """Returns whether the message is enqueued, in which case `wait` blocks only the current stream."""
         return self._enqueued.is_set()
 
     def wait(self, timeout_ns: int) -> bool:
-        """Waits until the lane is open, which requires the other rank, and then waits as `DeviceWork.wait` does."""
+        """Waits until the lane is open, which requires the other rank, and then waits like `DeviceWork.wait`."""
         started_ns = time.monotonic_ns()
         if not self._enqueued.wait(event_timeout_s(timeout_ns)):
             return False
@@ -171,7 +171,7 @@ class DeviceMessage:
         return self._work.wait(timeout_ns - (time.monotonic_ns() - started_ns))
 
     def outcome(self) -> CallFailure | None:
-        """Returns why the message failed, or None if no failure has been detected so far."""
+        """Returns the reason why the message failed, or None if no failure has been detected so far."""
         return None if self._work is None else self._work.outcome()
 
     def source(self) -> int:
@@ -180,10 +180,10 @@ class DeviceMessage:
 
 
 class MessageLane:
-    """The messages of one direction between two ranks.
+    """The messages in one direction between two ranks.
 
-    The first message opens the call stream on a separate thread, which then puts all messages made in the meantime on
-    the stream. Later messages are put on it by the threads that make them.
+    The first message opens the call stream on a separate thread, which then enqueues all messages requested in the
+    meantime. Later messages are enqueued by the calling threads.
     """
 
     def __init__(self, calls: CallStream, watch: CallWatch) -> None:
@@ -195,10 +195,10 @@ class MessageLane:
         self._is_open = False
 
     def put(self, message: DeviceMessage, put: Callable[[AcceleratorEvent | None], DeviceWork]) -> None:
-        """Puts a message behind earlier ones; `put` puts it on the stream, after a position if one is given.
+        """Enqueues a message behind earlier ones, using `put`, which may receive an event behind which to place it.
 
         Raises:
-            RuntimeError: the lane is not open, and the current stream is being captured.
+            RuntimeError: the lane is not open, and the current stream is being captured into a graph.
         """
         device = self.calls.stream.device
         with self._turn:
@@ -244,7 +244,7 @@ class DeviceMessages:
         self._recorder.group = group
 
     def send(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool) -> DeviceMessage:
-        """Starts a send to a group rank, which always proceeds in the background."""
+        """Starts a send to a group rank; the send always proceeds in the background."""
         recorded = self._recorder.send(peer, tag, dtype, tensor)
         return self._pass(self._rank, peer, tag, dtype, tensor, timeout_ns, recorded)
 
@@ -277,7 +277,7 @@ class DeviceMessages:
                 return StartedCall(group.send([buffer.copy_in().tensor()], 1, 0))
             return StartedCall(group.recv([buffer.tensor()], 0, 0), [buffer])
 
-        # The tag takes the place of a call's root, so a time-out reveals ranks with different tags.
+        # The header stores the tag in place of a root, so a time-out reveals ranks with different tags.
         header: HeaderFields = (0, 0, dtype, 0, tag, nbytes)
         message = DeviceMessage(source)
         lane.put(message, lambda after: calls.enqueue(start, header, timeout_ns, recorded, after))

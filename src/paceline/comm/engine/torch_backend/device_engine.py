@@ -1,6 +1,6 @@
-"""The engine for tensors on accelerators, whose groups are for one device each.
+"""The engine for tensors on accelerators, with a separate group for each device.
 
-It uses `nccl` for CUDA and ROCm, and the process groups of PyTorch or of an extension for other accelerators.
+It uses `nccl` for CUDA and ROCm, and process groups from PyTorch or an extension for other accelerators.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from paceline.comm.engine.torch_backend.device_calls import (
 from paceline.comm.engine.torch_backend.device_channel import DeviceChannel, DeviceMessages, connect_all
 from paceline.comm.store.store import PrefixStore
 
-_CLOSING_S = 5.0  # the time for the other ranks to shut down a process group whose calls are complete
+_CLOSING_S = 5.0  # the time for other ranks to shut down a process group whose calls are complete
 _COLLECTIVES = "all"
 _FLOAT8_SINCE = (2, 24)
 
 
 def missing_piece(name: str) -> str | None:
-    """Returns the first prerequisite that this machine lacks, with the fix, or None if the engine can be used."""
+    """Returns the first prerequisite that this machine lacks and the fix, or None if the engine can be used."""
     if name == "nccl":
         return _missing_for_nccl()
     if not process_groups.is_registered(name):
@@ -72,7 +72,7 @@ def start(name: str, context: EngineContext) -> DeviceEngine:
 
 
 def identify(device: torch.device) -> str:
-    """Returns a GPU's UUID, or "" for other devices, which processes may share."""
+    """Returns a GPU's UUID, or "" for devices that processes may share."""
     if device.type != "cuda":
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -92,7 +92,7 @@ class DeviceGroup:
         self.channel.record_as(group)
 
     def streams(self) -> list[CallStream]:
-        """Returns the call streams of the collectives and of the messages."""
+        """Returns the call streams for collectives and messages."""
         return [self.calls, *self.messages.streams()]
 
     def abort(self) -> None:
@@ -101,7 +101,7 @@ class DeviceGroup:
             calls.abort()
 
     def failure(self) -> int:
-        """Returns the code of the channel's failure, or OK."""
+        """Returns the `OutcomeCode` for a failure of the channel, or OK."""
         return self.channel.failure()
 
     def close(self) -> None:
@@ -110,10 +110,10 @@ class DeviceGroup:
 
 
 class DeviceEngine:
-    """Connects the ranks' devices until `close` is called; the first call of a group connects its ranks.
+    """Connects the ranks' devices, until `close` is called; a group's ranks are connected by the group's first call.
 
     Args:
-        name: the name of the engine and of PyTorch's backend.
+        name: the name of the engine, which is also the name of PyTorch's backend.
         context: the ranks, their store and this rank.
         construct: a function that constructs a process group; see `device_calls.ConstructGroup`.
     """
@@ -164,7 +164,7 @@ class DeviceEngine:
             raise ValueError(f"the algorithm is {algorithm!r}, and {self.name} chooses its own; leave it out{advice}")
         members = self._context.members
         own_device = with_index(torch.device("cuda") if device is None else device)
-        index = self._opened[identity]  # all ranks open a group for their devices in the same order
+        index = self._opened[identity]  # all ranks open the groups for their devices in the same order
         self._opened[identity] += 1
         store = PrefixStore(f"{self.name}/{identity}/{index}", self._context.store)
         rank = list(ranks).index(self._context.rank)
@@ -198,7 +198,7 @@ class DeviceEngine:
         announce_leave(self._context)
 
     def _end(self, *groups: DeviceGroup) -> None:
-        """Ends groups concurrently, since ranks may end their process groups in different orders."""
+        """Ends groups concurrently, because ranks may end their process groups in different orders."""
         groups = tuple(group for group in groups if group in self._groups)
         streams = [calls for group in groups for calls in group.streams()]
         self._groups = [group for group in self._groups if group not in groups]
@@ -218,7 +218,7 @@ class DeviceEngine:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Returns whether the library and the device reduce 8-bit floats, as NCCL 2.24 does on GPUs from sm90 on."""
+    """Returns whether library and device can reduce 8-bit floats: with NCCL 2.24 or later on GPUs from sm90 on."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.nccl.version()[:2] >= _FLOAT8_SINCE and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,4 +1,4 @@
-"""The gloo engine: torch's ProcessGroupGloo for CPU tensors, with calls that run one at a time.
+"""The gloo engine, which uses torch's ProcessGroupGloo for CPU tensors and runs calls one at a time.
 
 Operations that gloo lacks (reduce-scatter, all-to-all, and reductions of some dtypes) run as schedules over its
 messages. A message between two ranks begins with its dtype and length.
@@ -36,8 +36,8 @@ from paceline.comm.schedule.steps import Operation
 from paceline.errors import RendezvousTimeoutError, and_more
 from paceline.routes import resolver_name
 
-SHORTEST = timedelta(milliseconds=1)  # gloo's time-outs are in whole milliseconds
-_ROUNDED_NS = 1_000_000  # how much earlier than its deadline a gloo wait, in whole milliseconds, may end
+SHORTEST = timedelta(milliseconds=1)  # gloo's time-outs have a resolution of 1 ms
+_ROUNDED_NS = 1_000_000  # gloo's waits are rounded and may end this much before the deadline
 _COLLECTIVES_TAG = 0  # the program's messages have tags from 1
 
 
@@ -48,14 +48,14 @@ class GlooTransfer:
         self._work = work
 
     def wait(self, deadline_ns: int) -> None:
-        """Waits for the message, at most until the deadline of the monotonic clock."""
+        """Waits for the message, at most until the deadline on the monotonic clock."""
         remaining = timedelta(microseconds=(deadline_ns - time.monotonic_ns()) / 1000)
         with translated(deadline_ns):
             self._work.wait(max(SHORTEST, remaining))
 
 
 class GlooTransport:
-    """The messages of schedules; see `adapters.schedule_executor.BlockTransport`."""
+    """Messages used by schedules; see `adapters.schedule_executor.BlockTransport`."""
 
     def __init__(self, group: c10d.ProcessGroupGloo) -> None:
         self._group = group
@@ -82,7 +82,7 @@ def translated(deadline_ns: int) -> Iterator[None]:
 
 _OPS = {
     ReduceOp.SUM: c10d.ReduceOp.SUM,
-    ReduceOp.AVG: c10d.ReduceOp.SUM,  # gloo has no average; its sum is divided afterwards
+    ReduceOp.AVG: c10d.ReduceOp.SUM,  # gloo has no average, so the sum is divided afterward
     ReduceOp.PREMUL_SUM: c10d.ReduceOp.SUM,
     ReduceOp.PRODUCT: c10d.ReduceOp.PRODUCT,
     ReduceOp.MIN: c10d.ReduceOp.MIN,
@@ -98,11 +98,12 @@ class GlooChannel(SerialChannel):
 
     Args:
         group: torch's group.
-        store: the group's store, kept alive here because the group holds no reference to it.
+        store: the group's store, kept alive because the group does not hold a reference to it.
         diagnosis: determines why a call failed.
         rank: the group rank of this process.
         hosts: the group ranks of each host.
-        algorithm: the algorithm by which all collectives run as schedules; None to use gloo's own where it has them.
+        algorithm: the algorithm with which all collectives run as schedules; None uses gloo's own collectives where
+            possible.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class GlooChannel(SerialChannel):
 
 
 def _is_supported(call: CollectiveCall) -> bool:
-    """Returns whether gloo has the operation and, for the dtype, the reduction."""
+    """Returns whether gloo supports the operation and, for this dtype, the reduction."""
     if call.operation in _SCHEDULED or not call.count:
         return False
     if call.reduce_op == NO_REDUCTION:
@@ -155,7 +156,7 @@ def _is_supported(call: CollectiveCall) -> bool:
 
 
 class GlooMessages:
-    """Messages through gloo, each of which begins with its dtype and length."""
+    """Messages over gloo; each begins with its dtype and length."""
 
     def __init__(self, group: c10d.ProcessGroupGloo, diagnosis: FailureDiagnosis, rank: int) -> None:
         self._group = group
@@ -208,19 +209,19 @@ class GlooMessages:
             return self._diagnosis.about_message(peer, said, time.monotonic_ns() - started_ns)
 
 
-_MOST_NAMED = 8  # ranks in an error message
+_MOST_NAMED = 8  # maximum number of ranks in an error message
 _THREADS = 2
 
 
 def missing_piece(name: str) -> str | None:
-    """Returns the fix if this torch was built without gloo, which is rare; None otherwise."""
+    """Returns the fix if this build of torch lacks gloo, which is rare, or None."""
     if c10d.is_gloo_available():
         return None
     return "this torch was built without gloo; install one from PyPI or pytorch.org"
 
 
 def start(name: str, context: EngineContext) -> GlooEngine:
-    """Starts the engine without connecting the ranks; each group opens its own connections."""
+    """Starts the engine. The ranks are not connected at this point; each group opens its own connections."""
     return GlooEngine(context)
 
 
@@ -262,7 +263,7 @@ class GlooEngine(LibraryEngine):
 
 
 def _address(context: EngineContext) -> str:
-    """Returns the address to bind. gloo does not authenticate, so on one host it is the loopback address."""
+    """Returns the address to bind: on one host the loopback address, because gloo does not authenticate peers."""
     one_host = len({member.host for member in context.members}) == 1
     if one_host and not context.interface and _is_loopback(context.peer):
         return "127.0.0.1"

@@ -1,7 +1,8 @@
-"""Process groups of PyTorch, constructed directly, without torch.distributed's groups.
+"""PyTorch's process groups, constructed directly rather than through torch.distributed.
 
-A PyTorch thread ends the process when a call on a device fails or times out. Here Paceline enforces the time-outs.
-Groups are therefore constructed with settings that disable this thread, and `OwnedProcessGroup.abort` ends them.
+In PyTorch, a watchdog thread ends the process if a call on a device fails or times out. Paceline enforces time-outs
+itself. Groups are therefore constructed with settings that disable this thread, and are ended with
+`OwnedProcessGroup.abort`.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.store.store import Store
 
-# PyTorch's own time limit for a call, which must never expire; in milliseconds, it fits into 31 bits.
+# PyTorch's own time-out for calls, which must never expire. In milliseconds, it must fit into 31 bits.
 NEVER = timedelta(days=20)
 _ABORTING_S = 10.0
 _POLLING_S = 0.01
 
 _WITHOUT_WATCHDOG: Mapping[str, str | None] = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # otherwise a failed call ends the process
-    "NCCL_ASYNC_ERROR_HANDLING": None,  # the former name
-    "TORCH_NCCL_BLOCKING_WAIT": "0",  # otherwise `wait` blocks the thread
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a failed call must not end the process
+    "NCCL_ASYNC_ERROR_HANDLING": None,  # the former name of the same setting
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # `wait` must not block the thread
     "NCCL_BLOCKING_WAIT": None,
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # otherwise a thread that is late ends the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a late thread must not end the process
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # otherwise an error of the device ends the process
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # a device error must not end the process
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # each direction has its own group for this reason
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # irrelevant, since each direction has its own group
 }
 _environment = threading.Lock()
 
@@ -59,12 +60,13 @@ def _set_variables(variables: Mapping[str, str | None]) -> None:
 
 
 class TorchStore(c10d.Store):
-    """Paceline's store with the interface of PyTorch's store, for one process group.
+    """Adapter that gives a process group access to Paceline's store through the interface of PyTorch's store.
 
     Args:
         store: the store.
-        prefix: a prefix of all keys.
-        deadline: the time of `time.monotonic` after which waiting for a key fails; the store's own limit if None.
+        prefix: a prefix for all keys.
+        deadline: the time on the clock `time.monotonic` after which waiting for a key fails. If None, the store's
+            time-out applies.
     """
 
     def __init__(self, store: Store, prefix: str = "", deadline: float | None = None) -> None:
@@ -78,13 +80,13 @@ class TorchStore(c10d.Store):
         self._store.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """Waits for a key."""
+        """Waits for a key and returns its value."""
         if self.deadline is not None:
             self.wait([key])
         return self._store.get(self._prefix + key)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number."""
+        """Adds to a number and returns the sum."""
         return self._store.add(self._prefix + key, amount)
 
     def check(self, keys: list[str]) -> bool:
@@ -104,11 +106,11 @@ class TorchStore(c10d.Store):
 
 
 class OwnedProcessGroup:
-    """A process group of PyTorch that is ended exactly once, by `shut_down` or by `abort`.
+    """A PyTorch process group that is ended exactly once, by `shut_down` or `abort`.
 
     Args:
         group: the group.
-        store: its store, kept alive here because the group holds no reference to it.
+        store: the group's store, kept alive because the group does not hold a reference to it.
     """
 
     def __init__(self, group: Any, store: c10d.Store) -> None:
@@ -117,10 +119,10 @@ class OwnedProcessGroup:
         self._ended = False
 
     def error(self) -> str | None:
-        """Returns the name of an error that the library has reported about a call in progress, or None."""
+        """Returns the name of an error that the library has reported for a call in progress, or None."""
         try:
             error = self.group.get_error()
-        except (AttributeError, RuntimeError):  # some releases and groups do not report errors
+        except (AttributeError, RuntimeError):  # not all releases and groups report errors
             return None
         return None if error.name == "SUCCESS" else f"{error.name}"
 
@@ -133,7 +135,7 @@ class OwnedProcessGroup:
     def shut_down(self, deadline: float, stopped: Callable[[], bool]) -> bool:
         """Ends the group after its calls are complete on all ranks; returns whether this succeeded before `deadline`.
 
-        Otherwise, or once `stopped` returns True, the group is aborted. Idempotent.
+        If it does not succeed, or once `stopped` returns True, the group is aborted. Idempotent.
         """
         if self._ended:
             return True
@@ -146,7 +148,7 @@ class OwnedProcessGroup:
         return False
 
     def _end(self) -> None:
-        with contextlib.suppress(RuntimeError):  # groups that need no shutdown raise that they do not support it
+        with contextlib.suppress(RuntimeError):  # raised by groups that need no shutdown
             self.group.shutdown()
 
     def _end_now(self) -> None:
@@ -157,11 +159,11 @@ class OwnedProcessGroup:
 def run_bounded(
     function: Callable[[], object], deadline: float, name: str, stopped: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Runs a function that may never return on a thread; returns whether it returned before `deadline`.
+    """Runs a function that might hang on a separate thread; returns whether it returned before `deadline`.
 
     Args:
         function: the function.
-        deadline: the time of `time.monotonic` at which to give up. The thread then keeps running.
+        deadline: the time on the clock `time.monotonic` at which to give up. The thread then keeps running.
         name: a name for the thread.
         stopped: a function that is called while waiting and returns whether to give up.
 
@@ -174,7 +176,7 @@ def run_bounded(
     def run() -> None:
         try:
             function()
-        except BaseException as error:  # the caller raises it
+        except BaseException as error:  # raised again on the calling thread
             raised.append(error)
         finally:
             ended.set()
@@ -189,7 +191,7 @@ def run_bounded(
 
 
 def device_types(backend: str) -> list[str]:
-    """Returns the types of accelerators that this process group serves, according to torch.distributed's registry."""
+    """Returns the types of accelerators that a backend supports, according to torch.distributed's registry."""
     served = [
         device_type
         for device_type, name in c10d.Backend.default_device_backend_map.items()
@@ -199,23 +201,23 @@ def device_types(backend: str) -> list[str]:
 
 
 def is_registered(backend: str) -> bool:
-    """Returns whether torch.distributed can create a process group of this name for an accelerator."""
+    """Returns whether torch.distributed can create a process group with this name for an accelerator."""
     if backend in ("gloo", "mpi", "ucc", "fake", "paceline", "threaded"):
         return False
     return hasattr(c10d, f"ProcessGroup{backend.upper()}") or backend.upper() in c10d.Backend._plugins
 
 
 def backend_for(device_type: str) -> str | None:
-    """Returns the process group that PyTorch uses for an accelerator of this type, or None if it has none."""
+    """Returns the backend that PyTorch uses for this type of accelerator, or None if there is none."""
     backend = c10d.Backend.default_device_backend_map.get(device_type)
     return backend if backend is not None and is_registered(backend) else None
 
 
 def construct(backend: str, store: TorchStore, rank: int, size: int) -> OwnedProcessGroup:
-    """Constructs the process group of a backend for an accelerator.
+    """Constructs a backend's process group for an accelerator.
 
-    A group that connects during construction rather than in its first call waits for the other ranks, possibly for too
-    long: `run_bounded` limits this.
+    A group that connects during construction, rather than in its first call, waits for the other ranks, possibly for
+    too long. Use `run_bounded` to limit the wait.
     """
     with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
         return OwnedProcessGroup(_constructed(backend, store, rank, size), store)
@@ -237,7 +239,7 @@ def _constructed(backend: str, store: TorchStore, rank: int, size: int) -> Any:
 
 
 def version_of(backend: str) -> str:
-    """Returns the name and, if PyTorch reports it, the version of a backend's library, for messages."""
+    """Returns the name of a backend's library and, if PyTorch reports it, the version, for messages."""
     if backend != "nccl":
         return backend
     library = "RCCL" if torch.version.hip else "NCCL"
