@@ -10,7 +10,7 @@ An engine serves one type of device. It must
 
 An engine need not handle
 
-- tensors (views, copies, dtypes, checks of arguments), which `group/` does;
+- tensors (views, copies, dtypes, checks of arguments), for which `group/` is responsible;
 - PREMUL_SUM's factors, and collectives on objects, coalesced tensors and several GPUs, which become ordinary calls of a
   channel;
 - the order of calls and a thread for asynchronous calls, which `adapters/serial_channel.py` provides;

@@ -163,7 +163,7 @@ class TwoLevelChannel(SerialChannel):
 
     def _reduce(self, call: CollectiveCall, deadline_ns: int) -> None:
         tensor = FlatBuffer(call.outputs).copy_in()
-        copy = tensor.tensor().clone()  # on a copy, since only the root's tensor may be modified
+        copy = tensor.tensor().clone()  # only the root's tensor may be modified
         self._all_reduce(call, [[copy.data_ptr(), copy.nbytes]], deadline_ns)
         if self._rank == call.root:
             tensor.tensor().copy_(copy)

@@ -183,12 +183,12 @@ class Engines:
                 registry.require(name, self._context.rank)
 
     def count_group(self, ranks: Sequence[int]) -> int:
-        """Returns the identity of the next group that is counted on all ranks of the default group, members or not."""
+        """Returns the identity for the next group, from a count kept by all ranks in the default group."""
         self._counted += 1
         return self._counted << 32 | zlib.crc32(repr([*ranks]).encode())
 
     def count_local_group(self, ranks: Sequence[int]) -> int:
-        """Returns the identity of the next group of `ranks` that is counted only on its members."""
+        """Returns the identity for the next group of `ranks`, from a count kept only by the group's members."""
         self._counted_by_members[tuple(ranks)] += 1
         named = f"{list(ranks)} {self._counted_by_members[tuple(ranks)]}"
         return agreed_identity(int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big"))

@@ -472,7 +472,7 @@ class ProcessGroup:
         return self._run(plan_all_to_all(self, outputs, inputs, self.limit_ns(timeout)), async_op)
 
     def barrier(self, async_op: bool | TorchOptions | None = None, timeout: Timeout | None = None) -> Work | None:
-        """Returns when every rank has called it."""
+        """Waits until every rank has called this method."""
         if are_options(async_op):
             async_op, timeout = True, time_limit(async_op)
         if async_op is False and timeout is None and self.try_fast_barrier():

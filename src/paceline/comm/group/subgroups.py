@@ -99,7 +99,7 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | NonMember:
-    """Creates a group from each list of ranks in `parent_pg` (default: the default group), whose ranks all call this.
+    """Creates a group from each list of ranks in `parent_pg` (default: the default group). All of them must call this.
 
     The lists contain group ranks in the parent. A rank may be in at most one list. See `new_subgroups` for the other
     arguments.

@@ -118,8 +118,7 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether the call is complete, successfully or not; on a device, whether the device has completed it.
-        """
+        """Returns whether the call is complete, successfully or not, including its work on a device."""
         if self._settled and not self._streams:
             return True
         if self._work is not None:

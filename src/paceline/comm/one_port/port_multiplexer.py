@@ -179,7 +179,7 @@ class PortMultiplexer:
             oldest = next(iter(self._clients), None)
             patience_s = None if oldest is None else max(0.0, oldest.until_s - time.monotonic())
             for key, _ in self._selector.select(patience_s):
-                if self._selector.get_map().get(key.fd) is key:  # skips connections closed in this pass
+                if self._selector.get_map().get(key.fd) is key:  # false if closed earlier in this pass
                     key.data()
             now_s = time.monotonic()
             for client in self._clients:  # iterates over a copy

@@ -14,7 +14,7 @@ from paceline.comm.store.store import Store
 
 STORE = "PACELINE_STORE"  # the launcher's store
 TORCH_STORE = "PACELINE_TORCH_STORE"  # host:port of the launcher's store for torch.distributed
-TORCH_STORE_REQUESTS = "PACELINE_TORCH_STORE_REQUESTS"  # named pipe for requests of that store
+TORCH_STORE_REQUESTS = "PACELINE_TORCH_STORE_REQUESTS"  # named pipe for requesting the store at TORCH_STORE
 USES_TORCH_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun: True if it serves the store at MASTER_PORT
 
 

@@ -36,7 +36,7 @@ _met_at_store: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
-    """Registers a handler for `init_method="SCHEME://..."`; takes the same arguments as torch's function of this name.
+    """Registers a handler for `init_method="SCHEME://..."`. The arguments are the same as for torch's function.
 
     `init_process_group` calls the handler on each rank and uses its first result. The ranks then check in at this store
     as for any other address, and missing or duplicate ranks are reported.

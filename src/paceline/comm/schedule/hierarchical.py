@@ -149,7 +149,7 @@ def barrier(topology: RankTopology) -> BlocksAndSteps:
 
 
 ALIKE = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER))
-"""The operations in which all hosts perform the same steps relative to their position, if hosts are equal."""
+"""The operations in which equal hosts perform the same steps relative to their position."""
 
 OFFERS: dict[Operation, Builder] = {
     Operation.ALL_REDUCE: all_reduce,

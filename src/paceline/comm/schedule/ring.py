@@ -171,7 +171,7 @@ def barrier(topology: RankTopology) -> BlocksAndSteps:
 
 
 ALIKE = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL))
-"""The operations in which all hosts, if equal, perform the same steps relative to their position."""
+"""The operations in which equal hosts perform the same steps relative to their position."""
 
 OFFERS: dict[Operation, Builder] = {
     Operation.ALL_REDUCE: all_reduce,

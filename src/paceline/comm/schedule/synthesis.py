@@ -35,10 +35,10 @@ MOST_RANKS = 64
 """The largest number of ranks for which the proof of the schedules takes less than a second."""
 
 _LONG_NBYTES = 16 << 20
-_NEARLY = 1.25  # times the duration of the fastest
-_COMPETING = 1.05  # times the simulated duration, if several connections may share an uplink
-_LIGHTER = 0.75  # times the bytes on the busiest link of the fastest algorithm
-_AS_FAST = 1.02  # times the duration of the fastest
+_NEARLY = 1.25  # maximum duration, relative to the fastest algorithm, of one with a much lighter load
+_COMPETING = 1.05  # factor on the simulated duration if several connections may share an uplink
+_LIGHTER = 0.75  # maximum load of the busiest link, relative to the fastest algorithm, that counts as much lighter
+_AS_FAST = 1.02  # maximum duration, relative to the fastest algorithm, of one with fewer messages
 
 
 def synthesised_all_reduce(topology: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:

@@ -128,7 +128,7 @@ def verify(
 
 
 def is_hello(beginning: bytes) -> bool:
-    """Returns whether the received bytes are a handshake hello, complete or truncated."""
+    """Returns whether the received bytes begin like a handshake hello."""
     return beginning[: len(_MAGIC)] == _MAGIC[: len(beginning)]
 
 

@@ -40,7 +40,7 @@ class StoreOp(IntEnum):
 
 
 class StoreStatus(IntEnum):
-    """The statuses of an answer; the values are those used in the protocol."""
+    """The possible statuses of an answer; the values are those used in the protocol."""
 
     OK = 0
     TIMED_OUT = 1

@@ -153,7 +153,7 @@ class TCPStore(RemoteStore):
 
     @property
     def serves(self) -> bool:
-        """Whether this process serves the store, so that `close` ends it for all ranks."""
+        """Whether this process serves the store; if so, `close` ends the store for all ranks."""
         return self._owns_server
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ class BlockTransfer(Protocol):
     """A message in progress."""
 
     def wait(self, deadline_ns: int) -> None:
-        """Waits for the message, at most until `deadline_ns` of the monotonic clock.
+        """Waits for the message, at most until `deadline_ns` on the monotonic clock.
 
         Raises:
             CallTimeout, LibraryError: as for `SerialChannel.perform`.
@@ -95,7 +95,7 @@ class BlockTransfer(Protocol):
 
 
 class BlockTransport(Protocol):
-    """Messages that an engine provides: they arrive in the order in which they are sent, and proceed independently."""
+    """Interface through which schedules send messages. Messages arrive in order and proceed without further calls."""
 
     def send(self, peer: int, address: int, nbytes: int) -> BlockTransfer:
         """Starts a send of `nbytes` bytes at `address` to a group rank."""

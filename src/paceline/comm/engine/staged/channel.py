@@ -227,7 +227,7 @@ class StagedChannel(EngineChannel):
                         if chunks:
                             self._advance(chunks[0])
                             chunks.popleft()
-                except Exception as error:  # for example, a device error, which would go unreported
+                except Exception as error:  # for example a device error, which would otherwise go unreported
                     self._give_up(error)
                 if self._failure is not None:
                     self._drop(chunks)
