@@ -55,7 +55,7 @@ def dtype_name(code: int) -> str:
     return _DTYPE_NAMES[code]
 
 
-# Torch accesses reductions through the nested class RedOpType, and through the former name `reduce_op`.
+# Programs for torch also use the nested class RedOpType and the former name `reduce_op`.
 setattr(ReduceOp, "RedOpType", ReduceOp)  # noqa: B010 (an assignment would look like another reduction to mypy)
 reduce_op = ReduceOp
 

@@ -110,14 +110,15 @@ def init_process_group(
         algorithm: the algorithm for every collective that implements it: "ring", "halving_doubling", "tree", "star" or
             "hierarchical". The default is PACELINE_ALGORITHM, or else shared memory on one host and the fastest
             algorithm between hosts.
-        between_hosts: the engine ("gloo", "mpi") with which the first rank of each host reduces and broadcasts the
-            results that "paceline" has reduced within the host; "paceline" itself if None.
+        between_hosts: the engine ("gloo" or "mpi") over which the first ranks of the hosts exchange results that
+            "paceline" has reduced within each host. If None, "paceline" is also used between hosts.
         elastic: whether workers may join and leave. The group contains only this rank until `ElasticState.epochs` finds
             the others. The job must be started with `paceline run --elastic`, or consist of this process only.
         security: "encrypt" encrypts all connections to other hosts, "auth" only authenticates them, and "none" does
             neither. The default is PACELINE_SECURITY, or else connections at public addresses are encrypted.
-        port: the single TCP port on which each machine accepts connections to its ranks and its store; must be the same
-            on every rank, see docs/hosts.md. The default is PACELINE_PORT, or else each listener has its own port.
+        port: the single TCP port on which each machine accepts connections to its ranks and its store (see
+            docs/hosts.md). It must be the same on every rank. The default is PACELINE_PORT, or else each listener has
+            its own port.
         wire: the format ("bf16", "int8", "int4") to which this group rounds sums of floats between hosts, for tensors
             of at least 1,024 elements in calls without a `wire` argument; see docs/slow-networks.md. Other groups are
             exact unless they are created with a `wire`.

@@ -160,7 +160,7 @@ def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
 
 
 def _connected(host: str, port: int, timeout_s: float, origin: tuple[str, int] | None) -> socket.socket:
-    connection = socket.create_connection((resolver_name(host), port), timeout_s, origin)  # type: ignore[arg-type]  # bytes work too
+    connection = socket.create_connection((resolver_name(host), port), timeout_s, origin)  # type: ignore[arg-type]  # accepts bytes
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 

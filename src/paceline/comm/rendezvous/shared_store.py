@@ -109,7 +109,7 @@ def open_torchrun_store(port: int, world_size: int, timeout: timedelta) -> Store
     """Opens the store for the ranks that torchrun started on this machine.
 
     Raises:
-        ValueError: there are several machines.
+        ValueError: the ranks are on several machines.
         RendezvousError: other users have access to the directory for such stores.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):

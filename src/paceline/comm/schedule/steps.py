@@ -250,7 +250,7 @@ class HostPosition(NamedTuple):
 
 
 def find_host_position(topology: RankTopology) -> HostPosition:
-    """Returns this rank's position. If there is a root, hosts and ranks are reordered so that it is the first of both.
+    """Returns this rank's position. If there is a root, the root's host and the root are moved to the front.
 
     Raises:
         ValueError: the hosts do not list each rank exactly once.

@@ -74,7 +74,7 @@ class FileStore(Store):
             except SharedFileError as error:
                 raise StoreError(f"{self}: {error}") from None
             with self._locked():
-                if os.fstat(self._fd).st_nlink == 0:  # the file was removed just now; open a new one
+                if os.fstat(self._fd).st_nlink == 0:  # the file was removed after it was opened: open a new one
                     self.close()
                     continue
                 self._check_content()

@@ -33,7 +33,7 @@ class MpiMessages:
 
     Args:
         comm: a communicator for messages only.
-        lock: the lock that is held during every call of MPI.
+        lock: the lock to hold during every MPI call.
         diagnosis: determines why a message failed.
     """
 
@@ -152,7 +152,7 @@ class MpiChannel(SerialChannel):
 
     Args:
         comm: the group's communicator.
-        lock: the lock that is held during every call of MPI.
+        lock: the lock to hold during every MPI call.
         diagnosis: determines why a call failed.
         hosts: the group ranks of each host.
         algorithm: the algorithm with which all collectives run as schedules; None uses MPI's own collectives where

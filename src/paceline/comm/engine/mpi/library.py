@@ -73,11 +73,11 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
 def complete(request: Any, lock: threading.Lock, deadline_ns: int, status: Any = None) -> None:
-    """Waits for a request by polling, at first without a pause and later with growing sleeps.
+    """Waits for a request by polling, first without pauses and later with increasingly long sleeps.
 
     Args:
         request: the request.
-        lock: the lock that is held during every call of MPI.
+        lock: the lock to hold during every MPI call.
         deadline_ns: the time on the monotonic clock at which to give up, in nanoseconds.
         status: an MPI status for the library to fill on completion.
 

@@ -195,7 +195,7 @@ class MessageLane:
         self._is_open = False
 
     def put(self, message: DeviceMessage, put: Callable[[AcceleratorEvent | None], DeviceWork]) -> None:
-        """Enqueues a message behind earlier ones, using `put`, which may receive an event behind which to place it.
+        """Enqueues a message behind earlier ones by calling `put`, possibly with an event that the message must follow.
 
         Raises:
             RuntimeError: the lane is not open, and the current stream is being captured into a graph.
