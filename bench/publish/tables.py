@@ -102,7 +102,7 @@ def source(*results: Result) -> str:
     counts = [int(row["n"]) for each in results for part in each.tables for row in part.rows if row.get("n")]
     if counts:
         least, most = min(counts), max(counts)
-        sentences.append(f"n is {least:,}." if least == most else f"n is {least:,} to {most:,}.")
+        sentences.append(f"n = {least:,}." if least == most else f"n = {least:,} to {most:,}.")
     sentences += dict.fromkeys(each.note for each in results if each.note)
     files = ", ".join(f"[{each.name}.json](../bench/results/{each.name}.json)" for each in results)
     return " ".join([*sentences, f"({files})"])
