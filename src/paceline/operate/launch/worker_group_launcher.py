@@ -319,4 +319,6 @@ class WorkerGroupLauncher(Launcher):
                 f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
                 "end (again to kill them)"
             )
+        elif not self._generation.workers:
+            self._say(f"{number.name}: the job ends before its workers have started")
         self._generation.end(number)

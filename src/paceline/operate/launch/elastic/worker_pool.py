@@ -30,7 +30,13 @@ from paceline.operate.launch.workers.environment import free_port
 from paceline.operate.launch.workers.forker import Forker
 from paceline.operate.launch.workers.job_control import Keyboard
 from paceline.operate.launch.workers.output import Logs
-from paceline.operate.launch.workers.start_workers import MachineResources, WorkerContext, WorkerSpec, prepare
+from paceline.operate.launch.workers.start_workers import (
+    OPENMP_BINDINGS,
+    MachineResources,
+    WorkerContext,
+    WorkerSpec,
+    prepare,
+)
 from paceline.operate.launch.workers.worker import OutputForwarder, WorkerProcess, allow_descriptors
 from paceline.train.elastic import protocol
 from paceline.train.elastic.protocol import LARGEST_DATAGRAM, FromWorker
@@ -218,7 +224,8 @@ class WorkerResources:
         """Returns the forker. It forks workers unless the user or the kind of program requires new interpreters."""
         descriptors = allow_descriptors(self._job.workers)
         forks = self._job.start_method != "spawn" and self._job.command.kind is not CommandKind.PROGRAM
-        modules = MODULES if forks else None
+        is_bound = any(name in os.environ for name in OPENMP_BINDINGS)
+        modules = None if not forks else () if is_bound else MODULES
         preload = self._job.elastic.preload if self._job.elastic is not None else ()
         self._forker = Forker(context.environment, context.pass_fds, descriptors, selector, say, modules, preload)
         return self._forker

@@ -93,7 +93,7 @@ def _run_script(rest: list[str]) -> None:
     namespace = sys.modules["__main__"].__dict__
     for name in _OWN_NAMES:
         namespace.pop(name, None)
-    namespace["__file__"] = script
+    namespace["__file__"], namespace["__doc__"] = script, None
     exec(code, namespace)
 
 

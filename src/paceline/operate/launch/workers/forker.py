@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.linux import memfd_create
 from paceline.operate.launch.workers import bootstrap, template
 from paceline.operate.launch.workers.cleanup import kill_group
 from paceline.operate.launch.workers.placement import Cores
@@ -200,8 +201,13 @@ class Forker:
         elif self._is_ready and self._asked is None and self._requests:
             self._asked, self._asked_s = self._requests.popleft(), time.monotonic()
             wanted = {"argv": self._asked.argv, "variables": dict(self._asked.variables), "cores": self._asked.cores}
-            with contextlib.suppress(OSError):  # `read` detects that it has ended
-                socket.send_fds(self._connection, [json.dumps(wanted).encode()], self._asked.fds(self._nothing))
+            with open(memfd_create("paceline-worker"), "w") as file:  # a datagram may be too short for the arguments
+                json.dump(wanted, file)
+                file.flush()
+                file.seek(0)
+                with contextlib.suppress(OSError):  # `read` detects that it has ended
+                    fds = [file.fileno(), *self._asked.fds(self._nothing)]
+                    socket.send_fds(self._connection, [template.READY], fds)
 
     def _interpret(self, request: ForkRequest) -> None:
         """Starts a worker as a new interpreter."""

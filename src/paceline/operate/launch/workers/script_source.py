@@ -1,12 +1,15 @@
-"""`ScriptSource`: properties of a worker's program that its source text shows before it runs.
+"""`ScriptSource`: properties of a worker's program, read from its source text before it runs.
 
-The launcher uses them to choose how workers start. It parses the program and the modules beside it, and imports none.
+The launcher uses them to decide how workers start. It parses the program and the modules beside it, and imports none of
+them.
 """
 
 from __future__ import annotations
 
 import ast
 import os
+import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +18,27 @@ from paceline.operate.launch.job import Command, CommandKind
 
 _LIBRARIES = ("accelerate", "diffusers", "lightning", "peft", "pytorch_lightning", "timm", "transformers")
 _IMPORT_TORCH = ("paceline", "torch", "torchaudio", "torchvision", *_LIBRARIES)
-# Prefixes of variables that are read when torch and the libraries that it loads are imported.
-_READ_AT_IMPORT = ("ATEN_", "BLIS_", "DNNL_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
-_READ_BY_TORCH = ("PYTORCH_", "TORCH")
+# Modules that torch imports: after a fork, a file of the same name beside the script would be ignored.
+_IMPORTED_BY_TORCH = (
+    "filelock",
+    "fsspec",
+    "jinja2",
+    "mpmath",
+    "networkx",
+    "numpy",
+    "sympy",
+    "tqdm",
+    "typing_extensions",
+)
+# Variables that nothing reads while torch is imported.
+_HARMLESS = (
+    *("CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "TOKENIZERS_PARALLELISM", "WORLD_SIZE"),
+)
+_HARMLESS_PREFIXES = ("AWS_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "RAY_", "TRANSFORMERS_", "WANDB_")
+_ENVIRONMENTS = ("environ", "environb")
+_READING = ("copy", "get", "items", "keys", "values")
+_UNSEEN = ("__import__", "exec", "import_module", "load_dotenv", "putenv", "unsetenv")
 _MOST_FILES, _MOST_BYTES = 100, 2 << 20
 
 
@@ -29,7 +50,7 @@ class ScriptSource:
         imports_torch: whether it imports torch or a library that does.
         uses_optimizers: whether it mentions an optimizer, the first of which imports torch's compiler.
         uses_paceline: whether it mentions Paceline.
-        sets_variables: whether it may set environment variables that torch reads when it is imported.
+        sets_variables: whether it may set environment variables that are read while torch is imported.
     """
 
     imports_torch: bool = False
@@ -39,18 +60,25 @@ class ScriptSource:
 
     @classmethod
     def of(cls, command: Command) -> ScriptSource | None:
-        """Returns the properties of a command's program; None if it is not Python source that can be parsed here."""
-        root, waiting = _first_file(command)
-        if root is None or waiting is None:
+        """Returns the properties of a command's program.
+
+        The result is None if the program is not Python source that can be parsed here, or if a module beside it has the
+        name of one that the standard library or torch imports.
+        """
+        root, queue = _first_files(command)
+        if root is None or not queue:
             return None
-        seen, files, size = cls(), {waiting}, 0
-        queue = [waiting]
+        seen, files, size = cls(), set(queue), 0
         while queue:
             file = queue.pop()
             try:
+                size += file.stat().st_size
+                if size > _MOST_BYTES or len(files) > _MOST_FILES:
+                    return None
                 text = file.read_bytes()
-                size += len(text)
-                tree = ast.parse(text)
+                with warnings.catch_warnings():  # the worker shows them
+                    warnings.simplefilter("ignore")
+                    tree = ast.parse(text)
             except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
                 return None
             imported = set(_imported(tree, file, root))
@@ -58,28 +86,41 @@ class ScriptSource:
                 imports_torch=seen.imports_torch or any(name.split(".")[0] in _IMPORT_TORCH for _, name in imported),
                 uses_optimizers=seen.uses_optimizers or b"optim" in text,
                 uses_paceline=seen.uses_paceline or b"paceline" in text,
-                sets_variables=seen.sets_variables or any(map(_may_set, ast.walk(tree))),
+                sets_variables=seen.sets_variables or _may_set_variables(tree),
             )
-            found = {file for directory, name in imported for file in _files_of(directory, name)} - files
+            found = {local for directory, name in imported for local in _files_of(directory, name)} - files
+            if any(_shadows(local, root) for local in found):
+                return None
             files |= found
             queue += found
-            if len(files) > _MOST_FILES or size > _MOST_BYTES:
-                return None
         return seen
 
 
-def _first_file(command: Command) -> tuple[Path | None, Path | None]:
-    """Returns the directory from which the program's own modules are imported, and its file, if they are known."""
+def _first_files(command: Command) -> tuple[Path | None, list[Path]]:
+    """Returns the directory from which the program's own modules are imported, and the files that run first."""
     program = command.argv[0]
     if command.kind is CommandKind.MODULE:
         root = Path(os.getcwd())
         base = root.joinpath(*program.split("."))
-        files = (base.with_suffix(".py"), base / "__main__.py")
-        return root, next((file for file in files if file.is_file()), None)
+        file = next((path for path in (base.with_suffix(".py"), base / "__main__.py") if _is_file(path)), None)
+        return root, [] if file is None else [file, *_files_of(root, program)]
     path = Path(program)
-    if command.kind is CommandKind.PROGRAM or path.suffix == ".pyc" or not path.is_file():
-        return None, None
-    return path.parent, path
+    if command.kind is CommandKind.PROGRAM or path.suffix == ".pyc" or not _is_file(path):
+        return None, []
+    return path.parent, [path]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # for example, a directory that only others may read, or a name that is too long
+        return False
+
+
+def _shadows(file: Path, root: Path) -> bool:
+    """Returns whether a module beside the program has the name of a module that is imported before the fork."""
+    module = file.relative_to(root).parts[0].removesuffix(".py") if file.is_relative_to(root) else ""
+    return module in sys.stdlib_module_names or module in (*_IMPORT_TORCH, *_IMPORTED_BY_TORCH)
 
 
 def _imported(tree: ast.AST, file: Path, root: Path) -> Iterator[tuple[Path, str]]:
@@ -99,42 +140,59 @@ def _files_of(directory: Path, name: str) -> Iterator[Path]:
     parts = [part for part in name.split(".") if part]
     for count in range(1, len(parts) + 1):
         base = directory.joinpath(*parts[:count])
-        for file in (base.with_suffix(".py"), base / "__init__.py"):
-            if file.is_file():
-                yield file
+        yield from (file for file in (base.with_suffix(".py"), base / "__init__.py") if _is_file(file))
 
 
-def _may_set(node: ast.AST) -> bool:
-    """Returns whether a node sets a variable that torch reads at its import, or one whose name is not constant."""
-    if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
-        targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
-        return any(isinstance(t, ast.Subscript) and _is_environ(t.value) and _matters(t.slice) for t in targets)
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return False
-    function, owner = node.func.attr, node.func.value
-    if function in ("putenv", "unsetenv"):
-        return not node.args or _matters(node.args[0])
-    if not _is_environ(owner):
-        return False
-    if function in ("setdefault", "pop"):
-        return not node.args or _matters(node.args[0])
-    if function == "update":
-        keys = [key for value in node.args if isinstance(value, ast.Dict) for key in value.keys]
-        are_known = all(isinstance(value, ast.Dict) for value in node.args)
-        named = [keyword.arg for keyword in node.keywords]
-        return not are_known or any(key is None or _matters(key) for key in keys) or any(map(_is_read, named))
-    return function == "clear"
+def _may_set_variables(tree: ast.AST) -> bool:
+    """Returns whether a module may set a variable that is not known to be harmless.
+
+    It may if it uses the environment in any way other than reading variables, or setting harmless ones by their names,
+    or if it runs code that cannot be seen here.
+    """
+    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            if any(alias.asname and alias.name in (*_ENVIRONMENTS, *_UNSEEN) for alias in node.names):
+                return True
+        elif isinstance(node, (ast.Attribute, ast.Name)):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
+            if name in _UNSEEN or (name in _ENVIRONMENTS and not _is_harmless_use(node, parents)):
+                return True
+    return False
 
 
-def _is_environ(node: ast.AST) -> bool:
-    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
-        isinstance(node, ast.Name) and node.id == "environ"
-    )
+def _is_harmless_use(environment: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    parent = parents[environment]
+    match parent:
+        case ast.Subscript(ctx=ast.Load()) | ast.Compare():
+            return not isinstance(parents[parent], ast.AugAssign)
+        case ast.Subscript(slice=key):
+            return _is_harmless(key) and not isinstance(parents[parent], ast.AugAssign)
+        case ast.Dict(keys=keys, values=values):  # {**os.environ}
+            return any(key is None and value is environment for key, value in zip(keys, values, strict=True))
+        case ast.keyword(arg="env"):  # of a subprocess
+            return True
+        case ast.Call(func=ast.Name(id="dict" | "len" | "sorted")):
+            return True
+        case ast.Attribute(attr=attribute):
+            return attribute in _READING or _is_harmless_call(attribute, parents[parent])
+    return False
 
 
-def _matters(key: ast.AST) -> bool:
-    return not isinstance(key, ast.Constant) or not isinstance(key.value, str) or _is_read(key.value)
+def _is_harmless_call(method: str, call: ast.AST) -> bool:
+    match call:
+        case ast.Call(args=[key, *_]) if method in ("setdefault", "pop"):
+            return _is_harmless(key)
+        case ast.Call(args=arguments, keywords=keywords) if method == "update":
+            dicts = [argument for argument in arguments if isinstance(argument, ast.Dict)]
+            keys = [key for argument in dicts for key in argument.keys]
+            names = [ast.Constant(keyword.arg) for keyword in keywords]
+            return len(dicts) == len(arguments) and all(map(_is_harmless, [*keys, *names]))
+    return False
 
 
-def _is_read(name: str | None) -> bool:
-    return name is None or name.startswith((*_READ_AT_IMPORT, *_READ_BY_TORCH))
+def _is_harmless(key: ast.AST | None) -> bool:
+    match key:
+        case ast.Constant(value=str(name)):
+            return name in _HARMLESS or name.startswith(_HARMLESS_PREFIXES)
+    return False

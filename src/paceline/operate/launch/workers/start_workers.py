@@ -42,10 +42,14 @@ _MANY_A_CORE = 8
 _OBSERVERS = (
     "COVERAGE_PROCESS_CONFIG",
     "COVERAGE_PROCESS_START",
+    "COV_CORE_SOURCE",
     "CUDA_INJECTION64_PATH",
     "LD_AUDIT",
+    "PYTHONPERFSUPPORT",
     "PYTHONPROFILEIMPORTTIME",
 )
+# Variables by which OpenMP chooses cores when torch is imported, before a forked worker is bound to its own.
+OPENMP_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 _UNKNOWN = "<chosen at the start>"
 
 
@@ -174,14 +178,16 @@ def modules_to_fork(job: Job) -> tuple[str, ...] | None:
 
     They are those that take longest of the ones that the program needs. None starts a new interpreter for each worker.
     Unless the user chose a way, workers are forked if there are several of them and their program imports torch. A
-    program that sets variables which torch reads at its import gets interpreters, and so does one that is observed from
-    its start. If there are many workers per core, they cannot be training, and are forked in any case.
+    program gets interpreters if it may set variables that are read while torch is imported, if OpenMP binds its
+    threads, or if a tool observes it from its start. If there are many workers per core, they cannot be training, and
+    are forked in any case.
     """
     if job.start_method == "spawn":
         return None
     is_asked_for = job.start_method == "fork"
     source = ScriptSource.of(job.command)
-    is_plain = source is not None and not source.sets_variables and not job.compat
+    is_bound = any(name in os.environ for name in OPENMP_BINDINGS)
+    is_plain = source is not None and not source.sets_variables and not job.compat and not is_bound
     if not is_asked_for and job.workers <= _MANY_A_CORE * allowed_cores():
         imports_torch = source is not None and source.imports_torch
         is_observed = any(name in os.environ for name in _OBSERVERS) or python() != sys.executable

@@ -15,6 +15,7 @@ cannot be imported, it reports that and ends.
 
 from __future__ import annotations
 
+import builtins
 import gc
 import json
 import os
@@ -23,12 +24,12 @@ import sys
 import time
 from contextlib import suppress
 from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
 READY = b"\0"  # instead of the reason why workers cannot be forked
 CHANNEL = "PACELINE_ELASTIC_FD"
 
-_LARGEST = 1 << 18
 _LOOKS, _LOOK_S = 50, 0.01
 
 
@@ -48,9 +49,10 @@ def main() -> None:
         return
     gc.freeze()
     while True:
-        request, streams, _, _ = socket.recv_fds(connection, _LARGEST, 4)
-        if not request:
+        answer, fds, _, _ = socket.recv_fds(connection, len(READY), 5)
+        if not answer:
             os._exit(0)  # without the time that an interpreter with torch takes to end
+        request, *streams = fds
         between = os.fork()
         if between == 0:
             worker = os.fork()
@@ -59,12 +61,15 @@ def main() -> None:
                 os._exit(0)
             break
         os.waitpid(between, 0)
-        for fd in streams:
+        for fd in fds:
             os.close(fd)
     connection.close()
     os.setsid()
-    command = json.loads(request)
+    with open(request) as file:
+        command = json.load(file)
     _show([sys.executable, *command["argv"]])
+    if hasattr(sys, "orig_argv"):
+        sys.orig_argv[:] = [sys.executable, bootstrap.__file__, str(launcher), *command["argv"]]
     for fd, own in zip(streams, (0, 1, 2), strict=False):
         os.dup2(fd, own)
         os.close(fd)
@@ -74,16 +79,36 @@ def main() -> None:
     if command["cores"] is not None:
         with suppress(OSError):  # the cores are no longer allowed
             os.sched_setaffinity(0, command["cores"])
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # otherwise every worker would draw the template's numbers
+    _seed()
     while os.getppid() != launcher:  # until the intermediate process has ended
         if not os.path.exists(f"/proc/{launcher}"):
             os._exit(1)
         time.sleep(0.0005)
     sys.path.pop(0)
     sys.path.insert(0, "")
-    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"] = _main_module(bootstrap.__file__)
     bootstrap.run([str(launcher), *command["argv"]])
+
+
+def _seed() -> None:
+    """Seeds the generators of imported modules; otherwise every worker would draw the same numbers."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    if "sympy.core.random" in sys.modules:
+        sys.modules["sympy.core.random"].seed()
+    if "tempfile" in sys.modules:
+        vars(sys.modules["tempfile"])["tempdir"] = None  # the script may set TMPDIR
+
+
+def _main_module(file: str) -> ModuleType:
+    """Returns a module `__main__` with the names that it has in a new interpreter that runs `file`."""
+    module = ModuleType("__main__")
+    vars(module).update(
+        __builtins__=builtins, __annotations__={}, __cached__=None, __loader__=SourceFileLoader("__main__", file)
+    )
+    return module
 
 
 def _preload(arguments: list[str]) -> str:
