@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from world import free_port
+from world import reserved_port
 
 import paceline as dist
 from hosts.talking import await_word, rank, say
@@ -71,7 +71,7 @@ def _init(timeout_s: float) -> dist.ProcessGroup:
 def warm_up() -> Counter[str]:
     """What is made once in a process, by torch or by Python, is none of ours; a round by ourselves makes it."""
     place = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port("127.0.0.1")))
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(reserved_port()))
     _use(_init(5))
     dist.destroy_process_group()
     os.environ.update(place)
