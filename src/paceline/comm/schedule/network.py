@@ -5,7 +5,6 @@ the uplinks of both groups if it leaves a group. Its latency is the larger laten
 passes through uplinks, the largest latency of the uplinks. If `pairs` contains a link for the two hosts, the latency of
 this link applies instead, and the messages also share its bandwidth.
 
-
 Packet loss has two costs. Lost packets are retransmitted, which leaves r (1 - p) of a rate r, and TCP slows down to at
 most MSS / RTT * sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion avoidance
 algorithm").

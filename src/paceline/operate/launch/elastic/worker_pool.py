@@ -21,7 +21,7 @@ from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 from paceline.comm.security.secret import SecretFile
 from paceline.comm.store.tcp_store import StoreServer, listen
 from paceline.operate.launch.elastic.worker_replacement import WorkerHistory
-from paceline.operate.launch.job import CommandKind, Job
+from paceline.operate.launch.job import Job
 from paceline.operate.launch.job_directory import RecordingKeeper
 from paceline.operate.launch.multinode.node_connection import NodeConnection
 from paceline.operate.launch.multinode.protocol import Start, StartSlots
@@ -31,19 +31,15 @@ from paceline.operate.launch.workers.forker import Forker
 from paceline.operate.launch.workers.job_control import Keyboard
 from paceline.operate.launch.workers.output import Logs
 from paceline.operate.launch.workers.start_workers import (
-    OPENMP_BINDINGS,
     MachineResources,
     WorkerContext,
     WorkerSpec,
+    modules_to_fork,
     prepare,
 )
 from paceline.operate.launch.workers.worker import OutputForwarder, WorkerProcess, allow_descriptors
 from paceline.train.elastic import protocol
 from paceline.train.elastic.protocol import LARGEST_DATAGRAM, FromWorker
-
-# Modules to import before forking workers. The first optimizer in a process imports torch._dynamo, which takes as long
-# as importing torch itself.
-MODULES = ("torch", "torch._dynamo", "paceline.train.elastic.worker.elastic_state")
 
 
 class WorkerChannel:
@@ -223,9 +219,7 @@ class WorkerResources:
     def forker(self, context: WorkerContext, selector: selectors.BaseSelector, say: Callable[[str], None]) -> Forker:
         """Returns the forker. It forks workers unless the user or the kind of program requires new interpreters."""
         descriptors = allow_descriptors(self._job.workers)
-        forks = self._job.start_method != "spawn" and self._job.command.kind is not CommandKind.PROGRAM
-        is_bound = any(name in os.environ for name in OPENMP_BINDINGS)
-        modules = None if not forks else () if is_bound else MODULES
+        modules = modules_to_fork(self._job)
         preload = self._job.elastic.preload if self._job.elastic is not None else ()
         self._forker = Forker(context.environment, context.pass_fds, descriptors, selector, say, modules, preload)
         return self._forker

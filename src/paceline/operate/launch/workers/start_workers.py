@@ -49,7 +49,10 @@ _OBSERVERS = (
     "PYTHONPROFILEIMPORTTIME",
 )
 # Variables by which OpenMP chooses cores when torch is imported, before a forked worker is bound to its own.
-OPENMP_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+_OPENMP_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+_TORCH = "torch"
+_COMPILER = "torch._dynamo"  # the first optimizer of a process imports it, which takes as long as importing torch
+_ELASTIC_MODULES = (_TORCH, _COMPILER, "paceline.train.elastic.worker.elastic_state")
 _UNKNOWN = "<chosen at the start>"
 
 
@@ -176,28 +179,28 @@ def start_workers(
 def modules_to_fork(job: Job) -> tuple[str, ...] | None:
     """Returns the modules to import before this machine's workers are forked.
 
-    They are those that take longest of the ones that the program needs. None starts a new interpreter for each worker.
-    Unless the user chose a way, workers are forked if there are several of them and their program imports torch. A
-    program gets interpreters if it may set variables that are read while torch is imported, if OpenMP binds its
-    threads, or if a tool observes it from its start. If there are many workers per core, they cannot be training, and
-    are forked in any case.
+    These are the slowest of the modules that the program needs. None starts a new interpreter for each worker. The
+    workers of an elastic job are forked unless the user or the kind of program requires interpreters. Otherwise, unless
+    the user chose a method, workers are forked if there are several of them and their program imports torch. A program
+    gets interpreters if it may set variables that are read while torch is imported, if OpenMP binds its threads, or if
+    a tool observes it from its start. If there are many workers per core, they cannot be training, and are forked in
+    any case.
     """
     if job.start_method == "spawn":
         return None
-    is_asked_for = job.start_method == "fork"
-    source = ScriptSource.of(job.command)
-    is_bound = any(name in os.environ for name in OPENMP_BINDINGS)
-    is_plain = source is not None and not source.sets_variables and not job.compat and not is_bound
-    if not is_asked_for and job.workers <= _MANY_A_CORE * allowed_cores():
-        imports_torch = source is not None and source.imports_torch
-        is_observed = any(name in os.environ for name in _OBSERVERS) or python() != sys.executable
-        if job.workers == 1 or not is_plain or not imports_torch or is_observed:
-            return None
-    if source is None or not is_plain or not source.imports_torch:
-        return ()
-    modules = ["torch"]
-    if source.uses_optimizers:  # the first optimizer of a process imports it, which takes as long as torch itself
-        modules.append("torch._dynamo")
+    is_bound = any(name in os.environ for name in _OPENMP_BINDINGS)
+    if job.elastic is not None:
+        return None if job.command.kind is CommandKind.PROGRAM else () if is_bound else _ELASTIC_MODULES
+    must_fork = job.start_method == "fork" or job.workers > _MANY_A_CORE * allowed_cores()
+    is_observed = any(name in os.environ for name in _OBSERVERS) or python() != sys.executable
+    if not must_fork and (job.workers == 1 or is_observed):
+        return None
+    source = None if is_bound or job.compat else ScriptSource.of(job.command)
+    if source is None or source.sets_variables or not source.imports_torch:
+        return () if must_fork else None
+    modules = [_TORCH]
+    if source.uses_optimizers:
+        modules.append(_COMPILER)
     if source.uses_paceline:
         modules.append("paceline.train.ddp.distributed_data_parallel")
     return tuple(modules)

@@ -79,7 +79,7 @@ def main() -> None:
     if command["cores"] is not None:
         with suppress(OSError):  # the cores are no longer allowed
             os.sched_setaffinity(0, command["cores"])
-    _seed()
+    _reset_modules()
     while os.getppid() != launcher:  # until the intermediate process has ended
         if not os.path.exists(f"/proc/{launcher}"):
             os._exit(1)
@@ -90,8 +90,8 @@ def main() -> None:
     bootstrap.run([str(launcher), *command["argv"]])
 
 
-def _seed() -> None:
-    """Seeds the generators of imported modules; otherwise every worker would draw the same numbers."""
+def _reset_modules() -> None:
+    """Resets state that imported modules chose at random or from the environment, and that workers must not share."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
