@@ -137,6 +137,10 @@ def test_the_page_of_a_job_shows_its_steps_and_who_is_stuck(start, tmp_path):
     assert told["header"]["sentence"].startswith("stuck for ")
     assert [row["is_blamed"] for row in told["ranks"]] == [False, True]
     assert told["ranks"][0]["state"] == "waiting" and "all_reduce" in told["ranks"][0]["doing"]
+    assert told["story"]["items"][-1]["kind"] == "stall"
+    job.wait_for(
+        lambda told: [text for text in told["owed"] if text.startswith("rank 1 owes rank 0 all_reduce(float32")]
+    )
     status, body = job.ask("/actions/stacks", "POST", **{"X-Paceline-Action": "stacks"})
     assert (status, json.loads(body)) == (200, {"said": "took the stacks of 2 workers of this machine"})
     stacks = job.wait_for(lambda told: len(told["stacks"]) == 2)["stacks"]
@@ -151,16 +155,39 @@ def test_the_page_of_a_job_shows_its_steps_and_who_is_stuck(start, tmp_path):
     assert b"<b>begun" not in (tmp_path / "report.html").read_bytes()
 
 
-def test_the_page_is_off_unless_it_is_asked_for(script, tmp_path):
-    before = listening()
-    text = """
+WAITING = """
 import os, sys, time
 open(sys.argv[1] + "/up" + os.environ["RANK"], "w").close()
 while not os.path.exists(sys.argv[1] + "/end"):
     time.sleep(0.01)
 """
+
+
+def test_an_open_page_shows_that_all_ranks_ended(script, tmp_path):
+    flags = ["--dash", "--nproc-per-node", "2", script(WAITING), str(tmp_path)]
+    job = Job(tmp_path / "runs", flags)
+    try:
+        wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
+        connection = http.client.HTTPConnection("localhost", job.port, timeout=60)
+        connection.request("GET", "/events", headers={"Authorization": f"Bearer {job.token}"})
+        stream = connection.getresponse()
+        wait_until(lambda: len(job.picture()["ranks"]) == 2)
+        (tmp_path / "end").touch()
+        lines = stream.read().decode().splitlines()
+        assert job.process.wait(60) == 0
+    finally:
+        job.end()
+    states = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    ranks = [state["ranks"] for state in states if "ranks" in state][-1]
+    assert [(row["state"], row["doing"]) for row in ranks] == [("ended", "")] * 2
+    assert states[-1] == {} and lines[-3] == "event: end"
+    assert not [line for line in job.lines if not line.startswith("paceline: ")]
+
+
+def test_the_page_is_off_unless_it_is_asked_for(script, tmp_path):
+    before = listening()
     process = subprocess.Popen(
-        command("--nproc-per-node", "2", script(text), str(tmp_path)),
+        command("--nproc-per-node", "2", script(WAITING), str(tmp_path)),
         env={**ENVIRONMENT, "PACELINE_RUNS_DIR": str(tmp_path / "runs")},
         stderr=subprocess.PIPE,
         text=True,

@@ -20,7 +20,7 @@ from paceline.cli.main import main
 from paceline.cli.top.client import NoRunningJobError, PageAddress, PageUnreachableError, find, picture, poller_of
 from paceline.cli.top.text_view import lines_of
 from paceline.operate.dashboard.aggregator import DashboardAggregator
-from paceline.operate.dashboard.external_collector import ExternalCollector
+from paceline.operate.dashboard.external_collector import EventFollower, ExternalCollector
 from paceline.operate.diagnosis.runs import JobRun, read_run
 from paceline.operate.launch.job_directory import RecordingKeeper
 
@@ -54,6 +54,37 @@ def test_a_verdict_stands_above_the_ranks_and_its_rank_first():
     text = "\n".join(lines)
     assert text.startswith("Stuck for ") and "rank 40 is not there" in text
     assert next(line for line in lines if " node" in line).split()[0] == "40"
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_what_a_rank_does_is_shown_whole(width):
+    told = told_of(Training(4, slow={0: 1.3}))
+    doing = "in all_reduce(float32, 68,362), call 66 for 19 s"
+    told["ranks"] = [{**row, "doing": doing, "host": "node-with-a-long-name"} for row in told["ranks"]]
+    rows = [line for line in lines_of(told, width, 40, is_coloured=False) if doing in line]
+    assert len(rows) == 4 and max(map(len, rows)) <= width
+    assert [row.split()[0] for row in rows] == ["0", "1", "2", "3"]
+
+
+def test_calls_that_are_owed_are_shown():
+    told = told_of(Training(4)) | {"owed": ["rank 1 owes ranks 0, 2 barrier() call 3, for 19 s"]}
+    assert "Rank 1 owes ranks 0, 2 barrier() call 3, for 19 s." in lines_of(told, 100, 30, is_coloured=False)
+
+
+def test_a_diagnosis_is_read_from_the_events(tmp_path):
+    path = tmp_path / "events.jsonl"
+    events = EventFollower(path)
+    assert events.take() == []
+    now_s = time.time()
+    stall = {"event": "stall", "time_s": now_s, "reason": "rank 1 does not call barrier", "ranks": [1]}
+    path.write_text(json.dumps(stall) + "\n" + json.dumps({"event": "resume", "time_s": now_s + 3, "reason": "ok"}))
+    event, notice = events.take()
+    assert (event.kind, notice.sentence, notice.ranks) == ("stall", "rank 1 does not call barrier", (1,))
+    assert abs(notice.at_s - time.monotonic()) < 5
+    path.write_text(path.read_text() + "\n")
+    event, withdrawn = events.take()
+    assert (event.kind, event.cost_s, withdrawn) == ("resume", 3.0, None)
+    assert events.take() == []
 
 
 def test_without_colour_there_are_no_escapes():

@@ -13,16 +13,16 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, RichLog, Sparkline, Static
 
 from paceline.cli.top.client import PageUnreachableError
-from paceline.cli.top.text_view import links_of, sentence_of
+from paceline.cli.top.text_view import columns_of, links_of, sentence_of
 from paceline.operate.dashboard.dashboard_state import PARTS, milliseconds
 
-_COLUMNS = ("rank", "host", "state", "step", "samples/s", "own time", "waits", "memory", "last record", "doing")
 _KEYS = ("rank", "host", "state", "step", "samples_per_s", "compute", "wait", "memory_nbytes", "heard_s", "doing")
 _MOODS = {"good": "green", "bad": "red", "waiting": "yellow", "over": "bold"}
 _PART_COLOURS = {"data": "yellow", "forward": "cyan", "backward": "blue", "exposed": "red", "optimizer": "magenta"}
 _BAR = 60
 _SLOW = 1.1
 _LINKS_WIDTH = 80
+_GAP = 2  # space between two columns of a DataTable, in characters
 
 
 class Top(App[None]):
@@ -37,7 +37,7 @@ class Top(App[None]):
     #log { width: 1fr; border-left: solid $panel; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q", "quit", "quit (the job goes on)"),
+        Binding("q", "quit", "quit (the job continues)"),
         Binding("s", "sort", "sort by the next column"),
         Binding("f", "filter", "output of this rank only"),
     ]
@@ -50,6 +50,7 @@ class Top(App[None]):
         self._order = 0
         self._only: int | None = None
         self._seen = 0
+        self._heads: list[str] = []
         self._picture: Mapping[str, Any] = {}
 
     def compose(self) -> ComposeResult:
@@ -66,7 +67,6 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         """Starts the periodic refresh."""
-        self.query_one("#ranks", DataTable).add_columns(*_COLUMNS)
         self.set_interval(self._every_s, self._refresh)
         self._refresh()
 
@@ -105,6 +105,7 @@ class Top(App[None]):
             head.append(f"\n{picture['what_if']['sentence']}", style="yellow")
         if picture["network"]:
             head.append(f"\n{sentence_of(picture['network'])}", style="red")
+        head.append("".join(f"\n{sentence_of(words)}" for words in picture["owed"]), style="red")
         head.append("".join(f"\n{line}" for line in links_of(picture["links"], _LINKS_WIDTH, False)))
         self.query_one("#head", Static).update(head)
         self.query_one("#verdict", Static).update(verdict["sentence"] if verdict is not None else "")
@@ -122,21 +123,25 @@ class Top(App[None]):
         table = self.query_one("#ranks", DataTable)
         place = table.cursor_row
         table.clear()
-        for row in self._sorted():
+        rows = self._sorted()
+        columns = columns_of(rows, self.size.width - _GAP, _GAP)
+        heads = [column.head for column in columns]
+        if heads != self._heads:
+            table.clear(columns=True)
+            table.add_columns(*heads, "doing")
+            self._heads = heads
+        for row in rows:
             style = "red" if row["is_blamed"] else ""
             slow = "red bold" if row["slowness"] > _SLOW else style
-            table.add_row(
-                Text(str(row["rank"]), style, justify="right"),
-                Text(row["host"], style),
-                Text(row["state"], style),
-                Text("-" if row["step"] is None else f"{row['step']:,}", style, justify="right"),
-                Text(f"{row['samples_per_s']:,.0f}" if row["samples_per_s"] else "-", style, justify="right"),
-                Text(milliseconds(row["compute"]) if row["compute"] else "-", slow, justify="right"),
-                Text(milliseconds(row["wait"]) if row["compute"] else "-", style, justify="right"),
-                Text(f"{row['memory_nbytes'] / (1 << 20):,.0f} MiB" if row["memory_nbytes"] else "-", justify="right"),
-                Text(f"{row['heard_s']:.1f} s", style, justify="right"),
-                Text(row["doing"], style),
-            )
+            cells = [
+                Text(
+                    column.text(row),
+                    slow if column.head == "own time" else style,
+                    justify="left" if column.width < 0 else "right",
+                )
+                for column in columns
+            ]
+            table.add_row(*cells, Text(row["doing"], style))
         table.move_cursor(row=place)
 
     def _show_curve(self) -> None:

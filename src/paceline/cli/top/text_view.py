@@ -15,6 +15,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.operate.dashboard.dashboard_state import PARTS, milliseconds
@@ -109,6 +110,8 @@ def lines_of(picture: Picture, width: int, height: int, is_coloured: bool) -> li
         lines += _wrapped(picture["what_if"]["sentence"], width)
     if picture["network"]:
         lines += [coloured(line, "bad", is_coloured) for line in _wrapped(sentence_of(picture["network"]), width)]
+    for words in picture["owed"]:
+        lines += [coloured(line, "bad", is_coloured) for line in _wrapped(sentence_of(words), width)]
     below = [*_curves(picture, width), *links_of(picture["links"], width, is_coloured)]
     room = max(min(len(picture["ranks"]), 4), height - len(lines) - len(below) - 4)
     return [*lines, "", *_ranks(picture["ranks"], width, max(1, room), is_coloured), *below][:height]
@@ -141,28 +144,74 @@ def _figures(picture: Picture, width: int, is_coloured: bool) -> list[str]:
 
 
 def _ranks(rows: Sequence[Picture], width: int, room: int, is_coloured: bool) -> list[str]:
-    head = (
-        f"{'rank':>5} {'host':<12} {'state':<9} {'step':>8} {'samples/s':>10} {'own time':>9} {'waits':>9} "
-        f"{'memory':>9} {'heard':>7}"
-    )
-    lines = [coloured(head[:width], "quiet", is_coloured)]
     shown = rows if len(rows) <= room else sorted(rows, key=_attention)[: room - 1]
+    columns = columns_of(shown, width)
+    lines = [coloured(_line([column.head for column in columns], columns, "doing", width), "quiet", is_coloured)]
     for row in shown:
-        text = (
-            f"{row['rank']:>5} {row['host'][:12]:<12} {row['state']:<9} {_number(row['step']):>8} "
-            f"{row['samples_per_s'] or 0:>10,.0f} {_time(row['compute']):>9} {_time(row['wait']):>9} "
-            f"{_size(row['memory_nbytes']):>9} {row['heard_s']:>5.1f} s"
-        )
-        if row["doing"]:
-            text += f"  {row['doing']}"
+        text = _line([column.text(row) for column in columns], columns, row["doing"], width)
         colour = "bad" if row["is_blamed"] or row["slowness"] > _SLOW else _STATES.get(row["state"], "waiting")
-        is_plain = colour == "good"
-        lines.append(text[:width] if is_plain else coloured(text[:width], colour, is_coloured))
+        lines.append(text if colour == "good" else coloured(text, colour, is_coloured))
     if len(shown) < len(rows):
         lines.append(
             coloured(f"      and {len(rows) - len(shown)} more ranks, all faster than these", "quiet", is_coloured)
         )
     return lines
+
+
+@dataclass(frozen=True)
+class RankColumn:
+    """A column of the table of ranks: its heading, its least width (negative to align left), and a row's text."""
+
+    head: str
+    width: int
+    text: Callable[[Picture], str]
+
+
+_COLUMNS = (
+    RankColumn("rank", 5, lambda row: str(row["rank"])),
+    RankColumn("host", -4, lambda row: row["host"][:12]),
+    RankColumn("state", -9, lambda row: row["state"]),
+    RankColumn("step", 8, lambda row: _number(row["step"])),
+    RankColumn("samples/s", 10, lambda row: f"{row['samples_per_s']:,.0f}" if row["samples_per_s"] else "-"),
+    RankColumn("own time", 9, lambda row: _time(row["compute"])),
+    RankColumn("waits", 9, lambda row: _time(row["wait"])),
+    RankColumn("memory", 9, lambda row: _size(row["memory_nbytes"])),
+    RankColumn("heard", 7, lambda row: f"{row['heard_s']:.1f} s"),
+)
+_DISPENSABLE = ("memory", "samples/s", "heard", "waits", "own time", "host")  # the first to be left out comes first
+
+
+def columns_of(rows: Sequence[Picture], width: int, gap: int = 1) -> list[RankColumn]:
+    """Returns the columns to show, which leave room for the longest description of what a rank is doing.
+
+    Args:
+        rows: the rows of the table of ranks.
+        width: the width of the table, in characters.
+        gap: the space between two columns, in characters.
+    """
+    columns = [replace(column, width=_width(column, rows)) for column in _COLUMNS]
+    left = width - max((len(row["doing"]) + 1 + gap for row in rows if row["doing"]), default=0)
+    if not any(row["samples_per_s"] for row in rows):
+        columns = [column for column in columns if column.head != "samples/s"]
+    for head in _DISPENSABLE:
+        if sum(abs(column.width) + gap for column in columns) <= left + 1:
+            break
+        columns = [column for column in columns if column.head != head]
+    return columns
+
+
+def _width(column: RankColumn, rows: Sequence[Picture]) -> int:
+    longest = max([abs(column.width), *(len(column.text(row)) for row in rows)])
+    return -longest if column.width < 0 else longest
+
+
+def _line(texts: Sequence[str], columns: Sequence[RankColumn], doing: str, width: int) -> str:
+    cells = [
+        text.ljust(-column.width) if column.width < 0 else text.rjust(column.width)
+        for text, column in zip(texts, columns, strict=True)
+    ]
+    line = " ".join(cells) + (f"  {doing}" if doing else "")
+    return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def _attention(row: Picture) -> tuple[bool, bool, float]:

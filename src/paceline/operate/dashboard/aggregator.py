@@ -44,6 +44,9 @@ from paceline.operate.dashboard.job_sample import (
     StallNotice,
 )
 from paceline.operate.dashboard.link_rates import rows_of
+from paceline.operate.diagnosis.finding import named
+from paceline.operate.diagnosis.job_snapshot import JobSnapshot
+from paceline.operate.diagnosis.wait_graph import waits_of
 
 _STEPS_KEPT = 240
 _LINES_KEPT = 2000
@@ -162,6 +165,20 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+def owed_calls(sample: JobSample) -> tuple[str, ...]:
+    """Returns a sentence for each call in which ranks wait for others: which ranks owe it to which, and since when."""
+    states = tuple(rank.pending for rank in sample.ranks if rank.pending is not None)
+    sentences = []
+    for wait in waits_of(JobSnapshot(sample.now_s, states)):
+        owing = [named(wait.absent)] if wait.absent else []
+        owing += [f"{named(wait.strangers)} of the group"] if wait.strangers else []
+        if owing:
+            verb = "owes" if len(wait.absent) + len(wait.strangers) == 1 else "owe"
+            since = about(sample.now_s - wait.since_s)
+            sentences.append(f"{' and '.join(owing)} {verb} {named(wait.waiters)} {wait.call}, for {since}")
+    return tuple(sentences[:_MOST_ROWS])
+
+
 def header_of(
     facts: JobInfo, ranks: tuple[RankSample, ...], verdict: StallNotice | None, now_s: float, step_s: float | None
 ) -> JobHeader:
@@ -221,6 +238,8 @@ def _activity(
 ) -> str:
     if facts.outcome:
         return f"{facts.outcome} after {about(now_s - facts.started_s)}"
+    if verdict is not None and verdict.is_failure:
+        return "ending after a failure"
     if verdict is not None:
         return f"stuck for {about(max(quiet_s, now_s - verdict.at_s))}"
     if not any(sample.step is not None for sample in ranks):
@@ -292,7 +311,7 @@ class DashboardAggregator:
         self._log.extend(sample.lines)
         self._stacks.update((stack.rank, stack) for stack in sample.stacks)
         for rank in sample.ranks:
-            self._ranks[rank.rank] = replace(rank, steps=(), values=(), calls=())
+            self._ranks[rank.rank] = replace(rank, steps=(), values=(), calls=(), pending=None)
             recent = self._recent.setdefault(rank.rank, deque(maxlen=_RECENT))
             recent.extend(rank.steps)
             for step in rank.steps:
@@ -331,6 +350,7 @@ class DashboardAggregator:
             curves=self._curves.growing(),
             links=links,
             network=network,
+            owed=() if sample.facts.outcome else owed_calls(sample),
             calls=self._calls.rows(),
             story=self._story.growing(),
             log=self._log.growing(),

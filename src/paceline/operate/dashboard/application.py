@@ -154,6 +154,11 @@ async def _events(broadcaster: Broadcaster, last_id: str | None) -> AsyncIterato
     with broadcaster.viewer(last_id) as viewer:
         while True:
             try:
-                yield await asyncio.wait_for(viewer.next(), _HEARTBEAT_S)
+                event = await asyncio.wait_for(viewer.next(), _HEARTBEAT_S)
             except asyncio.TimeoutError:
                 yield b": still here\n\n"
+                continue
+            if event is None:
+                yield b"event: end\ndata: {}\n\n"
+                return
+            yield event

@@ -11,7 +11,7 @@ from paceline.operate.dashboard.job_sample import JobEvent, JobInfo, Line, LinkR
 
 Fact = str | int | list[int]
 
-TOLD_BY_ALL = frozenset({"wait", "view", "end"})
+TOLD_BY_ALL = frozenset({"wait", "stall", "resume", "view", "end"})
 """Kinds of events that the launchers on all machines report. The report from one launcher is sufficient."""
 
 _NUMBER = (1 << 32) - 1  # mask for the number of a view; higher bits contain its coordinator's term
@@ -25,6 +25,7 @@ class EventFormatter:
     def __init__(self) -> None:
         self._view = 0
         self._broken_s: float | None = None  # time of the first loss of a worker since the last view
+        self._stalled_s: float | None = None  # time of the first diagnosis of the current stall
 
     def tell(self, event: str, facts: dict[str, Fact], now_s: float) -> list[JobEvent]:
         """Returns the displayed form of an event at `now_s`; empty if the event is not displayed."""
@@ -39,6 +40,8 @@ class EventFormatter:
             case "failure":
                 text = f"rank {facts.get('rank')} (process {facts.get('pid')}): {facts.get('how')}"
                 return [JobEvent(now_s, "failure", text)]
+            case "ended" if facts.get("how") == "exit code 0":
+                return [JobEvent(now_s, "exit", f"worker {facts.get('uid')}: its script has finished")]
             case "ended":
                 self._broken_s = now_s if self._broken_s is None else self._broken_s
                 return [JobEvent(now_s, "death", f"worker {facts.get('uid')}: {facts.get('how')}")]
@@ -48,6 +51,13 @@ class EventFormatter:
                 return self._entered(int(str(facts.get("view", 0))), now_s)
             case "wait":
                 return [JobEvent(now_s, "wait", str(facts.get("reason", "")))]
+            case "stall":
+                self._stalled_s = now_s if self._stalled_s is None else self._stalled_s
+                return [JobEvent(now_s, "stall", str(facts.get("reason", "")))]
+            case "resume":
+                stalled_s, self._stalled_s = self._stalled_s, None
+                cost_s = None if stalled_s is None else round(now_s - stalled_s, 3)
+                return [JobEvent(now_s, "resume", str(facts.get("reason", "")), cost_s)]
             case "end":
                 code = facts.get("code", 0)
                 text = "the job has ended" if code == 0 else f"the job has failed, exit code {code}"
@@ -75,11 +85,15 @@ class WorkerRunning:
 
 @dataclass(frozen=True)
 class WorkerGone:
-    """Note that a worker has ended; `how` describes its failure, or is "" if it succeeded."""
+    """Note that a worker has ended.
+
+    `how` describes its failure. It is "" if the worker succeeded or was asked to end, and None if only the worker's
+    recording shows whether it succeeded.
+    """
 
     rank: int
     pid: int
-    how: str = ""
+    how: str | None = ""
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Viewer:
 
     def __init__(self, feed: Feed, first: list[StreamMessage]) -> None:
         self._feed = feed
-        self._queue: asyncio.Queue[StreamMessage] = asyncio.Queue()
+        self._queue: asyncio.Queue[StreamMessage | None] = asyncio.Queue()
         for message in first:
             self._queue.put_nowait(message)
 
@@ -135,9 +135,14 @@ class Viewer:
             message = self._feed.snapshot()
         self._queue.put_nowait(message)
 
-    async def next(self) -> bytes:
-        """Waits for the next server-sent event."""
-        return self._feed.event(await self._queue.get())
+    def end(self) -> None:
+        """Ends the stream after the queued messages."""
+        self._queue.put_nowait(None)
+
+    async def next(self) -> bytes | None:
+        """Waits for the next server-sent event. Returns None at the end of the stream."""
+        message = await self._queue.get()
+        return None if message is None else self._feed.event(message)
 
 
 class Broadcaster:
@@ -156,6 +161,7 @@ class Broadcaster:
         self._wake = asyncio.Event()
         self._taken_s = float("-inf")
         self._asked_s = float("-inf")
+        self._has_ended = False
         self.state: DashboardState | None = None
 
     @property
@@ -183,6 +189,12 @@ class Broadcaster:
             for viewer in self._viewers:
                 viewer.put(message)
 
+    def end(self) -> None:
+        """Ends the streams of all viewers, and of later ones after a snapshot."""
+        self._has_ended = True
+        for viewer in self._viewers:
+            viewer.end()
+
     def request_sample(self) -> None:
         """Causes `run` to take the next sample immediately."""
         self._wake.set()
@@ -200,6 +212,8 @@ class Broadcaster:
         if time.monotonic() - self._taken_s > WATCHED_S:
             self.sample()
         viewer = Viewer(self._feed, self._feed.since(last_id))
+        if self._has_ended:
+            viewer.end()
         self._viewers.add(viewer)
         self._wake.set()
         try:

@@ -1,24 +1,27 @@
 """Collector that runs outside the launcher and opens the launcher's recordings through /proc/PID/fd.
 
-The kernel permits this for processes of the same user. The launcher and the workers are not affected.
+The kernel permits this for processes of the same user. The launcher and the workers are not affected. The job's events,
+including the diagnosis of a stall, are read from the file that the launcher appends to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import struct
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.comm.record import layout
 from paceline.comm.record.memory import MEMORY_NAME
 from paceline.operate.dashboard.aggregator import DashboardAggregator
 from paceline.operate.dashboard.dashboard_state import DashboardState
-from paceline.operate.dashboard.event_queue import EventQueue, WorkerGone
-from paceline.operate.dashboard.job_sample import JobInfo
+from paceline.operate.dashboard.event_queue import EventFormatter, EventQueue, WorkerGone
+from paceline.operate.dashboard.job_sample import JobEvent, JobInfo, StallNotice
 from paceline.operate.dashboard.local_collector import LocalCollector
-from paceline.operate.diagnosis.runs import JobRun, RunStatus, read_run
+from paceline.operate.diagnosis.runs import EVENTS_FILE, JobRun, RunStatus, read_run
 
 _LINK = f"/memfd:{MEMORY_NAME} (deleted)"
 _HEAD = struct.Struct("<Q")
@@ -49,6 +52,7 @@ class ExternalCollector:
         self._aggregator = DashboardAggregator()
         self._open: dict[int, int] = {}  # descriptors for recordings, by inode
         self._workers: dict[int, _RecordedWorker] = {}  # workers by their recording's inode
+        self._events = EventFollower(run.directory / EVENTS_FILE)
 
     def look(self) -> DashboardState:
         """Takes a sample and returns the current state.
@@ -57,6 +61,8 @@ class ExternalCollector:
             OutOfReachError: the job has ended, or its recordings cannot be read.
         """
         self._find()
+        for note in self._events.take():
+            self._notes.leave(note)
         self._aggregator.take(self._collector.look())
         return self._aggregator.state()
 
@@ -110,7 +116,43 @@ class ExternalCollector:
     def _ended(self, inode: int) -> None:
         worker = self._workers.pop(inode, None)
         if worker is not None:
-            self._notes.leave(WorkerGone(worker.rank, worker.pid, "has ended"))
+            self._notes.leave(WorkerGone(worker.rank, worker.pid, None))
+
+
+class EventFollower:
+    """Incremental reader for the file of a launcher's events.
+
+    Args:
+        path: the file, which may not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._formatter = EventFormatter()
+
+    def take(self) -> list[JobEvent | StallNotice | None]:
+        """Returns the notes for the events since the previous call: the displayed events and the latest diagnosis."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        data = data[: data.rfind(b"\n") + 1]
+        self._offset += len(data)
+        ahead_s = time.time() - time.monotonic()
+        notes: list[JobEvent | StallNotice | None] = []
+        for line in data.splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                facts = json.loads(line)
+                kind, at_s = str(facts["event"]), float(facts["time_s"]) - ahead_s
+                notes += self._formatter.tell(kind, facts, at_s)
+                if kind == "stall":
+                    notes.append(StallNotice(str(facts["reason"]), tuple(facts["ranks"]), (), at_s))
+                elif kind in ("resume", "start"):
+                    notes.append(None)
+        return notes
 
 
 def _worker_of(fd: int) -> _RecordedWorker | None:

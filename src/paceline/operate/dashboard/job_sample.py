@@ -107,6 +107,7 @@ class RankSample:
         steps: the steps completed since the previous sample, in order.
         values: the values that the program has logged since the previous sample, as (step, name, value).
         calls: the calls with predictions that were completed since the previous sample.
+        pending: the rank's groups and latest calls while some rank on its host waits for long, otherwise None.
     """
 
     rank: int
@@ -120,6 +121,7 @@ class RankSample:
     steps: tuple[RankStep, ...] = ()
     values: tuple[tuple[int, str, float], ...] = ()
     calls: tuple[CallTally, ...] = ()
+    pending: job_snapshot.RankState | None = None
 
 
 @dataclass(frozen=True)
@@ -167,12 +169,13 @@ class Line:
 
 @dataclass(frozen=True)
 class StallNotice:
-    """Diagnosis of a job that makes no progress: a sentence, the blamed ranks, and additional lines."""
+    """Diagnosis of a job that makes no progress or has failed: a sentence, the blamed ranks, and additional lines."""
 
     sentence: str
     ranks: tuple[int, ...] = ()
     details: tuple[str, ...] = ()
     at_s: float = 0.0
+    is_failure: bool = False
 
 
 @dataclass(frozen=True)

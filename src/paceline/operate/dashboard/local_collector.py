@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -22,11 +23,15 @@ from paceline.operate.dashboard.job_sample import (
 )
 from paceline.operate.dashboard.link_rates import SHARED_MEMORY, TCP, LinkRates
 from paceline.operate.dashboard.recording_follower import RecordingFollower, RecordingUpdate, StandaloneEvent
+from paceline.operate.diagnosis.job_snapshot import RankState
+from paceline.operate.diagnosis.recording_reader import NoRecordingError, rank_state_of, read_latest
 
 TOTAL_STEPS = "total_steps"
 """The name under which a program logs its total number of steps (once)."""
 
 _SILENT_S = 10.0
+_PENDING_CALLS = 64  # number of latest calls that are read, in addition to those that have not ended
+_OWED_S = 5.0  # the calls of all ranks are read if a rank has been waiting for this long
 _WAITING_S = 1.0  # an open call is shown as the rank's activity after this time
 _STEPS_A_SECOND = 64  # limit for steps read over all ranks; above it, only every 2nd, 4th, ... step is read
 _MEMORY_PERIOD_S = 4.0
@@ -42,11 +47,16 @@ class _Worker:
     fd: int
     follower: RecordingFollower | None
     update: RecordingUpdate | None = None
-    ended: str | None = None  # description of the failure, or "" after a success
+    has_ended: bool = False
+    failure: str | None = ""  # description of the failure, "" for none, None if only the recording shows it
     total_steps: int | None = None
     ahead: int | None = None  # number of steps made by the other workers before this worker's first
     step: int | None = None  # current step, counted as on the other workers
     rates: LinkRates = field(default_factory=LinkRates)
+    has_shm: bool = False  # whether it has sent anything through shared memory
+    has_tcp: bool = False  # whether it has sent anything over the network
+    pending: RankState | None = None
+    pending_s: float = float("-inf")  # time of the latest record in `pending`
     memory_nbytes: int = 0
     memory_read_s: float = float("-inf")
 
@@ -89,6 +99,9 @@ class LocalCollector:
         self._looked_s = now_s
         local = [self._sample_of(worker, now_s, events) for worker in self._workers.values()]
         ranks = {sample.rank: sample for sample in [*self._remote.values(), *local]}
+        if any(self._waits_long(worker, now_s) for worker in self._workers.values()):
+            local = [replace(sample, pending=self._pending_of(self._workers[sample.rank])) for sample in local]
+            ranks.update((sample.rank, sample) for sample in local)
         links = self._links(now_s, passed_s) if passed_s is not None else ()
         self._choose_stride(local, passed_s)
         self._remote = {rank: replace(sample, steps=(), values=(), calls=()) for rank, sample in self._remote.items()}
@@ -110,7 +123,7 @@ class LocalCollector:
                 follower = RecordingFollower.of_descriptor(fd) if fd >= 0 else None
                 self._workers[rank] = _Worker(rank, pid, host, fd, follower)
             case WorkerGone(rank, pid, how) if rank in self._workers and self._workers[rank].pid == pid:
-                self._workers[rank].ended = how
+                self._workers[rank].has_ended, self._workers[rank].failure = True, how
             case RemoteSample(ranks, links):
                 for sample in ranks:
                     self._remote[sample.rank] = _appended(self._remote.get(sample.rank), sample)
@@ -151,12 +164,24 @@ class LocalCollector:
             calls=tuple(update.calls),
         )
 
+    def _waits_long(self, worker: _Worker, now_s: float) -> bool:
+        calls = worker.update.open_calls if worker.update is not None and not worker.has_ended else []
+        return any(now_s - call.arrived_s > _OWED_S for call in calls)
+
+    def _pending_of(self, worker: _Worker) -> RankState | None:
+        """Returns the worker's groups and latest calls. They are read again only if the worker has recorded more."""
+        if worker.update is not None and worker.fd >= 0 and worker.pending_s != worker.update.heard_s:
+            worker.pending_s = worker.update.heard_s
+            with contextlib.suppress(OSError, NoRecordingError):
+                worker.pending = rank_state_of(read_latest(worker.fd, _PENDING_CALLS, 0), worker.rank)
+        return worker.pending
+
     def _count(self, worker: _Worker, update: RecordingUpdate) -> None:
         """Adjusts the step number of a worker that joined late, because each process counts its steps from 1."""
         if update.step is None:
             return
         if worker.ahead is None:
-            steps = [other.step for other in self._workers.values() if other.step is not None and other.ended is None]
+            steps = [other.step for other in self._workers.values() if other.step is not None and not other.has_ended]
             behind = max(steps, default=0) - update.step
             worker.ahead = behind if behind > _IN_STEP else 0
         worker.step = update.step + worker.ahead
@@ -171,11 +196,13 @@ class LocalCollector:
             update = worker.update
             if update is None:
                 continue
-            if update.shm_nbytes:
+            worker.has_shm = worker.has_shm or update.shm_nbytes > 0
+            worker.has_tcp = worker.has_tcp or update.tcp_nbytes > 0
+            if worker.has_shm:
                 links.append(LinkRate(worker.rank, -1, SHARED_MEMORY, update.shm_nbytes / passed_s))
             if update.links:
                 links += worker.rates.take(worker.rank, update.links, now_s)
-            elif update.tcp_nbytes:
+            elif worker.has_tcp:
                 links.append(LinkRate(worker.rank, -1, TCP, update.tcp_nbytes / passed_s))
         return tuple(links)
 
@@ -204,8 +231,11 @@ def _appended(before: RankSample | None, new: RankSample) -> RankSample:
 
 def _state_of(worker: _Worker, now_s: float) -> tuple[RankActivity, str]:
     update = worker.update
-    if worker.ended is not None:
-        return (RankActivity.DEAD, worker.ended) if worker.ended else (RankActivity.ENDED, "")
+    if worker.has_ended:
+        failure = worker.failure
+        if failure is None:
+            failure = "" if update is not None and update.is_ended else "has ended without completing its script"
+        return (RankActivity.DEAD, failure) if failure else (RankActivity.ENDED, "")
     if update is None:
         return RankActivity.STARTING, "has not recorded anything yet"
     if update.is_ended:

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import getpass
 import json
+import logging
 import os
 import secrets
 import shlex
 import socket
 import stat
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +33,7 @@ ADDRESS_FILE = "page.json"
 _SUGGESTED_PORT = 8080  # port on the user's own machine when the page uses a Unix socket
 _STOP_S = 2.0
 _START_S = 20.0
-_LAST_S = 0.2  # time for the last message to reach viewers
+_LAST_S = 1  # time for responses in progress to be completed when the page is closed
 
 
 class AddressError(ValueError):
@@ -192,7 +194,7 @@ class DashboardServer:
         except asyncio.CancelledError:
             pass
         except Exception as error:  # an error in the page must not end the job
-            self._complain(f"the page has failed and is gone; the job goes on ({type(error).__name__}: {error})")
+            self._complain(f"the page has failed and is closed; the job continues ({type(error).__name__}: {error})")
         finally:
             self._began.set()
 
@@ -217,9 +219,12 @@ class DashboardServer:
             proxy_headers=False,
             h11_max_incomplete_event_size=16384,
             timeout_keep_alive=30,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=_LAST_S,
         )
         server = uvicorn.Server(config)
+        logger, errors = logging.getLogger("uvicorn.error"), _RequestErrors(self._complain)
+        logger.addHandler(errors)
+        logger.propagate = False
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._began.set()
         sampling = asyncio.create_task(broadcaster.run())
@@ -229,13 +234,35 @@ class DashboardServer:
         finally:
             if broadcaster.is_watched and not sampling.done():
                 broadcaster.sample()  # the last sample contains the job's outcome
-                await asyncio.sleep(_LAST_S)
-            server.should_exit = server.force_exit = True
+            broadcaster.end()
+            server.should_exit = True
             sampling.cancel()
-            await asyncio.wait([sampling, serving], timeout=_STOP_S)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([sampling, serving], timeout=_STOP_S)
+            logger.removeHandler(errors)
         for task in (sampling, serving):
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
+
+
+class _RequestErrors(logging.Handler):
+    """Reports exceptions in the page's requests as one line each, except for requests that end with the job."""
+
+    def __init__(self, complain: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._complain = complain
+        self._thread = threading.get_ident()  # the thread of this page; the logger is shared by all pages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Reports one record."""
+        error = record.exc_info[1] if record.exc_info else None
+        is_mine = record.thread == self._thread
+        if is_mine and error is not None and not isinstance(error, asyncio.CancelledError):
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            self._complain(
+                f"the page could not answer a request ({type(error).__name__}: {error}, in {frame.filename}:"
+                f"{frame.lineno}); the job is not affected"
+            )
 
 
 def check_installed() -> None:

@@ -49,13 +49,15 @@ class WatchedWorker:
         number: the worker's number in the job.
         pid: the worker's process id.
         recording: a descriptor for the memory of the worker's recording, or None.
-        ending: the worker's exit status, or None while it runs.
+        ending: the worker's exit status, or None if it is running or the launcher ended it.
+        is_running: whether the worker has not ended.
     """
 
     number: int
     pid: int
     recording: int | None
     ending: RankExitStatus | None = None
+    is_running: bool = True
 
 
 @dataclass(frozen=True)

@@ -118,11 +118,26 @@ class DashboardLink:
 
             self._feed = RemoteDashboardFeed(self.local, self._workers, self._offset_s, self._connection.client.send)
 
-    def send_last_update(self) -> None:
-        """Sends the workers' last state to the launcher with the dashboard, before the report that they have ended.
+    def record_exits(self) -> None:
+        """Records how workers have ended, before the launcher reports their end and closes their recordings.
 
         Must be called while `workers` still returns these workers.
         """
+        if self._page is not None:
+            self._page.local.watch(self._workers())
+        elif self._feed is not None:
+            self._feed.send_sample()
+
+    def worker_ended(self, number: int, pid: int, how: str) -> None:
+        """Records the end of a worker that `workers` does not return any more, before the launcher reports its end.
+
+        Args:
+            number: The worker's number in the job.
+            pid: The worker's process id.
+            how: A description of its failure, or "" if it succeeded or was asked to end.
+        """
+        if self.local is not None:
+            self.local.worker_ended(number, pid, how)
         if self._feed is not None:
             self._feed.send_sample()
 
@@ -171,16 +186,23 @@ class LocalActivity:
         """Records the workers that have started or ended since the previous call."""
         running = {}
         for worker in workers:
-            if worker.ending is not None:
-                self._ended(worker.number, worker.ending.how if worker.ending.manner is not ExitReason.FINISHED else "")
+            ending = worker.ending
+            if ending is not None or not worker.is_running:
+                is_failure = ending is not None and ending.manner is not ExitReason.FINISHED
+                self._ended(worker.number, ending.how if ending is not None and is_failure else "")
                 continue
             running[worker.number] = worker
             known = self._known.get(worker.number)
             if known is None or known.pid != worker.pid:
                 self.notes.leave_worker(worker.number, worker.pid, self._host, worker.recording)
-        for number in set(self._known) - set(running):
-            self._ended(number, "has ended")
+        for number in set(self._known) - set(running):  # the launcher asked it to end, or it would have an exit status
+            self._ended(number, "")
         self._known = running
+
+    def worker_ended(self, number: int, pid: int, how: str) -> None:
+        """Records the end of a worker, with a description of its failure or "" for none."""
+        self._known.pop(number, None)
+        self.notes.leave(WorkerGone(number, pid, how))
 
     def forget_workers(self) -> None:
         """Causes the next `watch` to record all running workers again."""

@@ -31,6 +31,7 @@ from paceline.operate.dashboard.job_sample import (
 )
 from paceline.operate.dashboard.local_collector import LocalCollector
 from paceline.operate.dashboard.server import ADDRESS_FILE, DashboardServer, ListenAddress, lines, write_address
+from paceline.operate.diagnosis.job_snapshot import RankState
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
 from paceline.operate.launch.dashboard_link import LocalActivity
 from paceline.operate.launch.job import Job
@@ -112,9 +113,10 @@ class JobDashboard:
             self.note(decode_update(body))
 
     def stalled(self, message: UserMessage) -> None:
-        """Displays the cause of a stall, or that the job has resumed."""
-        is_stall = message.is_stall
-        self.note(StallNotice(message.text, message.blamed, (), time.monotonic()) if is_stall else None)
+        """Displays the cause of a stall or of a failure, or that the job has resumed."""
+        has_cause = message.is_stall or message.is_failure
+        notice = StallNotice(message.text, message.blamed, (), time.monotonic(), message.is_failure)
+        self.note(notice if has_cause else None)
 
     def generation(self, world_size: int, restarts: int) -> None:
         """Displays the start of workers, with the numbers of ranks and of restarts so far."""
@@ -256,7 +258,15 @@ def _shifted(moment: _Moment, offset_s: float) -> _Moment:
 def _rank(sample: RankSample, offset_s: float) -> RankSample:
     last = len(sample.steps) - 1
     steps = tuple(_step(step, offset_s, index == last) for index, step in enumerate(sample.steps))
-    return replace(sample, heard_s=sample.heard_s + offset_s, steps=steps)
+    return replace(sample, heard_s=sample.heard_s + offset_s, steps=steps, pending=_pending(sample.pending, offset_s))
+
+
+def _pending(state: RankState | None, offset_s: float) -> RankState | None:
+    """Returns the groups and calls of a rank, with the calls' arrivals on the dashboard's clock."""
+    if state is None:
+        return None
+    calls = tuple(replace(call, arrived_s=call.arrived_s + offset_s) for call in state.calls)
+    return RankState(state.rank, seats=state.seats, calls=calls)
 
 
 def _step(step: RankStep, offset_s: float, is_last: bool) -> RankStep:

@@ -153,7 +153,13 @@ class WorkerGroupLauncher(Launcher):
             return ending_of(worker.exit_code or 0, failure) if has_ended else None
 
         return [
-            WatchedWorker(worker.rank, worker.pid, self._generation.recordings.get(worker.rank), ending(worker))
+            WatchedWorker(
+                number=worker.rank,
+                pid=worker.pid,
+                recording=self._generation.recordings.get(worker.rank),
+                ending=ending(worker),
+                is_running=worker.exit_code is None,
+            )
             for worker in self._generation.workers
         ]
 
@@ -268,7 +274,7 @@ class WorkerGroupLauncher(Launcher):
         self._explain(failure)
         self._watcher.pause()
         self._events.write("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
-        self._dashboard.send_last_update()
+        self._dashboard.record_exits()
         if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:
             self._stop(signal.SIGINT)
         if self._stopped_by is None:
@@ -281,7 +287,7 @@ class WorkerGroupLauncher(Launcher):
             snapshot = final_snapshot(self._watched())
             if snapshot is not None and self._stopped_by is None:
                 self._connection.client.send(SnapshotReport(snapshot, is_last=True))
-        self._dashboard.send_last_update()
+        self._dashboard.record_exits()
         self._close_workers()
         if self._stopped_by is not None:
             self._connection.client.send(Leave(self._stopped_by.name))

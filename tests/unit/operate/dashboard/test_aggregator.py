@@ -21,6 +21,7 @@ from paceline.operate.dashboard.job_sample import (
     StallNotice,
 )
 from paceline.operate.dashboard.prometheus import metrics
+from paceline.operate.diagnosis.job_snapshot import CallSignature, GroupMembership, RankCall, RankState
 
 
 def pictured(training: Training, seconds: float = 20.0, looks: int = 4) -> DashboardState:
@@ -62,6 +63,39 @@ def test_a_stuck_job_says_so_and_blames_the_rank():
     assert picture.header.left_s is None
     assert [row.rank for row in picture.ranks if row.is_blamed] == [3]
     assert [row.state for row in picture.ranks] == ["waiting"] * 3 + ["loading"]
+
+
+def test_during_a_hang_the_page_shows_owed_calls():
+    header, seat = CallSignature("all_reduce", "float32", 5), GroupMembership
+    calls = [[(8, 0.0, 1.0), (9, 1.0, None)], [(8, 0.0, 1.0)], [(8, 0.0, 1.0), (9, 2.0, None)], []]
+    states = [
+        RankState(
+            rank,
+            seats={"g": seat(rank, 4)},
+            calls=tuple(RankCall("g", number, header, begin_s, end_s) for number, begin_s, end_s in own),
+        )
+        for rank, own in enumerate(calls)
+    ]
+    message = RankCall("g", 3, CallSignature("recv", "int64", 1, peer=0), 5.0)
+    states[3] = RankState(3, seats={"g": seat(3, 4)}, calls=(message,))
+    ranks = tuple(RankSample(state.rank, pending=state) for state in states)
+    board = DashboardAggregator()
+    board.take(JobSample(21.0, JobInfo("job", world_size=4), ranks))
+    assert board.state().owed == (
+        "ranks 1, 3 owe ranks 0, 2 all_reduce(float32, 5) call 9, for 20 s",
+        "rank 0 owes rank 3 recv(int64, 1, peer 0), for 16 s",
+    )
+    board.take(JobSample(22.0, JobInfo("job", world_size=4, outcome="stopped"), ranks))
+    assert board.state().owed == ()
+    board.take(JobSample(22.0, JobInfo("job", world_size=4), tuple(RankSample(rank) for rank in range(4))))
+    assert board.state().owed == ()
+
+
+def test_a_failure_is_not_called_a_stall():
+    board = DashboardAggregator()
+    notice = StallNotice("rank 1 failed: exit code 3", (1,), is_failure=True)
+    board.take(JobSample(9.0, JobInfo("job", world_size=2), (RankSample(0, step=4), RankSample(1)), verdict=notice))
+    assert board.state().header.sentence.startswith("ending after a failure, ")
 
 
 def test_before_the_first_step_the_page_says_that_it_starts():

@@ -37,3 +37,19 @@ def test_failures_and_the_end_are_told():
         ("failure", "rank 2 (process 7): exit code 3", None),
         ("end", "the job has failed, exit code 3", None),
     ]
+
+
+def test_a_stall_and_its_end_are_events():
+    stall = {"reason": "rank 1 does not call all_reduce", "ranks": [1]}
+    assert texts(("stall", stall), ("stall", stall), ("resume", {"reason": "the job continues", "ranks": []})) == [
+        ("stall", "rank 1 does not call all_reduce", None),
+        ("stall", "rank 1 does not call all_reduce", None),
+        ("resume", "the job continues", 2.0),
+    ]
+
+
+def test_a_worker_whose_script_ends_has_not_died():
+    assert texts(("ended", {"uid": "0.1.0", "how": "exit code 0"}), ("installed", {"view": 1})) == [
+        ("exit", "worker 0.1.0: its script has finished", None),
+        ("view", "view 1: the workers train together", None),
+    ]

@@ -6,8 +6,17 @@ import pytest
 from simulated_training import Training
 
 from paceline.operate.dashboard.event_queue import EventQueue
-from paceline.operate.dashboard.job_sample import JobEvent, JobInfo, JobSample, Line, Stack
+from paceline.operate.dashboard.job_sample import JobEvent, JobInfo, JobSample, Line, RankSample, Stack
 from paceline.operate.dashboard.local_collector import LocalCollector
+from paceline.operate.diagnosis.job_snapshot import (
+    CallSignature,
+    ExitReason,
+    GroupMembership,
+    RankCall,
+    RankExitStatus,
+    RankState,
+)
+from paceline.operate.diagnosis.stall_detector import WatchedWorker
 from paceline.operate.launch.dashboard_link import LocalActivity
 from paceline.operate.launch.job_dashboard import RemoteDashboardFeed, decode_update, encode_update
 from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay
@@ -164,3 +173,40 @@ def test_events_that_every_launcher_tells_are_left_to_one():
     watch.local.note_event("end", {"code": 0})
     watch.begin().tick(1.0)
     assert [event.text for event in decode_update(watch.sent[0].body).events] == ["2 workers, 2 to 3 started"]
+
+
+def watched(number: int, ending: RankExitStatus | None = None, is_running: bool = True) -> WatchedWorker:
+    return WatchedWorker(number, 100 + number, None, ending, is_running)
+
+
+def test_only_a_worker_that_failed_is_dead():
+    local = LocalActivity()
+    lookout = LocalCollector(local.notes, JobInfo("job", world_size=5))
+    local.watch([watched(number) for number in range(5)])
+    local.watch(
+        [
+            watched(0, RankExitStatus(ExitReason.FINISHED, 1.0, "its script has ended"), is_running=False),
+            watched(1, RankExitStatus(ExitReason.KILLED, 1.0, "killed by SIGKILL"), is_running=False),
+            watched(2, is_running=False),  # the launcher asked it to end
+            watched(4),
+        ]
+    )
+    local.worker_ended(4, 104, "exit code 3")
+    states = {rank.rank: (rank.state.value, rank.doing) for rank in lookout.look().ranks}
+    assert states == {
+        0: ("ended", ""),
+        1: ("dead", "killed by SIGKILL"),
+        2: ("ended", ""),
+        3: ("ended", ""),  # no longer reported
+        4: ("dead", "exit code 3"),
+    }
+    lookout.close()
+
+
+def test_the_calls_of_another_machine_are_on_the_pages_clock():
+    call = RankCall("g", 7, CallSignature("barrier"), 3.0)
+    state = RankState(2, "node1", 5, {"g": GroupMembership(2, 4)}, (call,))
+    sample = JobSample(9.0, JobInfo(""), (RankSample(2, pending=state),))
+    (rank,) = decode_update(encode_update(sample, 100.0)).ranks
+    assert rank.pending is not None and rank.pending.seats == state.seats
+    assert [each.arrived_s for each in rank.pending.calls] == [103.0]

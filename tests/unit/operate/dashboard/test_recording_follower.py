@@ -188,6 +188,40 @@ def test_a_lookout_sees_workers_and_what_is_noted(writer):
     os.fstat(writer.fd)
 
 
+def test_an_incomplete_script_makes_a_worker_dead(writer):
+    notes = EventQueue()
+    lookout = LocalCollector(notes, JobInfo("job", world_size=1))
+    notes.leave_worker(1, writer.process.pid, "node0", writer.fd)
+    writer.do("step(1)")
+    notes.leave(WorkerGone(1, writer.process.pid, None))
+    (rank,) = lookout.look().ranks
+    assert (rank.state, rank.doing) == (RankActivity.DEAD, "has ended without completing its script")
+    notes.leave(WorkerGone(1, writer.process.pid, ""))
+    (rank,) = lookout.look().ranks
+    assert (rank.state, rank.doing) == (RankActivity.ENDED, "")
+    lookout.close()
+
+
+def test_a_rank_in_a_long_call_keeps_its_links(writer):
+    now_s = time.monotonic()
+    notes = EventQueue()
+    lookout = LocalCollector(notes, JobInfo("job", world_size=1), clock=lambda: now_s)
+    notes.leave_worker(1, writer.process.pid, "node0", writer.fd)
+    writer.do("group = core.record_group('default', 'test', 7, 1, [0, 1])")
+    writer.do("call = core.RecordedCall(group, 1, 11, 0, 5, 4096, -1, False, -1); call.end(0, 4096)")
+    assert lookout.look().ranks[0].pending is None
+    now_s += 2
+    writer.do("call = core.RecordedCall(group, 1, 11, 0, 6, 4096, -1, False, -1); call.end(0, 4096)")
+    assert [link.kind for link in lookout.look().links] == ["shared memory"]
+    writer.do("stuck = core.RecordedCall(group, 1, 11, 0, 7, 4096, -1, False, -1)")
+    now_s = time.monotonic() + 60
+    sample = lookout.look()
+    assert [link.nbytes_per_s for link in sample.links] == [0.0]
+    pending = sample.ranks[0].pending
+    assert pending is not None and [call.is_open for call in pending.calls] == [False, False, True]
+    lookout.close()
+
+
 def test_a_worker_that_joins_late_counts_as_the_others(writer):
     late = Writer()
     notes = EventQueue()

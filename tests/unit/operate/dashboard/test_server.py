@@ -73,7 +73,7 @@ class Page:
                 key, _, value = line.decode().rstrip("\n").partition(": ")
                 event[key] = value
                 if key == "data":
-                    yield event["id"], event["event"], json.loads(value)
+                    yield event.get("id", ""), event["event"], json.loads(value)
 
 
 @contextmanager
@@ -225,6 +225,32 @@ def test_a_port_that_is_taken_is_named(page):
         ListenAddress(page.name[1]).listen()
 
 
+def test_open_streams_end_with_the_page(capfd):
+    with served() as page:
+        stream = page.stream()
+        first = next(stream)[1]
+        page.serving.close()
+        assert (first, list(stream)[-1][1]) == ("snapshot", "end")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_request_that_fails_is_reported_in_one_line(capfd):
+    def fail() -> str:
+        raise RuntimeError("no stacks today")
+
+    page = Page(ListenAddress(), acts=True, actions={"stacks": fail})
+    try:
+        assert (
+            page.ask("POST /actions/stacks", HOST, BEARER, "X-Paceline-Action: stacks", "Content-Length: 0")[0] == 500
+        )
+    finally:
+        page.serving.close()
+    (complaint,) = page.complaints
+    assert complaint.startswith("the page could not answer a request (RuntimeError: no stacks today, in ")
+    assert complaint.endswith("; the job is not affected") and "\n" not in complaint
+    assert capfd.readouterr().err == ""
+
+
 def test_a_page_that_fails_complains_once_and_is_gone():
     def fail() -> None:
         raise RuntimeError("no such job")
@@ -233,7 +259,7 @@ def test_a_page_that_fails_complains_once_and_is_gone():
     serving = DashboardServer(ListenAddress().listen(), fail, Access(TOKEN), complain=complaints.append)
     serving._thread.join(20)
     serving.close()
-    assert complaints == ["the page has failed and is gone; the job goes on (RuntimeError: no such job)"]
+    assert complaints == ["the page has failed and is closed; the job continues (RuntimeError: no such job)"]
 
 
 def test_packages_that_are_missing_are_named_with_the_extra(monkeypatch):

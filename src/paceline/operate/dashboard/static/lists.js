@@ -18,7 +18,9 @@ export function drawStory(picture) {
   fill(byId("story"), table(["after", "", "what", "cost"], ["left", "left", "left", ""], rows));
 }
 
-export function drawLinks({ links, network, ranks }) {
+export function drawLinks({ links, network, owed, ranks }) {
+  byId("owed").hidden = !owed?.length;
+  fill(byId("owed"), ...(owed ?? []).map((text) => element("li", {}, text)));
   setText(byId("network"), network ? `${network[0].toUpperCase()}${network.slice(1)}.` : "");
   if (!links?.length) {
     fill(byId("links"), empty("Nothing has been sent yet."));

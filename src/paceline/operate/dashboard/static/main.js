@@ -14,6 +14,10 @@ function connect() {
   };
   stream.addEventListener("snapshot", take(true));
   stream.addEventListener("change", take(false));
+  stream.addEventListener("end", () => {
+    stream.close();
+    setText(byId("connection"), "the job has ended; this is its last state");
+  });
   stream.addEventListener("error", () => {
     const isOver = stream.readyState === EventSource.CLOSED;
     setText(byId("connection"), isOver ? "not connected: open the address with its token again" : "the launcher does not answer; this is its last state");

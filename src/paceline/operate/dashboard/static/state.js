@@ -19,7 +19,7 @@ export function newPicture() {
 
 // Returns the names of the fields that have changed.
 export function applied(picture, message, isSnapshot) {
-  if (isSnapshot) Object.assign(picture, newPicture(), { figures: null, ranks: [], what_if: null, timeline: null, verdict: null, stacks: [], links: [], network: null, calls: [] });
+  if (isSnapshot) Object.assign(picture, newPicture(), { figures: null, ranks: [], what_if: null, timeline: null, verdict: null, stacks: [], links: [], network: null, owed: [], calls: [] });
   for (const [name, value] of Object.entries(message)) picture[name] = GROWING.includes(name) ? grown(picture[name], value) : value;
   return isSnapshot ? Object.keys(picture) : Object.keys(message);
 }

@@ -21,7 +21,7 @@ const DRAWN_FROM = [
   [["curves"], drawCurves],
   [["story"], drawStory],
   [["calls"], drawCalls],
-  [["links", "network"], drawLinks],
+  [["links", "network", "owed"], drawLinks],
   [["stacks"], drawStacks],
   [["log", "ranks"], drawLog],
 ];

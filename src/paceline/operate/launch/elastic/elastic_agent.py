@@ -242,6 +242,9 @@ class ElasticAgent(Launcher):
     def _on_member_end(self, member: PoolWorker, code: int) -> None:
         assert self._members is not None and self._slots is not None
         how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+        if member.worker is not None:
+            is_failure = exit_cause_of(member.life, code, False, False) in (ExitCause.KILLED, ExitCause.FAILED)
+            self._dashboard.worker_ended(member.number, member.worker.pid, how if is_failure else "")
         self._connection.client.send(WorkerExited(member.uid, how, code))
         self._on_orders()  # send pending orders to other machines before any slow work below
         now_s = time.monotonic()

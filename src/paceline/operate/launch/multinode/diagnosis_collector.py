@@ -195,7 +195,7 @@ class DiagnosisCollector(ControllerMiddleware):
     def _sighted(self, node: str, sighting: SnapshotReport, now_s: float) -> Orders:
         if not sighting.body:
             text = self._said.resumed(now_s)
-            return self._tell(text) if text is not None else []
+            return self._tell(UserMessage(text)) if text is not None else []
         from paceline.operate.diagnosis.machine_snapshot import decode
 
         try:
@@ -260,7 +260,10 @@ class DiagnosisCollector(ControllerMiddleware):
     def _tell_verdict(self, verdict: Diagnosis, since_s: float) -> Orders:
         """Returns the message with a diagnosis, unless it repeats the previous message."""
         text = self._said.tell(verdict, since_s)
-        return self._tell(text, verdict.blamed) if text is not None else []
+        if text is None:
+            return []
+        is_failure = verdict.is_failure
+        return self._tell(UserMessage(text, is_stall=not is_failure, is_failure=is_failure, blamed=verdict.blamed))
 
     def _verdict(self, pictures: Mapping[str, ReceivedSnapshot], now_s: float) -> Diagnosis | None:
         from paceline.operate.diagnosis.diagnosis import diagnose
@@ -270,9 +273,8 @@ class DiagnosisCollector(ControllerMiddleware):
             lambda: diagnose(job_snapshot_of((snapshot.by(now_s) for snapshot in pictures.values()), self.word)), None
         )
 
-    def _tell(self, text: str, blamed: tuple[int, ...] | None = None) -> Orders:
-        told = UserMessage(text, is_stall=blamed is not None, blamed=blamed or ())
-        return [(node, told) for node in self._serving() or self._serves]  # the serving node may have changed
+    def _tell(self, message: UserMessage) -> Orders:
+        return [(node, message) for node in self._serving() or self._serves]  # the serving node may have changed
 
     def _with_final_diagnosis(self, orders: Orders, now_s: float) -> Orders:
         """Inserts a final diagnosis before the orders that end a job: the cause of its failure, or the stragglers."""

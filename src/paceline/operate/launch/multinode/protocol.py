@@ -353,12 +353,14 @@ class UserMessage(_NodeMessage, frozen=True):
         text: A sentence.
         is_last: Whether to print the text after the report of the failures.
         is_stall: Whether the text explains a stall.
-        blamed: The ranks that caused the stall.
+        is_failure: Whether the text explains a failure. If it explains neither, it reports the end of a stall.
+        blamed: The ranks that caused the stall or the failure.
     """
 
     text: str
     is_last: bool = False
     is_stall: bool = False
+    is_failure: bool = False
     blamed: tuple[Int64, ...] = ()
 
 
