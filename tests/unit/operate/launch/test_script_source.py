@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.job import Command, CommandKind, Job
 from paceline.operate.launch.workers.environment import allowed_cores
 from paceline.operate.launch.workers.script_source import ScriptSource
@@ -57,6 +58,16 @@ def test_workers_are_forked_after_their_slow_imports(job, text, modules):
     assert modules_to_fork(job(text)) == modules
     assert modules_to_fork(replace(job(text), start_method="spawn")) is None
     assert modules_to_fork(replace(job(text), start_method="fork")) == (modules or ())
+
+
+@pytest.mark.parametrize(
+    ("text", "imports_compiler"), [(TORCH, False), ("import torch\ntorch.optim.SGD", True), ("import torch as", True)]
+)
+def test_workers_of_elastic_jobs_import_the_compiler_only_for_optimizers(job, text, imports_compiler):
+    modules = modules_to_fork(replace(job(text), elastic=ElasticOptions(2, None)))
+    assert modules is not None
+    assert ("torch._dynamo" in modules) == imports_compiler
+    assert {"torch", "paceline.train.elastic.worker.elastic_state"} <= set(modules)
 
 
 def test_imports_are_followed_into_the_modules_beside_a_script(job):

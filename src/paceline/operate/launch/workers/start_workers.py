@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from paceline.comm.security.levels import chosen_level
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions
-from paceline.operate.launch.job import CommandKind, Job
+from paceline.operate.launch.job import Command, CommandKind, Job
 from paceline.operate.launch.job_directory import RecordingKeeper, RecordingMemory
 from paceline.operate.launch.multinode.protocol import Start
 from paceline.operate.launch.option_types import Streams
@@ -52,7 +52,7 @@ _OBSERVERS = (
 _OPENMP_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 _TORCH = "torch"
 _COMPILER = "torch._dynamo"  # the first optimizer of a process imports it, which takes as long as importing torch
-_ELASTIC_MODULES = (_TORCH, _COMPILER, "paceline.train.elastic.worker.elastic_state")
+_ELASTIC_STATE = "paceline.train.elastic.worker.elastic_state"
 _UNKNOWN = "<chosen at the start>"
 
 
@@ -190,7 +190,7 @@ def modules_to_fork(job: Job) -> tuple[str, ...] | None:
         return None
     is_bound = any(name in os.environ for name in _OPENMP_BINDINGS)
     if job.elastic is not None:
-        return None if job.command.kind is CommandKind.PROGRAM else () if is_bound else _ELASTIC_MODULES
+        return None if job.command.kind is CommandKind.PROGRAM else () if is_bound else _elastic_modules(job.command)
     must_fork = job.start_method == "fork" or job.workers > _MANY_A_CORE * allowed_cores()
     is_observed = any(name in os.environ for name in _OBSERVERS) or python() != sys.executable
     if not must_fork and (job.workers == 1 or is_observed):
@@ -204,6 +204,12 @@ def modules_to_fork(job: Job) -> tuple[str, ...] | None:
     if source.uses_paceline:
         modules.append("paceline.train.ddp.distributed_data_parallel")
     return tuple(modules)
+
+
+def _elastic_modules(command: Command) -> tuple[str, ...]:
+    source = ScriptSource.of(command)
+    needs_compiler = source is None or source.uses_optimizers
+    return (_TORCH, _COMPILER, _ELASTIC_STATE) if needs_compiler else (_TORCH, _ELASTIC_STATE)
 
 
 def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> WorkerSpec:
