@@ -74,14 +74,14 @@ def alone(epochs: int) -> str:
 
 @pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_random_kills_do_not_change_a_bit(tmp_path: Path, num_workers: int) -> None:
-    script = write(tmp_path / "train.py", epochs=20, num_workers=num_workers)
+    script = write(tmp_path / "train.py", epochs=10, num_workers=num_workers)
     mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
     name, value = mark.split("=")
     flags = ("--elastic", "--nproc-per-node", "3", "--chaos", "kill:1s,seed=5")
     done = launching.run(*flags, str(script), env={**launching.ENVIRONMENT, name: value})
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\) failed: killed by SIGKILL.*; another worker takes its place", done.stderr)
-    assert set(digests(done.stdout)) == {alone(20)}
+    assert set(digests(done.stdout)) == {alone(10)}
     launching.wait_until(lambda: not launching.processes_with(mark))  # no loader's process has outlived the job
 
 

@@ -26,7 +26,7 @@ for epoch in state.epochs(6):
     for batches in loader:
         model.zero_grad()
         shards.backward(lambda xy: torch.nn.functional.cross_entropy(model(xy[0]), xy[1]), batches)
-        with torch.no_grad():  # for an optimizer torch would import its compiler, which takes as long as all the rest
+        with torch.no_grad():
             for param in model.parameters():
                 param -= 0.1 * param.grad
         with open(sys.argv[1] + "/steps", "a") as file:

@@ -10,7 +10,7 @@ import sys
 import zipapp
 
 import pytest
-from launching import ENVIRONMENT, run
+from launching import ENVIRONMENT, MEET, run
 
 import paceline as dist
 
@@ -130,7 +130,7 @@ def test_a_job_runs_without_calls_of_newer_systems(script, tmp_path, system, met
     (tmp_path / "system").mkdir()
     (tmp_path / "system" / "sitecustomize.py").write_text(system)
     text = "import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT']); " + (
-        "from paceline.comm.rendezvous.rendezvous import rendezvous; rendezvous(None, None, -1, -1, 60); "
+        f"{MEET}; rendezvous(None, None, -1, -1, 60); "
         "assert os.environ['RANK'] == '0' or os.environ['TORCHELASTIC_RESTART_COUNT'] == '1'"
     )
     path = os.pathsep.join([str(tmp_path / "system"), os.environ.get("PYTHONPATH", "")])

@@ -7,12 +7,11 @@ import signal
 import sys
 
 import pytest
-from launching import ENVIRONMENT, is_alive, run, wait_until
+from launching import ENVIRONMENT, MEET, is_alive, run, wait_until
 
-# Ranks that only meet need no torch, whose import takes longer than all the rest.
-INNER = """
+INNER = f"""
 import os
-from paceline.comm.rendezvous.rendezvous import rendezvous
+{MEET}
 print("inner", os.environ["WORLD_SIZE"], rendezvous(None, None, -1, -1, 50).world_size, flush=True)
 """
 NESTED = """
@@ -38,9 +37,9 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
 children = [subprocess.Popen([sys.executable, "-c", child, place, str(n)], env=environment) for n in range(2)]
 sys.exit(max(each.wait() for each in children))
 """
-TAKEN = """
+TAKEN = f"""
 import os
-from paceline.comm.rendezvous.rendezvous import rendezvous
+{MEET}
 fd = int(os.environ["PACELINE_SECRET_FD"].split(":")[0])
 other = os.open(__file__, os.O_RDONLY)
 os.dup2(other, fd)

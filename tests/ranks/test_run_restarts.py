@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from launching import ENVIRONMENT, command, run
+from launching import ENVIRONMENT, MEET, command, run
 
 FAILS_TWICE = """
 import os, sys
@@ -127,6 +127,5 @@ print("met", joined.world_size, os.getpid() == os.getsid(0), flush=True)
 
 
 def test_many_workers_meet(script):
-    text = "from paceline.comm.rendezvous.rendezvous import rendezvous\nrendezvous(None, None, -1, -1, 50)"
-    done = run("--nproc-per-node=64", script(text))
+    done = run("--nproc-per-node=64", script(f"{MEET}\nrendezvous(None, None, -1, -1, 50)"))
     assert done.returncode == 0, done.stderr

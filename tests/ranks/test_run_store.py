@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from launching import ENVIRONMENT, run
+from launching import ENVIRONMENT, MEET, run
 
 AGAIN_AND_LEAVE = """
 import datetime, os, sys, time
@@ -89,14 +89,14 @@ def test_torch_serves_a_store_of_its_own_elsewhere(script):
     assert done.stdout.count("own 2") == 2
 
 
-MEETS_AT_MASTER_PORT = """
+MEETS_AT_MASTER_PORT = f"""
 import os
-from paceline.comm.rendezvous.rendezvous import rendezvous
+{MEET}
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 for url in ("env://", "tcp://127.0.0.1:" + os.environ["MASTER_PORT"], "env://"):
     met = rendezvous(url, None, size, rank, 60)
-    met.store.set(f"rank {rank}", url)
-    met.store.wait([f"rank {each}" for each in range(size)])
+    met.store.set("rank %d" % rank, url)
+    met.store.wait(["rank %d" % each for each in range(size)])
     print("met", met.rank, met.world_size, flush=True)
 """
 

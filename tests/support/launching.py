@@ -18,6 +18,11 @@ _OF_A_JOB = ("OMP_NUM_THREADS", "PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELI
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
 
 
+# A line of a script that only meets. The launcher, which reads the script, does not see what it imports, and so does not
+# import torch before its workers are forked: that takes longer than all the rest.
+MEET = 'rendezvous = __import__("paceline.comm.rendezvous.rendezvous", fromlist=["rendezvous"]).rendezvous'
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., str]:
     """Writes a text into a file of its own directory and returns the file's path."""
