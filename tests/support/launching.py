@@ -18,8 +18,8 @@ _OF_A_JOB = ("OMP_NUM_THREADS", "PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELI
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
 
 
-# A line of a script that only meets. The launcher, which reads the script, does not see what it imports, and so does not
-# import torch before its workers are forked: that takes longer than all the rest.
+# A line for scripts that need nothing but a rendezvous. The launcher, which reads the script, does not recognize the
+# import, and therefore does not import torch before it forks workers, which would take longer than the rest of the test.
 MEET = 'rendezvous = __import__("paceline.comm.rendezvous.rendezvous", fromlist=["rendezvous"]).rendezvous'
 
 
