@@ -19,7 +19,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 
 
 # A line for scripts that need nothing but a rendezvous. The launcher, which reads the script, does not recognize the
-# import, and therefore does not import torch before it forks workers, which would take longer than the rest of the test.
+# import, and therefore does not import torch before it forks workers, which takes longer than the rest.
 MEET = 'rendezvous = __import__("paceline.comm.rendezvous.rendezvous", fromlist=["rendezvous"]).rendezvous'
 
 
