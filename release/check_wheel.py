@@ -125,7 +125,7 @@ def install(wheel: Path, programs: Path, with_torch: bool) -> tuple[float, float
     took_s, after = time.monotonic() - began_s, os.times()
     busy_s = sum(after[2:4]) - sum(before[2:4])  # of children
     if not with_torch:
-        words = [str(programs / "pip"), "install", *_QUIET, "--only-binary", ":all:", "msgspec", "xxhash"]
+        words = [str(programs / "pip"), "install", *_QUIET, "--only-binary", ":all:", "msgspec", "xxhash", "shtab"]
         _run(words, PATH=str(programs))
     return took_s, busy_s
 

@@ -46,7 +46,7 @@ def pictured(training: Training, seconds: int) -> DashboardState:
     for _ in range(seconds):
         training.run(1.0)
         board.take(training.look())
-    return board.picture()
+    return board.state()
 
 
 def photograph(picture: DashboardState, dark: bool) -> bytes:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import __version__
 from paceline.errors import CheckpointError
 from paceline.operate.launch.command import add_run_arguments, run
-from paceline.operate.launch.flags import Parser, is_flag
+from paceline.operate.launch.flags import SHELLS, MissingShtabError, Parser, completion_script, is_flag
 
 if TYPE_CHECKING:
     from paceline.interop.migrate.project import MigratedProgram, ProgramFile
@@ -241,6 +241,20 @@ def _show_top(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="the shell, one of %(choices)s", metavar="SHELL")
+
+
+def _print_completion(environment: Mapping[str, str], options: argparse.Namespace) -> int:
+    """Prints the script; returns 2 if the library that generates it is not installed, otherwise 0."""
+    try:
+        print(completion_script(options.shell, parser(environment)))
+    except MissingShtabError as error:
+        print(f"paceline completion: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def _refresh_interval(text: str) -> float:
     try:
         seconds = float(text)
@@ -415,6 +429,14 @@ def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcomma
             "Needs paceline[migrate].",
             _add_migrate_arguments,
             _migrate,
+        ),
+        _Subcommand(
+            "completion",
+            "print a script for Tab completion in bash, zsh, fish or tcsh",
+            "Prints a script with which SHELL completes the commands, flags, choices and file names of this command "
+            'line. In bash: eval "$(paceline completion bash)".',
+            _add_completion_arguments,
+            partial(_print_completion, environment),
         ),
     )
 

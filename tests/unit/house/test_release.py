@@ -61,7 +61,7 @@ def test_the_conda_recipe_has_the_projects_requirements():
     recipe = yaml.safe_load((ROOT / "release" / "conda" / "recipe.yaml").read_text())
     assert recipe["context"]["version"] == paceline.__version__
     [needs] = re.findall(r"^dependencies = \[(.*)\]$", PYPROJECT, re.MULTILINE)
-    names = {"torch": "pytorch", "msgspec": "python-msgspec", "xxhash": "python-xxhash"}
+    names = {"torch": "pytorch", "msgspec": "python-msgspec", "xxhash": "python-xxhash", "shtab": "shtab"}
     for name, least in re.findall(r'"(\w+)(>=[\d.]+)"', needs):
         assert f"{names[name]} {least}" in recipe["requirements"]["run"]
     [build] = re.findall(r"^requires = \[(.*)\]$", PYPROJECT, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Command-line flags: the table of flags for `paceline run`, the command-line parser, and shell completion.
+"""Command-line flags: the table of flags for `paceline run`, the command-line parser, and Tab completion.
 
 The table contains torchrun's flags in both spellings, with their PET_* variables, and Paceline's own flags. For a
 mistake, the parser prints a line or two with the most similar flag instead of listing all flags.
@@ -35,19 +35,9 @@ from paceline.operate.launch.option_types import (
 )
 from paceline.operate.launch.workers.environment import parse_libraries
 
-SHELLS = ("bash", "zsh", "tcsh")
-_BASH = """\
-_paceline() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words
-    case "${{COMP_WORDS[1]}} $before $word" in
-{cases}
-    esac
-    [ "$COMP_CWORD" -gt 1 ] || words="{commands}"
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o default -F _paceline paceline
-"""
-_ZSH = "#compdef paceline\nautoload -U +X bashcompinit && bashcompinit\n"
+SHELLS = ("bash", "zsh", "fish", "tcsh")
+_FILES = frozenset({"SCRIPT", "PATH", "OTHER", "FILE", "..."})  # names of arguments that are completed to files
+_DIRECTORIES = frozenset({"RUN_DIR", "DIRECTORY", "DIR", "JOB"})
 _WORD = re.compile(r"[A-Za-z][\w-]*")
 
 
@@ -85,6 +75,51 @@ class Parser(argparse.ArgumentParser):
         return f"{flag} is not a flag; did you mean {near[0]}?" if near else f"{flag} is not a flag"
 
 
+class MissingShtabError(ImportError):
+    """Raised if shtab, which generates the scripts, is not installed."""
+
+
+def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
+    """Returns the script with which a shell completes the commands, flags, choices and file names of a parser.
+
+    Args:
+        shell: one of `SHELLS`.
+        parser: the parser of the whole command line, which cannot be used to parse arguments afterwards.
+
+    Raises:
+        MissingShtabError: shtab is not installed.
+    """
+    try:
+        import shtab
+    except ImportError as error:
+        raise MissingShtabError("shtab, which generates the script, is not installed: pip install shtab") from error
+    for command in [parser, *_subparsers(parser)]:
+        for action in command._actions:
+            # torchrun's spellings with underscores are accepted, but would be offered besides those with dashes.
+            action.option_strings = [flag for flag in action.option_strings if "_" not in flag]
+            if action.nargs != 0 and action.choices is None and (kind := _kind_of(action)) is not None:
+                vars(action)["complete"] = getattr(shtab, kind)  # shtab reads this attribute
+    return str(shtab.complete(parser, shell))
+
+
+def _kind_of(action: argparse.Action) -> str | None:
+    """Returns the name of shtab's completion for an argument, or None if it is not completed."""
+    name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    return "FILE" if name in _FILES else "DIRECTORY" if name in _DIRECTORIES else None
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """Returns the parsers of all subcommands, and of their subcommands."""
+    found: list[argparse.ArgumentParser] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helps = {choice.dest: choice.help for choice in action._choices_actions}
+            for name, command in action.choices.items():
+                command.description = helps.get(name)  # shells show the description in a list of commands
+                found += [command, *_subparsers(command)]
+    return found
+
+
 class CompletionAction(argparse.Action):
     """Action that prints the completion script for a shell and exits, even if the positional SCRIPT is missing."""
 
@@ -97,47 +132,12 @@ class CompletionAction(argparse.Action):
     ) -> None:
         """Prints the script and exits with code 0."""
         whole = parser.whole if isinstance(parser, Parser) else None
-        print(completion(str(values), {"run": parser} if whole is None else commands_of(whole())), end="")
+        try:
+            script = completion_script(str(values), parser if whole is None else whole())
+        except MissingShtabError as error:
+            parser.error(f"{option_string}: {error}")
+        print(script)
         parser.exit()
-
-
-def commands_of(whole: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Returns the parsers of all commands, keyed by command name."""
-    return {
-        name: parser
-        for action in whole._actions
-        if isinstance(action, argparse._SubParsersAction)
-        for name, parser in action.choices.items()
-    }
-
-
-def completion(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
-    """Returns the completion script for one of `SHELLS`. Completes arguments without fixed choices to file names."""
-    flags = {command: _flags(parser) for command, parser in commands.items()}
-    names = " ".join(commands)
-    if shell == "tcsh":
-        all_flags = " ".join(sorted({flag[2:] for choices in flags.values() for flag in choices}))
-        return f"complete paceline 'p/1/({names})/' 'c/--/({all_flags})/'\n"
-    cases = [
-        f'    "{command} {flag} "*) words="{" ".join(values)}" ;;'
-        for command, choices in flags.items()
-        for flag, values in choices.items()
-        if values
-    ]
-    cases += [f'    "{command} "*" -"*) words="{" ".join(choices)}" ;;' for command, choices in flags.items()]
-    bash = _BASH.format(cases="\n".join(cases), commands=names)
-    return _ZSH + bash if shell == "zsh" else bash
-
-
-def _flags(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """Returns the choices for each flag, keyed by the spelling with dashes; [] for flags without choices."""
-    return {
-        next(spelling for spelling in action.option_strings if spelling[:2] == "--"): list(
-            map(str, action.choices or ())
-        )
-        for action in parser._actions
-        if action.option_strings and action.help is not argparse.SUPPRESS
-    }
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.cli.main import parser
+from paceline.cli.main import main, parser
 from paceline.operate.launch.elastic.elastic_options import Chaos, ElasticOptions
-from paceline.operate.launch.flags import FLAGS, Flag
+from paceline.operate.launch.flags import FLAGS, SHELLS, Flag, completion_script
 from paceline.operate.launch.job import CommandKind, Job, endpoint_of, job_of
 from paceline.operate.launch.option_types import OptionError, Streams, streams_of
 from paceline.operate.launch.workers.environment import allowed_cores
@@ -294,28 +296,87 @@ def test_a_template_says_what_stands_before_each_line(monkeypatch):
     assert job("--log_line_prefix_template=x", environment=torchruns).output.line_prefix == "x"
 
 
-def completed(*words: str, script: str) -> list[str]:
-    """What bash offers for the last of the words, the first of which is the command's name."""
-    text = f'{script}\nCOMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _paceline; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", text, "bash", *words], capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout.split()
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_a_shell_is_told_what_can_be_completed(shell, capsys):
-    for spelling in ("--print-completion", "--print_completion"):
-        with pytest.raises(SystemExit) as ended:
-            parser({}).parse_args(["run", spelling, shell])
-        assert ended.value.code == 0
-    script = capsys.readouterr().out
-    assert "paceline" in script and "nproc-per-node" in script and "launch-script" in script
-    if shell == "bash":
-        assert completed("paceline", "mig", script=script) == ["migrate"]
-        assert completed("paceline", "run", "--nproc", script=script) == ["--nproc-per-node"]
-        assert completed("paceline", "run", "--start-method", "fork", script=script) == ["fork", "forkserver"]
-        assert completed("paceline", "run", "train", script=script) == [], "bash completes the names of files itself"
-        assert "--write" in completed("paceline", "migrate", "--", script=script)
-
-
 def test_cores_are_bound_unless_told_otherwise():
     assert [job(*flags).binding for flags in ([], ["--no-pin"], ["--numa-binding=node"])] == ["exclusive", None, "node"]
+
+
+COMPLETE_IN_BASH = """
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_paceline; printf "%s\\n" "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts() -> dict[str, str]:
+    return {shell: completion_script(shell, parser({})) for shell in SHELLS}
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["mig"], ["migrate"]),
+        (["run", "--nproc"], ["--nproc-per-node"]),
+        (["run", "--start-method", "fork"], ["fork", "forkserver"]),
+        (["run", "--nproc-per-node", "2", "tra"], ["train.py"]),
+        (["run", "train.py", "da"], ["data.csv"]),
+        (["checkpoint", "exp"], ["export"]),
+        (["checkpoint", "export", "--o"], ["--only"]),
+        (["migrate", "--way", "pl"], ["plugin"]),
+        (["completion", "f"], ["fish"]),
+    ],
+)
+def test_bash_offers_commands_flags_choices_and_files(words, offered, scripts, tmp_path):
+    for name in ("train.py", "data.csv"):
+        (tmp_path / name).touch()
+    done = subprocess.run(
+        ["bash", "-c", scripts["bash"] + COMPLETE_IN_BASH, "bash", "paceline", *words],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert sorted(done.stdout.split()) == offered
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_is_valid_in_its_shell(shell, scripts, tmp_path):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "script").write_text(scripts[shell])
+    subprocess.run([shell, "-n", str(tmp_path / "script")], timeout=60, check=True)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_contains_every_command_and_its_flags(shell, scripts):
+    for word in ("launch-script", "checkpoint", "inspect", "nproc-per-node", "stall-after"):
+        assert word in scripts[shell]
+    assert "--nproc_per_node" not in scripts[shell]
+
+
+def test_the_command_and_the_flag_of_torchrun_print_the_same(capsys):
+    assert main(["completion", "fish"]) == 0
+    script = capsys.readouterr().out
+    for spelling in ("--print-completion", "--print_completion"):
+        with pytest.raises(SystemExit) as ended:
+            main(["run", spelling, "fish"])
+        assert (ended.value.code, capsys.readouterr().out) == (0, script)
+
+
+def test_a_missing_shtab_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    message = "shtab, which generates the script, is not installed: pip install shtab\n"
+    assert capsys.readouterr().err == f"paceline completion: {message}"
+    with pytest.raises(SystemExit):
+        main(["run", "--print-completion", "bash"])
+    assert capsys.readouterr().err.startswith(f"paceline run: --print-completion: {message}")
+
+
+def test_an_unknown_shell_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        main(["completion", "ksh"])
+    error = capsys.readouterr().err
+    assert "'ksh'" in error and all(shell in error for shell in SHELLS)
+
+
+def test_other_commands_do_not_import_shtab():
+    code = (
+        "import sys; from paceline.cli.main import main; main(['runs', '/nowhere']); sys.exit('shtab' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd="/", stderr=subprocess.DEVNULL, timeout=60, check=True)
