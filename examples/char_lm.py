@@ -70,7 +70,7 @@ for step in range(1, options.steps + 1):
     loss.backward()
     optimizer.step()
     schedule.step()
-    if step % 100 == 0 or step == options.steps:
+    if step in (1, 10) or step % 100 == 0 or step == options.steps:
         dist.all_reduce(loss := loss.detach(), dist.ReduceOp.AVG)
         if rank == 0:
             print(f"step {step:5}/{options.steps}  loss {loss:.3f} nats/char  {time.perf_counter() - started:4.0f} s")
@@ -82,4 +82,15 @@ dist.all_reduce(held_out, dist.ReduceOp.AVG)
 if rank == 0:
     print(f"text it has not seen: {held_out:.3f} nats/char; waiting for communication "
           f"{model.communication_wait_s() / (time.perf_counter() - started):.1%} of the time")  # fmt: skip
+    line = torch.tensor([list(b"import os\n\n\ndef ")])
+    while line.shape[1] < 160:
+        with torch.no_grad():
+            logits = model.module(nn.functional.pad(line[:, -CONTEXT:], (0, max(0, CONTEXT - line.shape[1]))))
+        chances = logits[0, min(line.shape[1], CONTEXT) - 1].div(0.7).softmax(0)
+        line = torch.cat([line, torch.multinomial(chances, 1, generator=generator)[None]], 1)
+    continued = bytes(line[0].tolist()).decode("ascii", "replace")
+    print(f"it continues the first line as follows:\n{continued}\n")
+    windows = options.steps * options.batch_size * world_size
+    print(f"Shown: {world_size} ranks trained one model on {windows:,} windows of text. In each step, every rank "
+          f"computed the gradients for {options.batch_size} of them, and the ranks averaged these.")  # fmt: skip
 dist.destroy_process_group()

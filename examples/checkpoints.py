@@ -1,14 +1,15 @@
-"""Trains on handwritten digits, and goes on from its newest checkpoint when started again, on any number of ranks.
+"""Trains on handwritten digits, and continues from its newest checkpoint when started again, on any number of ranks.
 
 paceline run --nproc-per-node 2 examples/checkpoints.py --steps 200      (end it by Ctrl-C, kill it, or let it finish)
-paceline run --nproc-per-node 3 examples/checkpoints.py --steps 400      (goes on where the other one was)
+paceline run --nproc-per-node 3 examples/checkpoints.py --steps 400      (continues where the other one ended)
 paceline checkpoint inspect build/digits-checkpoints
 
-A checkpoint is there when all of it is, so whatever kills the training, the next start finds a whole one.
+A checkpoint appears only when it is complete, so whatever kills the training, the next start finds a complete one.
 """
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
@@ -43,7 +44,7 @@ loader = dist.StatefulLoader(TensorDataset(images, labels), batch_size=32, remai
 
 state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
 with dist.CheckpointManager(options.directory, every=options.every, keep=3) as manager:
-    step = manager.restore(state) or 0
+    step = first = manager.restore(state) or 0
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks begin at step {step}")
     while step < options.steps:
@@ -60,4 +61,11 @@ with dist.CheckpointManager(options.directory, every=options.every, keep=3) as m
                 print(f"step {step:4}  loss {loss.item():.3f}  saving takes {stall_ms:.1f} ms of the loop's time")
             if step == options.steps:
                 break
+if dist.get_rank() == 0:
+    kept = ", ".join(sorted(path.name for path in Path(options.directory).glob("step_*")))
+    began = f"continued from the checkpoint at step {first}" if first else "began without a checkpoint"
+    print(f"""
+Shown: the training {began} and has reached step {step}. {options.directory} contains {kept}.
+To continue from there on another number of ranks: paceline run --nproc-per-node 3 {__file__} --steps {step + 200}
+To see what is saved: paceline checkpoint inspect {options.directory}""")
 dist.destroy_process_group()

@@ -88,13 +88,17 @@ dist.barrier()
 if rank == 0:
     path.unlink()
 
-# The same with paceline.save: every rank writes a part, it is whole or not there, and any number of ranks loads it.
+# The same with paceline.save: every rank writes a part, it is complete or absent, and any number of ranks loads it.
 state = {"model": model, "optimizer": optimizer, "step": 5}
 dist.save(state, directory / "checkpoints", step=5)
 state["step"] = 0
 dist.load(state, directory / "checkpoints")
 files = sorted(each.name for each in (directory / "checkpoints" / "step_0000000005").iterdir())
 tell(f"paceline.save: step {state['step']}, {', '.join(files)}")
+tell("""
+Shown: saving by hand works, but rank 0 writes everything, a job that dies while it saves leaves a damaged file
+(trap 1), and the names depend on the wrapper (trap 2). With paceline.save every rank writes its part, and an
+incomplete checkpoint never replaces a complete one.""")
 
 dist.barrier()
 if rank == 0:

@@ -85,7 +85,10 @@ if rank == 0:
     samples/s                      {options.epochs * len(train) / elapsed:,.0f}
     waiting for communication      {model.communication_wait_s() / elapsed:.1%} of the time
     parameters, SHA-256            {", ".join(bytes(each.tolist()).hex()[:16] for each in digests)}
-    all ranks hold the same bits   {"yes" if same else "NO"}""")
+    all ranks hold the same bits   {"yes" if same else "NO"}
+
+Shown: {world_size} rank(s) trained one model on {options.epochs * len(train):,} samples and averaged their gradients
+in each step, so all ranks end with the same parameters.""")
 dist.destroy_process_group()
 if not same:
     raise SystemExit("the ranks' parameters differ")

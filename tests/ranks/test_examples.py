@@ -28,18 +28,19 @@ def run_example(path: str, *arguments: str) -> str:
 )
 def test_an_example_runs_on_two_ranks(ranks, arguments, shown):
     said, _ = ranks(2)(run_example, *arguments)
-    assert shown in said
+    assert shown in said and "\nShown: 2 rank" in said
 
 
 def test_the_example_of_checkpoints_by_hand_saves(ranks):
     said, _ = ranks(2)(run_example, "examples/checkpoints_by_hand.py")
-    assert "paceline.save: step 5, manifest.json, rank_00000_000.safetensors" in said
+    assert "paceline.save: step 5, manifest.json, rank_00000_000.safetensors" in said and "\nShown: " in said
 
 
 def test_the_example_of_checkpoints_leaves_whole_ones(ranks, tmp_path):
     arguments = ["examples/checkpoints.py", "--steps", "3", "--every", "2", "--directory", str(tmp_path)]
     said, _ = ranks(2)(run_example, *arguments)
     assert "2 ranks begin at step 0" in said
+    assert f"has reached step 3. {tmp_path} contains step_0000000002, step_0000000003." in said
     found, skipped = Root(tmp_path).newest_whole(digests=True)
     assert found is not None and (found.step, skipped) == (3, [])
 
