@@ -16,6 +16,7 @@ Results = Mapping[str, Result]
 Contestants = Mapping[str, Row]
 
 NAMES = {"unused": "a quarter of the parameters unused"}
+_SPREAD = (("minimum", "least"), ("p50", "p50"), ("p95", "p95"))
 MPI_LIBRARIES = {"openmpi": "Open MPI", "mpich": "MPICH", "Intel MPI": "Intel MPI"}
 
 
@@ -61,9 +62,9 @@ def shards(results: Results) -> str:
         "step": "step",
         "n": "n",
         "ms": lambda row: spread_of(row, "ms"),
-        "ratio of times": "ratio",
+        "time ratio": "ratio",
         "CPU ms": "CPU ms",
-        "ratio of processor times": "CPU ratio",
+        "CPU time ratio": "CPU ratio",
     }
     return "\n\n".join(
         part
@@ -113,11 +114,11 @@ def persistent(results: Results) -> str:
 
     rows = result.rows(call="all_reduce", size="4 B")
     columns: dict[str, Cell] = {
-        "in processes of": lambda row: libraries.get(row["beside"], "Paceline"),
-        "by": name,
+        "processes started by": lambda row: libraries.get(row["beside"], "Paceline"),
+        "call": name,
         "p50 µs": "p50 µs",
         "p95 µs": "p95 µs",
-        "fastest turn µs": "fastest µs",
+        "fastest run µs": "fastest µs",
         "p50 / persistent": "p50 / persistent",
     }
     return "\n\n".join([table(rows, columns), source(result)])
@@ -131,13 +132,35 @@ def all_reduce_mpi(results: Results) -> str:
 
     columns: dict[str, Cell] = {
         "size": "size",
-        "beside": lambda row: MPI_LIBRARIES[row["library"]] + (" (the fastest)" if row.get("fastest") == "*" else ""),
+        "library": lambda row: MPI_LIBRARIES[row["library"]] + (" (the fastest)" if row.get("fastest") == "*" else ""),
         "library µs": time_of("library"),
         "`all_reduce` µs": time_of("paceline"),
         "`all_reduce_init` µs": time_of("persistent"),
         "library / `all_reduce`": "library / paceline",
         "library / `all_reduce_init`": lambda row: row["library p50 µs"] / row["persistent p50 µs"],
     }
+    return "\n\n".join([table(result.rows(), columns), source(result)])
+
+
+def launch(results: Results) -> str:
+    result = results["launch"]
+    threads = {"waits": "busy-waits", "sleeps": "sleeps"}
+    columns: dict[str, Cell] = {"gap µs": "gap µs", "thread": lambda row: threads[row["thread"]], "n": "n"}
+    for head, name in (("call returns", "start"), ("thread begins", "until it runs")):
+        columns |= {f"{head}: {of} µs": f"{name} {column} µs" for of, column in _SPREAD}
+    return "\n\n".join([table(result.rows(), columns), source(result)])
+
+
+def many_ranks(results: Results) -> str:
+    result = results["many_ranks"]
+    names = {
+        "last arrival to end of first barrier": "from the arrival of the last rank to the end of the first barrier",
+        "every collective, checked": "every collective, with a check of its results",
+        "a death until all know": "from a death until all other ranks have raised an error",
+        "all have left": "destroying the process group on all ranks",
+    }
+    columns: dict[str, Cell] = {"measured time": lambda row: names.get(row["what"], row["what"])}
+    columns |= {name: name for name in ("ranks", "n", "p50 s", "max s")}
     return "\n\n".join([table(result.rows(), columns), source(result)])
 
 
@@ -163,9 +186,9 @@ def compat(name: str) -> Callable[[Results], str]:
         "gloo ms": spread("gloo", "ms"),
         "`--compat torch` ms": spread("--compat torch", "ms"),
         "communication, gloo": share("gloo"),
-        "`--compat torch`": share("--compat torch"),
+        "communication, `--compat torch`": share("--compat torch"),
         "gloo / `--compat torch`": ratio("gloo", "--compat torch", "ms"),
-        "the same, each to its bare step": lambda contestants: contestants["gloo"]["ratio to bare"],
+        "the same, relative to the unwrapped model": lambda contestants: contestants["gloo"]["ratio to bare"],
     }
 
     def block(results: Results) -> str:
@@ -183,7 +206,7 @@ def store(results: Results) -> str:
 
 def hosts(name: str, *columns: str) -> Callable[[Results], str]:
     """Returns the block of a result of `bench/hosts.py`; the columns say what distinguishes its lines."""
-    heads = {"hosts": "hosts × ranks", "delay ms": "delay, one way, ms"}
+    heads = {"hosts": "hosts × ranks", "delay ms": "one-way delay ms"}
 
     def of_line(contestant: str) -> Callable[[Contestants], object]:
         def cell(contestants: Contestants) -> object:
@@ -202,7 +225,7 @@ def hosts(name: str, *columns: str) -> Callable[[Results], str]:
         if has_flat:
             shown["flat / paceline"] = ratio("flat ring", "paceline")
         else:
-            shown |= {"of the line": of_line("paceline"), "gloo, of the line": of_line("gloo")}
+            shown |= {"fraction of line rate": of_line("paceline"), "gloo, fraction of line rate": of_line("gloo")}
         lines: dict[str, Cell] = {heads.get(column, column): column for column in columns}
         return "\n\n".join([pivot(result.rows(), lines, shown), source(result)])
 
@@ -228,10 +251,10 @@ def diloco(results: Results) -> str:
         "`every`": lambda row: row.get("every"),
         "`delay`": lambda row: row.get("delay"),
         "held-out loss": lambda row: f"{row['held-out loss']:.3f} ({row['from']:.3f} to {row['to']:.3f})",
-        "more than exact": more,
+        "increase over exact training": more,
         "steps/s": "steps/s",
-        "of the rate alone": lambda row: row.get("of alone"),
-        "waited": lambda row: f"{row['waited']:.1%}" if "fragments" in row else None,
+        "relative to a rank alone": lambda row: row.get("of alone"),
+        "share of time waiting": lambda row: f"{row['waited']:.1%}" if "fragments" in row else None,
     }
     return "\n\n".join([table(rows, columns), source(result)])
 
@@ -245,7 +268,7 @@ def encryption(results: Results) -> str:
     columns: dict[str, Cell] = {"rate": "rate", "size": "size"}
     columns |= {f"{name} µs": time_of(name) for name in ("plain", "encrypted")}
     columns |= {name: name for name in ("encrypted / plain", "core, plain µs", "core, encrypted µs")}
-    columns["ns a byte"] = lambda row: None if row["size"] == "4 B" else row["ns a byte"]
+    columns["ns per byte"] = lambda row: None if row["size"] == "4 B" else row["ns a byte"]
     return "\n\n".join([table(result.rows(), columns), source(result)])
 
 
@@ -266,7 +289,9 @@ def startup(results: Results) -> str:
     columns["torchrun / `paceline run`"] = ratio("torchrun", "paceline run", "s")
     for name in ("paceline run", "torchrun"):
         columns[f"{name} MiB"] = lambda rows, name=name: rows[name].get("MiB")
-    return "\n\n".join([pivot(result.rows(), {"ranks": "ranks", "until": "until"}, columns), source(result)])
+    events = {"first all-reduce done": "first all-reduce completed", "launcher ended": "launcher exited"}
+    lines: dict[str, Cell] = {"ranks": "ranks", "time until": lambda row: events.get(row["until"], row["until"])}
+    return "\n\n".join([pivot(result.rows(), lines, columns), source(result)])
 
 
 def death(results: Results) -> str:
@@ -276,13 +301,12 @@ def death(results: Results) -> str:
         "asynchronous": "asynchronous all_reduce",
         "groups": "9 groups in rotation",
         "hosts": "two hosts (network namespaces) with two ranks each",
-        "late": "the ranks wait for one that is late",
+        "late": "ranks that wait for a late rank",
         "gloo": "torch's gloo, all_reduce",
     }
     columns: dict[str, Cell] = {"case": lambda row: names.get(row["case"], row["case"])}
-    columns |= {
-        name: name for name in ("kills", "survivors", "p50 ms", "p95 ms", "p99 ms", "max ms", "named the victim")
-    }
+    columns |= {name: name for name in ("kills", "survivors", "p50 ms", "p95 ms", "p99 ms", "max ms")}
+    columns["dead rank identified"] = "named the victim"
     return "\n\n".join([table(result.rows(), columns), source(result)])
 
 
@@ -296,6 +320,8 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "engines": engines,
     "persistent": persistent,
     "all_reduce_mpi": all_reduce_mpi,
+    "launch": launch,
+    "many_ranks": many_ranks,
     "plugin": plugin,
     "compat": compat("compat"),
     "compat-4-ranks": compat("compat-4-ranks"),

@@ -23,11 +23,11 @@ def deaths(results: Results) -> str:
         "pause p50": lambda row: duration(row["pause p50 ms"]),
         "p99": lambda row: duration(row["pause p99 ms"]),
         "max": lambda row: duration(row["pause max ms"]),
-        "steps done again": "redone",
-        "workers restarted besides": "others restarted",
+        "repeated steps": "redone",
+        "other workers restarted": "others restarted",
         "samples lost": "samples lost",
-        "jobs with the bits of the undisturbed one": lambda row: (
-            "not promised" if row["digest equal"] == "-" else row["digest equal"]
+        "jobs with the bits of an undisturbed job": lambda row: (
+            "not guaranteed" if row["digest equal"] == "-" else row["digest equal"]
         ),
     }
     return "\n\n".join([table(rows, columns), source(ours, peers)])
@@ -51,12 +51,12 @@ def joining(results: Results) -> str:
         "loop": "loop",
         "additional state": lambda row: "1 GiB" if row["state MiB"] == 1024 else f"{row['state MiB']} MiB",
         "n": "takes part n",
-        "takes part, p50": lambda row: f"{row['takes part p50 ms'] / 1000:.2g} s",
+        "joined after, p50": lambda row: f"{row['takes part p50 ms'] / 1000:.2g} s",
         "p99": lambda row: f"{row['takes part p99 ms'] / 1000:.2g} s",
-        "others' pause": lambda row: pause(row, "others' pause"),
-        "longest pause before": lambda row: pause(row, "pause while it learns"),
-        "others' step meanwhile": lambda row: times(row, "others' step meanwhile p50", "others' step meanwhile"),
-        "beside a process that uses as much": lambda row: times(row, "step beside a stranger"),
+        "pause on entry": lambda row: pause(row, "others' pause"),
+        "longest pause before entry": lambda row: pause(row, "pause while it learns"),
+        "step during the transfer": lambda row: times(row, "others' step meanwhile p50", "others' step meanwhile"),
+        "step next to an unrelated busy process": lambda row: times(row, "step beside a stranger"),
     }
     result = results["elastic-join"]
     return "\n\n".join([table(result.rows(), columns), source(result)])
@@ -66,7 +66,7 @@ def events(results: Results) -> str:
     """Returns a table of all that happens to a job besides."""
     names = ("elastic-overhead", "elastic-frozen", "elastic-coordinator", "elastic-speeds", "elastic-thin")
     lines = [line for name in names for line in _EVENTS[name](results[name])]
-    return "\n\n".join([markdown(["what happens", "measured"], lines), source(*(results[name] for name in names))])
+    return "\n\n".join([markdown(["event", "result"], lines), source(*(results[name] for name in names))])
 
 
 def _overhead(result: Result) -> list[tuple[str, str]]:
@@ -74,15 +74,15 @@ def _overhead(result: Result) -> list[tuple[str, str]]:
         rows = result.rows(case)
         times = ", ".join(f"{row['model']} {row[column]:.2f}" for row in rows)
         least, most = min(row["ratio of a turn p10"] for row in rows), max(row["p90"] for row in rows)
-        return f"{times} times as long (n is {rows[0]['n']}; 80 % of the turns from {least:.2f} to {most:.2f})"
+        return f"{times} times as long (n = {rows[0]['n']}; 80 % of the ratios are between {least:.2f} and {most:.2f})"
 
     return [
         (
-            "nothing: a step of the elastic loop against the same loop in a plain `paceline run`",
+            "no event: a step of the elastic loop, compared with the same loop under plain `paceline run`",
             compared("overhead", "elastic / plain"),
         ),
         (
-            "as many shards as workers, against `DistributedDataParallel` on the same samples",
+            "no event: as many shards as workers, compared with `DistributedDataParallel` on the same samples",
             compared("shards", "shards / ddp"),
         ),
     ]
@@ -92,13 +92,16 @@ def _frozen(result: Result) -> list[tuple[str, str]]:
     stopped = result.row("frozen", worker="stopped (SIGSTOP)")
     slow = next(row for row in result.rows("frozen") if "slower" in str(row["worker"]))
     (cut,) = result.rows("partition")
-    left_out = "nobody is left out" if slow["left out"] == 0 else f"it is left out {slow['left out']} times"
+    left_out = "no worker is expelled" if slow["left out"] == 0 else f"it is expelled {slow['left out']} times"
     return [
-        ("a worker is stopped (SIGSTOP)", f"the others pause for {_pause(stopped, _OTHERS, stopped['left out'])}"),
+        (
+            "a worker is stopped (SIGSTOP)",
+            f"the other workers pause for {_pause(stopped, _OTHERS, stopped['left out'])}",
+        ),
         (f"a worker is {slow['worker']}", left_out),
         (
-            "five machines are cut into three and two",
-            f"the three pause for {_pause(cut, _MAJORITY, cut['cuts'])}; the two commit "
+            "a partition separates five machines into three and two",
+            f"the majority pauses for {_pause(cut, _MAJORITY, cut['cuts'])}; the minority commits "
             f"{number(cut['commits of the minority'] or 'nothing')}",
         ),
     ]
@@ -108,9 +111,9 @@ def _coordinator(result: Result) -> list[tuple[str, str]]:
     lost, reset = result.rows("coordinator")
     return [
         (
-            "the launcher that coordinates three machines is killed, and its worker with it",
-            f"the others pause for {_pause(lost, 'longest pause', lost['times'])}; another launcher coordinates after "
-            f"{duration(lost['new coordinator ms'])}",
+            "the launcher that coordinates three machines is killed together with its worker",
+            f"the other workers pause for {_pause(lost, 'longest pause', lost['times'])}; another launcher becomes the "
+            f"coordinator after {duration(lost['new coordinator ms'])}",
         ),
         (
             "a connection to the coordinating launcher is reset",
@@ -120,16 +123,17 @@ def _coordinator(result: Result) -> list[tuple[str, str]]:
 
 
 def _pause(row: Row, name: str, times: object) -> str:
-    return f"{duration(row[f'{name} p50 ms'])}, at most {duration(row[f'{name} max ms'])} ({times} times)"
+    return f"{duration(row[f'{name} p50 ms'])}, at most {duration(row[f'{name} max ms'])} ({times} runs)"
 
 
 def _speeds(result: Result) -> list[tuple[str, str]]:
     return [
         (
-            f"workers of the speeds {row['speeds'].replace(' ', ', ')}, limited by cgroups; {row['shards']} shards, "
-            f"steps of {duration(1000 / row['together steps/s'])}",
-            f"they train at {row['together / sum']:.2f} of the sum of their speeds ({row['least']:.2f} to "
-            f"{row['most']:.2f}, {row['n']} times); all at the pace of the slowest would be {row[_AT_SLOWEST]:.2f}",
+            f"workers with the relative speeds {row['speeds'].replace(' ', ', ')}, set by cgroups; "
+            f"{row['shards']} shards, steps of {duration(1000 / row['together steps/s'])}",
+            f"the job reaches {row['together / sum']:.2f} of the sum of the speeds ({row['least']:.2f} to "
+            f"{row['most']:.2f} in {row['n']} runs); at the pace of the slowest worker, it would reach "
+            f"{row[_AT_SLOWEST]:.2f}",
         )
         for row in result.rows("speeds")
     ]
@@ -140,10 +144,14 @@ def _thin(result: Result) -> list[tuple[str, str]]:
     steps = row.get("steps") or int(row["step n"])
     return [
         (
-            "10 Mbit/s between two machines",
-            f"{row['expelled'] or 'nobody is'} left out in {steps} steps of {duration(row['step p50 ms'])}",
+            "two machines are connected at 10 Mbit/s",
+            f"{_expelled(row['expelled'])} in {steps} steps of {duration(row['step p50 ms'])}",
         )
     ]
+
+
+def _expelled(count: int) -> str:
+    return f"{count} workers are expelled" if count else "no worker is expelled"
 
 
 _EVENTS: dict[str, Callable[[Result], list[tuple[str, str]]]] = {

@@ -116,7 +116,7 @@ GPU: dict[str, Callable[[Results], str]] = {
     "gpu-memory": _of_case(
         "gpu-memory",
         "memory of a group",
-        {"by": "by", "ranks": "ranks", "MiB of a rank": "MiB of a rank", "first call ms": "first call ms"},
+        {"library": "by", "ranks": "ranks", "MiB per rank": "MiB of a rank", "first call ms": "first call ms"},
     ),
     "gpu-step": _of_case(
         "gpu-step",

@@ -64,7 +64,7 @@ def uneven(name: str) -> Callable[[Results], str]:
         columns: dict[str, Callable[[Mapping[str, Row]], object]] = {
             "Paceline's choice": lambda by: f"`{by['paceline']['chosen']}`",
             "ms": spread("paceline", "ms"),
-            "of the optimum": _share("paceline"),
+            "fraction of the optimum": _share("paceline"),
         }
         columns |= {f"`{each}`": _share(each) for each in fixed}
         return "\n\n".join([pivot(result.rows(), {"case": case}, columns), source(result)])

@@ -11,16 +11,16 @@ Results = Mapping[str, Result]
 
 _FAULTS = {
     "skip": "a rank skips a call",
-    "extra": "a rank makes a call twice",
-    "shape": "a rank's tensor has another shape",
-    "order": "a rank makes calls in another order",
+    "extra": "a rank issues a call twice",
+    "shape": "a rank's tensor has a different shape",
+    "order": "a rank issues its calls in a different order",
     "stop": "a rank is stopped (SIGSTOP)",
     "kill": "a rank is killed (SIGKILL)",
     "loader": "a rank waits for its data",
     "stuck": "a rank is stuck in native code",
     "deadlock": "two groups wait for each other",
     "raise": "a rank raises an exception",
-    "memory": "a rank takes all memory",
+    "memory": "a rank uses all memory",
     "slow_core": "a rank computes more slowly",
     "slow_link": "the network is slow",
 }
@@ -30,7 +30,7 @@ def faults(results: Results) -> str:
     """Returns a line for each class of faults, and one for all together."""
     result = results["verdicts"]
     rows = result.rows("faults")
-    heads = ["what happens", "one host", "two hosts", "until it is told: median", "longest", "torch, one host"]
+    heads = ["fault", "one host", "two hosts", "time to verdict: median", "maximum", "torch, one host"]
     lines = [
         [told, *_counts([row for row in rows if row["fault"] == fault])]
         for fault, told in _FAULTS.items()
@@ -73,7 +73,7 @@ def healthy(results: Results) -> str:
         rows = result.rows("healthy", healthy=kind)
         accused, waited = (sum(row[name] for row in rows) for name in ("false verdicts", "told that others wait"))
         lines.append([f"rank 0 {told}", str(sum(row["runs"] for row in rows)), str(accused), str(waited)])
-    heads = ["what happens", "runs", "false verdicts", "told that the others wait, which is no error"]
+    heads = ["activity", "runs", "false verdicts", "notices that the others wait (not an error)"]
     return "\n\n".join([markdown(heads, lines), source(result)])
 
 
