@@ -44,12 +44,12 @@ FAULTS = (
     Fault("deadlock", r"deadlock: .*no\. \d of 2.*no\. \d of 2"),
     Fault("raise", r"rank BAD failed: ValueError: bad sample"),
     Fault("memory", r"rank BAD failed: killed by the kernel, out of memory", hosts=(1,), is_alone=True),
-    Fault("slow_core", r"rank BAD came last .*computes more slowly", at_the_end=True, is_alone=True),
+    Fault("slow_core", r"rank BAD needed .*computed more slowly", at_the_end=True, is_alone=True),
     Fault("slow_link", r"the network between h0, h1 took", hosts=(2,), at_the_end=True, is_alone=True),
 )
 HEALTHY = ("evaluate", "save", "compile")
 ACCUSATION = re.compile(
-    r"is not there|did not come|deadlock|as call \d|failed|it has not ended|came last|the network between"
+    r"is not there|did not come|deadlock|as call \d|failed|it has not ended|confidence|the network between"
 )
 NO_ERROR = "That is no error"
 

@@ -186,7 +186,7 @@ def test_a_good_job_ends_without_a_word(script, tmp_path, capsys):
     assert done.returncode == 0
     assert "rank" not in done.stderr
     assert main(["analyze", str(tmp_path / "job")]) == 0
-    assert "nothing is wrong" in capsys.readouterr().out
+    assert "nothing was wrong" in capsys.readouterr().out
 
 
 def test_a_directory_without_recordings_is_refused(tmp_path, capsys):

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.operate.diagnosis.chrome_trace import trace_of
-from paceline.operate.diagnosis.recording_reader import read_aligned
-from paceline.operate.diagnosis.runs import JobRun, list_runs, runs_directory, when
+from paceline.operate.diagnosis.recording_reader import machines_in, read_aligned
+from paceline.operate.diagnosis.runs import JobRun, files_of_job, list_runs, runs_directory, when
 
 if TYPE_CHECKING:
-    from paceline.operate.dashboard.job_sample import StallNotice
+    from paceline.operate.dashboard.aggregator import DashboardAggregator
+    from paceline.operate.dashboard.dashboard_state import WhatIf
     from paceline.operate.diagnosis.finding import Diagnosis
     from paceline.operate.diagnosis.postmortem import JobRemnants
 
 _LONGEST_COMMAND = 60
+_WELL = "nothing was wrong: no rank failed, none was waited for at the end, and none was slower beyond chance"
+_WELL_SO_FAR = "nothing is wrong: no rank has failed, none waits for another, and none is slower beyond chance"
 
 
 def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,18 +39,13 @@ def analyze(options: argparse.Namespace) -> int:
     """Prints the diagnosis of a job; returns 1 if there is a fault, 2 if there are no recordings, otherwise 0."""
     from paceline.operate.diagnosis.finding import summary
 
-    if not Path(options.directory).is_dir():
-        print(f"paceline analyze: {options.directory} is not a directory", file=sys.stderr)
+    directories = [Path(options.directory)]
+    if (problem := _problem_with(directories)) is not None:
+        print(f"paceline analyze: {problem}", file=sys.stderr)
         return 2
-    found, verdict, late = _diagnose([options.directory])
-    if not found.files:
-        print(
-            f"paceline analyze: {options.directory} has no recording (*.record); `paceline run --log-dir DIR` keeps "
-            "those of its workers in DIR",
-            file=sys.stderr,
-        )
-        return 2
-    verdicts = [*([verdict] if verdict is not None else []), *late]
+    job = _diagnose(directories)
+    found, verdict = job.remnants, job.verdict
+    verdicts = [*([verdict] if verdict is not None else []), *job.slowdowns]
     if options.json:
         facts = [{"cause": item.cause.name, "blamed": item.blamed, "sentence": item.sentence} for item in verdicts]
         print(json.dumps({"ranks": len(found.ranks), "world_size": found.world_size, "verdicts": facts}))
@@ -54,19 +53,74 @@ def analyze(options: argparse.Namespace) -> int:
         for line in [*summary(found.ranks, found.world_size), *(item.sentence for item in verdicts)]:
             print(line)
         if not verdicts:
-            print("nothing is wrong: no rank failed, none waits for another, and none was late as a rule")
+            print(_WELL if found.is_over else _WELL_SO_FAR)
     return 1 if verdict is not None and verdict.is_fault else 0
 
 
-def _diagnose(directories: Sequence[str | Path]) -> tuple[JobRemnants, Diagnosis | None, list[Diagnosis]]:
-    """Returns a job's recordings, the diagnosis of its end, and the ranks and links that were slow most of the time."""
-    from paceline.operate.diagnosis.diagnosis import diagnose
-    from paceline.operate.diagnosis.postmortem import read_job
+@dataclass(frozen=True)
+class _JobDiagnosis:
+    """The diagnosis of a job from its files.
+
+    Attributes:
+        remnants: the job's recordings.
+        verdict: the diagnosis of the job's end, or None.
+        slowdowns: the ranks and links that were slow most of the time.
+        aggregator: the data for the report; None if no recording is readable.
+        what_if: the estimate without the stragglers, or None without stragglers.
+    """
+
+    remnants: JobRemnants
+    verdict: Diagnosis | None
+    slowdowns: tuple[Diagnosis, ...]
+    aggregator: DashboardAggregator | None
+    what_if: WhatIf | None
+
+
+def _problem_with(directories: Sequence[Path]) -> str | None:
+    """Returns a message if these are not the directories of one job, otherwise None."""
+    for directory in directories:
+        if not directory.is_dir():
+            return f"{directory} is not a directory; `paceline runs` lists the directories of your jobs"
+        jobs = {run.directory: run.job for run in machines_in([directory])}
+        if len(set(jobs.values())) > 1:
+            return (
+                f"{directory} contains {len(set(jobs.values()))} jobs; give the directory of one of them, such as "
+                f"{min(jobs)}"
+            )
+    names = ("*.record", "stall-*.json", "error.json")
+    if not any(files_of_job(directory, name) for directory in directories for name in names):
+        return (
+            f"{' and '.join(map(str, directories))} has no recording (*.record) of a job; `paceline runs` lists the "
+            "directories of your jobs, and `paceline run --log-dir DIR` saves the recordings of its workers in DIR"
+        )
+    return None
+
+
+def _diagnose(directories: Sequence[Path]) -> _JobDiagnosis:
+    """Reads and diagnoses a job. `paceline analyze` and `paceline report` use the same result, so that they agree."""
+    from paceline.operate.dashboard.aggregator import what_if_of
+    from paceline.operate.dashboard.directory_collector import NothingRecordedError, aggregate_directories
+    from paceline.operate.dashboard.job_sample import StallNotice
+    from paceline.operate.diagnosis.postmortem import read_job, verdict_on
     from paceline.operate.diagnosis.slow_links import slow_network
-    from paceline.operate.diagnosis.stragglers import worth_telling
+    from paceline.operate.diagnosis.stragglers import describe, find_stragglers, work_before_calls
 
     found = read_job(*directories)
-    return found, diagnose(found.snapshot), [*worth_telling(found.ranks), *slow_network(found.ranks)]
+    verdict = verdict_on(found)
+    network = slow_network(found.ranks)
+    notice = None
+    if verdict is not None and verdict.is_fault:
+        notice = StallNotice(verdict.sentence, verdict.blamed, tuple(each.sentence for each in network))
+    aggregator = None
+    with contextlib.suppress(NothingRecordedError):
+        aggregator = aggregate_directories(directories, notice)
+    if aggregator is not None and aggregator.has_steps:
+        costs = aggregator.stragglers
+    else:  # the program records no steps
+        costs = tuple(find_stragglers(work_before_calls(found.ranks)))
+    slow = [diagnosis for cost in costs for diagnosis in describe(cost, is_over=found.is_over)]
+    what_if = what_if_of(costs, is_over=found.is_over)
+    return _JobDiagnosis(found, verdict, (*slow, *network), aggregator, what_if)
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,34 +131,31 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="the file to write (default: NAME.html; - for stdout)")
 
 
-def _verdict_on(directories: Sequence[Path]) -> StallNotice | None:
-    """Returns the fault reported by `paceline analyze`, if any."""
-    from paceline.operate.dashboard.job_sample import StallNotice
-
-    _, verdict, late = _diagnose(directories)
-    if verdict is None or not verdict.is_fault:
-        return None
-    return StallNotice(verdict.sentence, verdict.blamed, tuple(slow.sentence for slow in late))
-
-
 def write_report(options: argparse.Namespace) -> int:
     """Writes an HTML report; returns 0, or 2 if there are no recordings or the file cannot be written."""
     from paceline import __version__
-    from paceline.operate.dashboard.directory_collector import NothingRecordedError, dashboard_of
     from paceline.operate.dashboard.report import report
 
     directories: list[Path] = options.directories
     name = directories[0].resolve().name
     output = options.output or f"{name}.html"
+    if (problem := _problem_with(directories)) is not None:
+        print(f"paceline report: {problem}", file=sys.stderr)
+        return 2
+    job = _diagnose(directories)
+    if job.aggregator is None:
+        where = " and ".join(map(str, directories))
+        print(f"paceline report: no recording in {where} is readable; see `paceline analyze`", file=sys.stderr)
+        return 2
+    picture = replace(job.aggregator.state(), what_if=job.what_if)
     try:
-        picture = dashboard_of(directories, _verdict_on(directories))
         when = time.strftime("%d %B %Y, %H:%M", time.localtime())
         page = report(picture, f"Report of {name}, made on {when} by Paceline {__version__}.")
         if output == "-":
             sys.stdout.buffer.write(page)
         else:
             Path(output).write_bytes(page)
-    except (NothingRecordedError, OSError) as error:
+    except OSError as error:
         print(f"paceline report: {error}", file=sys.stderr)
         return 2
     if output != "-":
@@ -130,13 +181,11 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write_trace(options: argparse.Namespace) -> int:
     """Writes the trace; returns the exit code."""
-    recordings, error_ns = read_aligned(options.directories)
+    problem = _problem_with(options.directories)
+    recordings, error_ns = read_aligned(options.directories) if problem is None else ([], None)
     if not recordings:
         where = " or ".join(map(str, options.directories))
-        print(
-            f"paceline trace: there are no recordings in {where}; `paceline runs` lists the jobs that have some",
-            file=sys.stderr,
-        )
+        print(f"paceline trace: {problem or f'no recording in {where} is readable'}", file=sys.stderr)
         return 1
     trace = trace_of(recordings, error_ns, [_read_profile(path) for path in options.torch])
     options.output.write_text(json.dumps(trace))

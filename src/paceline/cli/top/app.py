@@ -14,13 +14,13 @@ from textual.widgets import DataTable, Footer, RichLog, Sparkline, Static
 
 from paceline.cli.top.client import PageUnreachableError
 from paceline.cli.top.text_view import columns_of, links_of, sentence_of
-from paceline.operate.dashboard.dashboard_state import PARTS, milliseconds
+from paceline.operate.dashboard.dashboard_state import PARTS
+from paceline.operate.diagnosis.finding import milliseconds
 
 _KEYS = ("rank", "host", "state", "step", "samples_per_s", "compute", "wait", "memory_nbytes", "heard_s", "doing")
 _MOODS = {"good": "green", "bad": "red", "waiting": "yellow", "over": "bold"}
 _PART_COLOURS = {"data": "yellow", "forward": "cyan", "backward": "blue", "exposed": "red", "optimizer": "magenta"}
 _BAR = 60
-_SLOW = 1.1
 _LINKS_WIDTH = 80
 _GAP = 2  # space between two columns of a DataTable, in characters
 
@@ -132,7 +132,7 @@ class Top(App[None]):
             self._heads = heads
         for row in rows:
             style = "red" if row["is_blamed"] else ""
-            slow = "red bold" if row["slowness"] > _SLOW else style
+            slow = "red bold" if row["is_slow"] else style
             cells = [
                 Text(
                     column.text(row),

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.operate.dashboard.dashboard_state import PARTS, milliseconds
+from paceline.operate.dashboard.dashboard_state import PARTS
+from paceline.operate.diagnosis.finding import milliseconds
 
 _HOME, _REST, _LINE = "\x1b[H", "\x1b[J", "\x1b[K"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
@@ -32,7 +33,6 @@ _PART_NAMES = {"exposed": "waiting", "data": "data", "other": "other"}
 _STATES = {"training": "good", "running": "good", "dead": "bad", "silent": "bad", "ended": "quiet"}
 _BAR = 40
 _SPARKS = "▁▂▃▄▅▆▇█"
-_SLOW = 1.1
 _MOST_LINKS = 4
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -149,7 +149,7 @@ def _ranks(rows: Sequence[Picture], width: int, room: int, is_coloured: bool) ->
     lines = [coloured(_line([column.head for column in columns], columns, "doing", width), "quiet", is_coloured)]
     for row in shown:
         text = _line([column.text(row) for column in columns], columns, row["doing"], width)
-        colour = "bad" if row["is_blamed"] or row["slowness"] > _SLOW else _STATES.get(row["state"], "waiting")
+        colour = "bad" if row["is_blamed"] or row["is_slow"] else _STATES.get(row["state"], "waiting")
         lines.append(text if colour == "good" else coloured(text, colour, is_coloured))
     if len(shown) < len(rows):
         lines.append(

@@ -1,13 +1,13 @@
 """Aggregation of a job's samples into the state to display. Does not use files, sockets or a clock.
 
-The what-if line estimates the step duration if the slowest rank were as fast as the median. In data-parallel training,
-a step takes as long as the slowest rank's own work plus the exposed communication, which is equal on all ranks. The
-cost of the slowest rank in a step is therefore its own time minus that of the second slowest rank, or minus the median
-if that is larger. Lin et al. (OSDI 2025) replay whole traces to answer the same question.
+The what-if line estimates the duration of a step if the stragglers were like the other ranks.
+`operate/diagnosis/stragglers.py` contains the rule. Lin et al. (OSDI 2025) replay whole traces to answer the same
+question.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +29,6 @@ from paceline.operate.dashboard.dashboard_state import (
     WhatIf,
     about,
     in_ms,
-    milliseconds,
 )
 from paceline.operate.dashboard.job_sample import (
     CallTally,
@@ -46,12 +45,20 @@ from paceline.operate.dashboard.job_sample import (
 from paceline.operate.dashboard.link_rates import rows_of
 from paceline.operate.diagnosis.finding import named
 from paceline.operate.diagnosis.job_snapshot import JobSnapshot
+from paceline.operate.diagnosis.stragglers import (
+    FEWEST_STEPS,
+    StepWork,
+    StragglerCost,
+    describe,
+    find_stragglers,
+    without_stalls,
+)
 from paceline.operate.diagnosis.wait_graph import waits_of
 
 _STEPS_KEPT = 240
 _LINES_KEPT = 2000
 _EVENTS_KEPT = 500
-_RECENT = 30  # number of steps over which medians are computed
+_RECENT = 30  # number of steps over which means are computed
 _PATIENCE = 3  # number of samples to wait for ranks that have not finished a step; other machines lag by one
 
 _SAMPLES_OF_CALLS = 30  # number of samples over which call durations are averaged
@@ -65,8 +72,7 @@ _STEPS_OPEN = 4  # number of steps by which a rank's logged values may lag
 _QUIET_S = 10.0  # a job without any new records for this long is reported as making no progress
 _AWAY = (RankActivity.STARTING, RankActivity.DEAD, RankActivity.ENDED)
 
-_FEWEST_STEPS = 5
-_WORTH_SAYING = 0.03  # minimum gain to report, as a fraction of the step duration
+_STEPS_BETWEEN_TESTS = 60  # number of new steps after which stragglers are looked for again
 
 _Kind = tuple[str, str, int, str]
 
@@ -189,7 +195,7 @@ def header_of(
         ranks: the latest sample from each rank.
         verdict: the diagnosis of a job that makes no progress, or None.
         now_s: the current time on the job's clock.
-        step_s: the recent duration of a step, or None if unknown.
+        step_s: the recent mean duration of a step, or None if unknown.
     """
     step = max((sample.step for sample in ranks if sample.step is not None), default=None)
     ranks_here = sum(sample.state not in _AWAY for sample in ranks)
@@ -247,37 +253,37 @@ def _activity(
     return f"no progress for {about(quiet_s)}" if quiet_s > _QUIET_S else "training"
 
 
-def what_if(steps: Sequence[StepColumn]) -> WhatIf | None:
-    """Returns the what-if estimate for the most expensive rank in these steps, or None if no rank costs much."""
-    if len(steps) < _FEWEST_STEPS:
-        return None
-    costs: dict[int, float] = {}
-    for column in steps:
-        slowest, cost = _cost_of(column)
-        if slowest is not None:
-            costs[slowest] = costs.get(slowest, 0.0) + cost
+class StragglerWatch:
+    """Repeated search for stragglers in the latest steps.
+
+    Args:
+        steps_kept: the number of latest steps to search.
+    """
+
+    def __init__(self, steps_kept: int) -> None:
+        self._work: deque[StepWork] = deque(maxlen=steps_kept)
+        self._new = 0
+        self._looks = 0
+        self.costs: tuple[StragglerCost, ...] = ()
+
+    def take(self, work: Sequence[StepWork]) -> None:
+        """Adds steps, and searches if there are enough new ones."""
+        self._work.extend(work)
+        self._new += len(work)
+        if len(self._work) >= FEWEST_STEPS and self._new >= min(_STEPS_BETWEEN_TESTS, FEWEST_STEPS):
+            self._new = 0
+            self._looks += 1
+            self.costs = tuple(find_stragglers(self._work, self._looks))
+
+
+def what_if_of(costs: Sequence[StragglerCost], *, is_over: bool) -> WhatIf | None:
+    """Returns the sentences about the stragglers and the estimate without them, or None without stragglers."""
     if not costs:
         return None
-    rank = max(costs, key=lambda slowest: costs[slowest])
-    now = fmean(column.duration for column in steps)
-    then = now - costs[rank] / len(steps)
-    if now - then < _WORTH_SAYING * now:
-        return None
-    less = (now - then) / now
-    sentence = (
-        f"If rank {rank} ran like the median, a step would take {milliseconds(then)} instead of {milliseconds(now)} "
-        f"({less:.0%} less)."
-    )
-    return WhatIf(sentence, rank, round(now, 2), round(then, 2))
-
-
-def _cost_of(column: StepColumn) -> tuple[int | None, float]:
-    """Returns the slowest rank in a step, and the time saved if that rank were as fast as the median."""
-    own = sorted((time, rank) for rank, time in enumerate(column.compute) if time is not None)
-    if len(own) < 2:
-        return None, 0.0
-    (longest, rank), (second, _) = own[-1], own[-2]
-    return rank, longest - max(second, median(time for time, _ in own))
+    sentences = [diagnosis.sentence for cost in costs for diagnosis in describe(cost, is_over=is_over)]
+    ranks = tuple(sorted({each.rank for cost in costs for each in cost.stragglers}))
+    text = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
+    return WhatIf(text, ranks, in_ms(costs[0].step_s), in_ms(costs[0].without_s))
 
 
 class DashboardAggregator:
@@ -285,9 +291,11 @@ class DashboardAggregator:
 
     Args:
         steps_kept: the number of latest steps to keep in the state.
+        steps_averaged: the number of latest steps to average. Steps with a stall are left out.
     """
 
-    def __init__(self, steps_kept: int = _STEPS_KEPT) -> None:
+    def __init__(self, steps_kept: int = _STEPS_KEPT, steps_averaged: int = _RECENT) -> None:
+        self._steps_averaged = steps_averaged
         self._sample: JobSample | None = None
         self._ranks: dict[int, RankSample] = {}
         self._open: dict[int, dict[int, RankStep]] = {}  # steps that not all ranks have finished, by step and rank
@@ -295,6 +303,7 @@ class DashboardAggregator:
         self._recent: dict[int, deque[RankStep]] = {}
         self._shown_up_to = -1
         self._steps: Tail[StepColumn] = Tail(steps_kept)
+        self._watch = StragglerWatch(steps_kept)
         self._story: Tail[JobEvent] = Tail(_EVENTS_KEPT)
         self._log: Tail[Line] = Tail(_LINES_KEPT)
         self._taken = 0  # number of samples so far
@@ -312,7 +321,7 @@ class DashboardAggregator:
         self._stacks.update((stack.rank, stack) for stack in sample.stacks)
         for rank in sample.ranks:
             self._ranks[rank.rank] = replace(rank, steps=(), values=(), calls=(), pending=None)
-            recent = self._recent.setdefault(rank.rank, deque(maxlen=_RECENT))
+            recent = self._recent.setdefault(rank.rank, deque(maxlen=self._steps_averaged))
             recent.extend(rank.steps)
             for step in rank.steps:
                 self._open.setdefault(step.step, {})[rank.rank] = step
@@ -324,6 +333,16 @@ class DashboardAggregator:
         self._calls.take(sample.ranks)
         self._close_steps()
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether several ranks record their steps."""
+        return any(sum(time is not None for time in column.compute) > 1 for column in self._steps.growing().items)
+
+    @property
+    def stragglers(self) -> tuple[StragglerCost, ...]:
+        """The stragglers at the latest search."""
+        return self._watch.costs
+
     def state(self) -> DashboardState:
         """Returns the state as of the latest sample.
 
@@ -334,9 +353,12 @@ class DashboardAggregator:
         if sample is None:
             raise ValueError("the board has taken no sample yet, so there is nothing to show")
         steps = self._steps.growing()
-        recent = steps.items[-_RECENT:]
-        rates = {rank: _samples_per_s(kept) for rank, kept in self._recent.items()}
-        figures = _figures(recent, self._recent, sum(rates.values()))
+        is_kept = without_stalls([column.duration for column in steps.items])
+        recent = tuple(itertools.compress(steps.items[-self._steps_averaged :], is_kept[-self._steps_averaged :]))
+        stalls = {column.step for column, is_one in zip(steps.items, is_kept, strict=True) if not is_one}
+        parts = {rank: [step for step in own if step.step not in stalls] for rank, own in self._recent.items()}
+        rates = {rank: _samples_per_s(kept) for rank, kept in parts.items()}
+        figures = _figures(recent, parts, sum(rates.values()))
         step_s = figures.step / 1e3 if figures is not None else None
         ranks = tuple(self._ranks[rank] for rank in sorted(self._ranks))
         links, network = rows_of(sample.links, {rank.rank: rank.host for rank in ranks})
@@ -344,7 +366,7 @@ class DashboardAggregator:
             header=header_of(sample.facts, ranks, sample.verdict, sample.now_s, step_s),
             figures=figures,
             ranks=self._rows(sample, recent, rates),
-            what_if=what_if(recent),
+            what_if=what_if_of(self.stragglers, is_over=bool(sample.facts.outcome)),
             steps=steps,
             timeline=_timeline(self._latest),
             curves=self._curves.growing(),
@@ -368,7 +390,7 @@ class DashboardAggregator:
 
     def _close_steps(self) -> None:
         """Adds columns for steps that all ranks have finished, and for steps that some rank will never finish."""
-        columns = []
+        columns, work = [], []
         for step in sorted(self._open):
             finished = self._open[step]
             if len(finished) < len(self._ranks) and self._taken - self._seen[step] < _PATIENCE:
@@ -377,7 +399,9 @@ class DashboardAggregator:
             self._shown_up_to = step
             self._latest = finished
             columns.append(_column(step, finished))
+            work.append(_work_of(step, finished))
         self._steps.extend(columns)
+        self._watch.take(work)
 
     def _rows(
         self, sample: JobSample, recent: tuple[StepColumn, ...], rates: Mapping[int, float]
@@ -386,6 +410,7 @@ class DashboardAggregator:
         known = [time for time in own.values() if time]
         middle = median(known) if known else 0.0
         blamed = sample.verdict.ranks if sample.verdict is not None else ()
+        slow = {each.rank for cost in self.stragglers for each in cost.stragglers}
         rows = []
         for rank, latest in sorted(self._ranks.items()):
             waits = [column.wait[rank] or 0.0 for column in recent if rank < len(column.wait)]
@@ -401,6 +426,7 @@ class DashboardAggregator:
                     compute=round(own[rank], 2),
                     wait=round(_mean(waits), 2),
                     slowness=round(own[rank] / middle, 3) if middle else 1.0,
+                    is_slow=rank in slow,
                     memory_nbytes=latest.memory_nbytes,
                     heard_s=round(max(0.0, sample.now_s - latest.heard_s), 1),
                     is_blamed=rank in blamed,
@@ -419,7 +445,7 @@ def _mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 
-def _samples_per_s(steps: deque[RankStep]) -> float:
+def _samples_per_s(steps: Sequence[RankStep]) -> float:
     samples = sum([step.samples for step in steps])
     took_s = sum([step.end_s - step.begin_s for step in steps])  # not last minus first, because steps may be missing
     return samples / took_s if took_s > 0 and samples else 0.0
@@ -443,6 +469,15 @@ def _column(step: int, finished: dict[int, RankStep]) -> StepColumn:
     )
 
 
+def _work_of(step: int, finished: Mapping[int, RankStep]) -> StepWork:
+    return StepWork(
+        number=step,
+        duration_s=fmean(own.duration_s for own in finished.values()),
+        own_s={rank: own.compute_s for rank, own in finished.items()},
+        data_s={rank: own.data_s for rank, own in finished.items()},
+    )
+
+
 def _parts_of(step: RankStep) -> tuple[float, ...]:
     """Returns the durations of a step's parts in seconds, in the order of `PARTS`."""
     named = (step.data_s, step.forward_s, step.backward_s, step.exposed_s, step.optimizer_s)
@@ -450,12 +485,12 @@ def _parts_of(step: RankStep) -> tuple[float, ...]:
 
 
 def _figures(
-    recent: tuple[StepColumn, ...], steps: Mapping[int, deque[RankStep]], samples_per_s: float
+    recent: tuple[StepColumn, ...], steps: Mapping[int, Sequence[RankStep]], samples_per_s: float
 ) -> Figures | None:
     if not recent:
         return None
-    duration = median(column.duration for column in recent)
-    parts = tuple(round(median(part), 2) for part in zip(*(column.parts for column in recent), strict=True))
+    duration = fmean(column.duration for column in recent)
+    parts = tuple(round(fmean(part), 2) for part in zip(*(column.parts for column in recent), strict=True))
     predicted = [column.predicted for column in recent if column.predicted is not None]
     latest = [step for kept in steps.values() for step in kept]
     communication = sum(step.communication_s for step in latest)

@@ -34,18 +34,6 @@ def about(seconds: float) -> str:
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
-def milliseconds(value: float) -> str:
-    """Formats a duration in milliseconds with three significant digits.
-
-    >>> milliseconds(174.2), milliseconds(17.42), milliseconds(1.742), milliseconds(2500.0)
-    ('174 ms', '17.4 ms', '1.74 ms', '2.5 s')
-    """
-    if value >= 1000:
-        return f"{value / 1000:.3g} s"
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:.{digits}f} ms"
-
-
 Item = TypeVar("Item")
 
 PARTS = ("data", "forward", "backward", "exposed", "optimizer", "other")
@@ -96,7 +84,7 @@ class JobHeader:
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians over the recent steps.
+    """Means over the recent steps without stalls.
 
     Attributes:
         step: the duration of a step.
@@ -116,7 +104,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class RankRow:
-    """A row in the table of ranks. `slowness` is the rank's own time divided by the median over all ranks."""
+    """A row in the table of ranks.
+
+    `slowness` is the rank's own time divided by the median over all ranks. `is_slow` marks a straggler
+    (`operate/diagnosis/stragglers.py`).
+    """
 
     rank: int
     host: str
@@ -128,6 +120,7 @@ class RankRow:
     compute: float
     wait: float
     slowness: float
+    is_slow: bool
     memory_nbytes: int
     heard_s: float
     is_blamed: bool
@@ -135,10 +128,10 @@ class RankRow:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The duration of a step: actual, and if the slowest rank were as fast as the median."""
+    """The duration of a step: actual, and if the stragglers were like the other ranks. `ranks` are the stragglers."""
 
     sentence: str
-    rank: int
+    ranks: tuple[int, ...]
     now: float
     then: float
 

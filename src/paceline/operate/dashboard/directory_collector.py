@@ -14,7 +14,6 @@ from typing import Any
 
 from paceline.comm.record.memory import SUFFIX
 from paceline.operate.dashboard.aggregator import DashboardAggregator
-from paceline.operate.dashboard.dashboard_state import DashboardState
 from paceline.operate.dashboard.event_queue import TOLD_BY_ALL, EventFormatter
 from paceline.operate.dashboard.job_sample import (
     JobEvent,
@@ -37,7 +36,7 @@ from paceline.operate.diagnosis.recording_reader import (
     shifts_of,
     source_of,
 )
-from paceline.operate.diagnosis.runs import EVENTS_FILE, JOB_FILE
+from paceline.operate.diagnosis.runs import EVENTS_FILE, JOB_FILE, files_of_job
 
 _ATTEMPT = re.compile(r"attempt_(\d+)")
 _LAST_LINES = 400  # number of latest output lines to read, per rank and stream
@@ -57,8 +56,8 @@ class _Recorded:
     update: RecordingUpdate
 
 
-def dashboard_of(directories: Sequence[Path], verdict: StallNotice | None = None) -> DashboardState:
-    """Returns the state of a job's last attempt, read from the directories of its machines.
+def aggregate_directories(directories: Sequence[Path], verdict: StallNotice | None = None) -> DashboardAggregator:
+    """Returns the data of a job's last attempt, read from the directories of its machines.
 
     Args:
         directories: the job's directories, as `paceline runs` lists them on each machine.
@@ -90,18 +89,18 @@ def dashboard_of(directories: Sequence[Path], verdict: StallNotice | None = None
             for event in _events(directory, float(_job(directory).get("ended_s", 0.0)), end_s)
             if index == 0 or event.kind not in TOLD_BY_ALL
         ]
-        lines += [line for path in sorted(directory.rglob("std*.log")) for line in _lines(path, end_s)]
+        lines += [line for path in files_of_job(directory, "std*.log") for line in _lines(path, end_s)]
     events.sort(key=lambda event: event.at_s)
     facts = _facts(directories[0], job, recordings, ranks, now_s)
-    aggregator = DashboardAggregator(steps_kept=_STEPS_KEPT)
+    aggregator = DashboardAggregator(steps_kept=_STEPS_KEPT, steps_averaged=_STEPS_KEPT)
     aggregator.take(JobSample(now_s, facts, ranks, links, tuple(events), tuple(lines), verdict))
-    return aggregator.state()
+    return aggregator
 
 
 def _recordings(directories: Sequence[Path]) -> dict[int, _Recorded]:
     """Returns each rank's readable recording; if there are several, the one from the last attempt."""
     found: list[tuple[RecordingSource, bytes]] = []
-    paths = (path for directory in directories for path in directory.rglob(f"*{SUFFIX}"))
+    paths = (path for directory in directories for path in files_of_job(directory, f"*{SUFFIX}"))
     for path in sorted(paths, key=_attempt):
         with contextlib.suppress(OSError, NoRecordingError):
             data = memory_of(path)
@@ -186,7 +185,7 @@ def _facts(
 
 def _job(directory: Path) -> dict[str, Any]:
     """Returns the content of the launcher's job file, or an empty dictionary."""
-    for path in sorted(directory.rglob(JOB_FILE)):
+    for path in files_of_job(directory, JOB_FILE):
         with contextlib.suppress(OSError, ValueError):
             job = json.loads(path.read_bytes())
             if isinstance(job, dict):
@@ -196,7 +195,7 @@ def _job(directory: Path) -> dict[str, Any]:
 
 def _events(directory: Path, ended_s: float, now_s: float) -> Iterator[JobEvent]:
     """Yields the launcher's events. `now_s` on the job's clock and the time of day `ended_s` are the same instant."""
-    for path in sorted(directory.rglob(EVENTS_FILE)):
+    for path in files_of_job(directory, EVENTS_FILE):
         formatter = EventFormatter()
         for text in path.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):

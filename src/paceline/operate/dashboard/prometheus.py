@@ -13,6 +13,7 @@ _OF_RANKS: tuple[tuple[str, str, Callable[[RankRow], float]], ...] = (
     ("rank_compute_seconds", "Time of a rank's own work in a step, recent mean.", lambda row: row.compute / 1e3),
     ("rank_wait_seconds", "Time that a rank waits for others in a step, recent mean.", lambda row: row.wait / 1e3),
     ("rank_slowness_ratio", "A rank's own time divided by the median of all ranks.", lambda row: row.slowness),
+    ("rank_slow", "1 if the rank is slower than the others beyond chance.", lambda row: row.is_slow),
     ("rank_memory_bytes", "A rank's resident memory.", lambda row: row.memory_nbytes),
     ("rank_heard_seconds", "Time since a rank last recorded something.", lambda row: row.heard_s),
     ("rank_blamed", "1 if the diagnosis blames the rank.", lambda row: row.is_blamed),
@@ -51,7 +52,7 @@ def _families(state: DashboardState) -> Iterator[tuple[str, str, Sequence[_Value
     if header.left_s is not None:
         yield "left_seconds", "Estimated time until the last step.", [({}, header.left_s)]
     if figures is not None:
-        yield "step_seconds", "Duration of a step, recent median.", [({}, figures.step / 1e3)]
+        yield "step_seconds", "Duration of a step, recent mean without stalls.", [({}, figures.step / 1e3)]
         yield "samples_per_second", "Samples per second of all ranks.", [({}, figures.samples_per_s)]
         yield "exposed_ratio", "Share of a step that is spent waiting.", [({}, figures.exposed_share)]
         if figures.overlap is not None:

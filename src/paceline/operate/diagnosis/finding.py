@@ -38,6 +38,7 @@ class Cause(Enum):
     DEVICE_BUSY = "a rank's device has not finished the work before a call"
     SLOW_CORE = "a rank computes more slowly than the others"
     SLOW_DEVICE = "a rank's device computes more slowly than the others'"
+    LONG_STEPS = "some steps of a rank take longer than those of the others"
     SLOW_LINK = "a link is slower than the others"
 
 
@@ -94,6 +95,18 @@ def lasting(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def milliseconds(value: float) -> str:
+    """Formats a duration in milliseconds with three significant digits.
+
+    >>> milliseconds(174.2), milliseconds(17.42), milliseconds(1.742), milliseconds(2500.0)
+    ('174 ms', '17.4 ms', '1.74 ms', '2.5 s')
+    """
+    if value >= 999.5:
+        return f"{value / 1000:.3g} s"
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} ms"
 
 
 def verb(count: int, plural: str) -> str:

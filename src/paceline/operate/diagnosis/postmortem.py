@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.operate.diagnosis.clock_offset import aligned
+from paceline.operate.diagnosis.diagnosis import diagnose
+from paceline.operate.diagnosis.finding import Diagnosis
 from paceline.operate.diagnosis.job_snapshot import ExitReason, JobSnapshot, RankExitStatus, RankState
 from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot, decode, job_snapshot_of
 from paceline.operate.diagnosis.recording import ProcessRecording
-from paceline.operate.diagnosis.recording_reader import rank_state_of, read_directory
-from paceline.operate.diagnosis.runs import RunStatus, read_run
+from paceline.operate.diagnosis.recording_reader import machines_in, rank_state_of, read_directory
+from paceline.operate.diagnosis.runs import RunStatus, files_of_job
 
 _STALLS = "stall-*.json"  # the snapshots of the latest stall, written by the launchers
 _FAILURES = "error.json"
@@ -29,43 +31,64 @@ class JobRemnants:
         ranks: the state of every rank with a recording, including all of its calls.
         world_size: the number of ranks; 0 if unknown.
         files: the number of files read.
+        is_over: whether the job has ended.
+        is_stall: whether `snapshot` was taken during a stall.
+        stall_ended: whether the job went on after that stall and finished.
     """
 
     snapshot: JobSnapshot
     ranks: tuple[RankState, ...]
     world_size: int
     files: int
+    is_over: bool = True
+    is_stall: bool = False
+    stall_ended: bool = False
 
 
 def read_job(*directories: str | os.PathLike[str]) -> JobRemnants:
     """Reads the data that a job left in its directories; each machine has one."""
     recordings = _latest([recording for directory in directories for recording in read_directory(directory)])
-    stalls = [path for directory in directories for path in sorted(Path(directory).rglob(_STALLS))]
+    stalls = [path for directory in directories for path in files_of_job(directory, _STALLS)]
     machines = [machine for path in stalls if (machine := _machine_snapshot(path)) is not None]
-    failures = [path for directory in directories for path in Path(directory).rglob(_FAILURES)]
+    failures = [path for directory in directories for path in files_of_job(directory, _FAILURES)]
     endings = {rank: ending for path in failures for rank, ending in _failures(path)}
     ranks = aligned(
         [rank_state_of(recording) for recording in recordings],
         [recording.clock.identity for recording in recordings],
     )
-    is_stopped = any(_is_stopped(Path(directory)) for directory in directories)
+    runs = machines_in(directories)
+    # After a signal, the order in which workers lost each other is meaningless.
+    is_stopped = any(run.state is RunStatus.STOPPED for run in runs)
+    is_over = not any(run.state is RunStatus.RUNNING for run in runs)
     ended = [
         replace(rank, ending=endings.get(rank.rank) or (None if is_stopped else _ending(rank, ranks, recording)))
         for rank, recording in zip(ranks, recordings, strict=True)
     ]
     size = max((recording.world_size or 0 for recording in recordings), default=0)
     snapshot = JobSnapshot(0.0, tuple(replace(rank, since_s=None) for rank in ended))
+    stall_ended = bool(runs) and all(run.state is RunStatus.FINISHED for run in runs)
+    is_stall = False
     if not any(rank.ending is not None for rank in ended) and (stall := job_snapshot_of(machines)).ranks:
         seen = {rank.rank for rank in stall.ranks}
         unseen = [rank for rank in snapshot.ranks if rank.rank not in seen]
         snapshot = replace(stall, ranks=tuple(sorted((*stall.ranks, *unseen), key=lambda rank: rank.rank)))
-    return JobRemnants(snapshot, tuple(ranks), size, len(recordings) + len(machines) + len(endings))
+        is_stall = True
+    files = len(recordings) + len(machines) + len(endings)
+    return JobRemnants(snapshot, tuple(ranks), size, files, is_over, is_stall, is_stall and stall_ended)
 
 
-def _is_stopped(directory: Path) -> bool:
-    """Returns whether a signal ended the job. If so, the order in which workers lost each other is meaningless."""
-    run = read_run(directory)
-    return run is not None and run.state is RunStatus.STOPPED
+def verdict_on(job: JobRemnants) -> Diagnosis | None:
+    """Returns the diagnosis of a job's last known state, or None if no rank waits and none has failed.
+
+    A stall is described in the present tense, as it was seen. If the job has ended since, this is made clear, and a
+    stall that ended before the job is no fault.
+    """
+    found = diagnose(job.snapshot)
+    if found is None or not job.is_stall or not job.is_over:
+        return found
+    if job.stall_ended:
+        return replace(found, sentence=f"the job stalled and went on; seen then: {found.sentence}", is_fault=False)
+    return replace(found, sentence=f"seen before the job ended: {found.sentence}")
 
 
 def _latest(recordings: Sequence[ProcessRecording]) -> list[ProcessRecording]:

@@ -38,7 +38,7 @@ from paceline.operate.diagnosis.recording import (
     ProcessRecording,
     link_of,
 )
-from paceline.operate.diagnosis.runs import JOB_FILE, JobRun, read_run
+from paceline.operate.diagnosis.runs import JOB_FILE, JobRun, files_of_job, read_run
 
 MOST_CALLS = 1024  # per rank: enough to detect the period of a training loop
 MOST_EVENTS = 1024
@@ -150,7 +150,7 @@ def _clear_old(data: bytearray, table: int, nbytes: int, most: int) -> None:
 def read_directory(directory: str | os.PathLike[str]) -> list[ProcessRecording]:
     """Reads the recordings in a job's directory, ordered by rank; skips unreadable files."""
     found = []
-    for path in sorted(Path(directory).rglob(f"*{SUFFIX}")):
+    for path in files_of_job(directory, f"*{SUFFIX}"):
         with contextlib.suppress(NoRecordingError, OSError):
             found.append(read(path))
     return _by_rank(found)
@@ -188,7 +188,7 @@ class RecordingSource:
 
 def machines_in(directories: Sequence[str | os.PathLike[str]]) -> list[JobRun]:
     """Returns the runs that launchers recorded in these directories or their subdirectories."""
-    paths = [path.parent for directory in directories for path in sorted(Path(directory).rglob(JOB_FILE))]
+    paths = [path.parent for directory in directories for path in files_of_job(directory, JOB_FILE)]
     return [run for path in dict.fromkeys(paths) if (run := read_run(path)) is not None]
 
 

@@ -78,6 +78,17 @@ def runs_directory(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(state, "paceline", "runs")
 
 
+def files_of_job(directory: str | os.PathLike[str], pattern: str) -> list[Path]:
+    """Returns the files of a job whose names match a pattern, sorted.
+
+    They are in the job's directory or in its subdirectories for attempts and ranks. A directory may also contain one
+    such directory for each machine. Nothing else is searched, so that a wrong directory, such as a home directory, is
+    not crawled.
+    """
+    levels = ("", "*/", "attempt_*/*/", "*/attempt_*/*/")
+    return sorted({path for level in levels for path in Path(directory).glob(level + pattern)})
+
+
 def read_run(directory: Path) -> JobRun | None:
     """Reads the job from a directory; returns None if there is none."""
     try:

@@ -1,144 +1,560 @@
-"""Detection of stragglers, the ranks that others repeatedly wait for, based on arrival times at calls.
+"""Detection of stragglers: ranks that are slower than the others, beyond chance and beyond their own spread.
 
-Durations of backward passes or calls do not reveal stragglers: in synchronous training they are equal on all ranks,
-because fast ranks wait in their calls for slow ones. The cost of a last arrival is its delay after the median arrival.
-If a rank made several calls before the first of them ended, the delay counts only once. The program runs ahead of a
-device, so a rank arrives at a call on a device when the device has completed all earlier work.
+One rule serves the launcher, `paceline analyze`, the report, the page and `paceline top`. Its input is each rank's own
+work in each step. Durations of backward passes or calls do not reveal stragglers: in synchronous training they are
+equal on all ranks, because fast ranks wait in their calls for slow ones.
+
+Some rank comes last in every step, so coming last is no evidence. The rule is a permutation test: if no rank differs
+from the others, exchanging the ranks within a step does not change the distribution of their times (Pitman 1937). It
+is applied to two values of each step: the position of a rank among the ranks (Friedman 1937), which a rank that is
+always slower increases, and the time that the others wait for the rank that comes last, which a rank with some long
+steps increases. The sum of a rank's values is compared with the sum that results if the value of each step is drawn
+from all ranks. This probability is bounded by the method of Chernoff (1952), which holds for any number of steps and
+for heavy tails: a single long pause is one draw among `n` ranks, however long it is.
+
+Consecutive steps are not independent: another process may occupy a core for some seconds. Steps are therefore added up
+in blocks, which are merged until neighbouring blocks are uncorrelated (Flyvbjerg and Petersen 1989), and the mean must
+exceed its standard error over the blocks. The probability is multiplied by the number of tests and ranks (Bonferroni),
+and by `k (k + 1)` if the steps are tested for the k-th time (a spending function, Lan and DeMets 1983).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
 
-from paceline.operate.diagnosis.call_history import match_calls, span_of
+from paceline.operate.diagnosis.call_history import match_calls
 from paceline.operate.diagnosis.clock_offset import aligned
-from paceline.operate.diagnosis.finding import Cause, Diagnosis, lasting, named
-from paceline.operate.diagnosis.job_snapshot import RankCall, RankState
+from paceline.operate.diagnosis.finding import Cause, Diagnosis, milliseconds, named
+from paceline.operate.diagnosis.job_snapshot import CallSignature, RankCall, RankState
 from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot, job_snapshot_of
 from paceline.operate.diagnosis.slow_links import slow_network
 
-WORTH_TELLING, WORTH_TELLING_S = 0.1, 0.5  # minimum cost to report, as a fraction of the time and in seconds
-_FEWEST_CALLS = 10
-_FEWEST_LAST = 5  # a straggler arrives last at least this often; an evaluation delays fewer calls
-_LARGEST_PART = 0.5  # a straggler's delay must not come mostly from a single call
+MOST_PROBABLE = 1e-3  # the probability that a healthy job has a straggler, which bounds what is reported
+SMALLEST_SHARE = 0.05  # a smaller difference is not reported, as a fraction of a step without the wait for the last
+FEWEST_STEPS = 100  # a core that is disturbed for some seconds is indistinguishable from a slow one in fewer steps
+_TESTS = 2
+
+_MOST_BLOCKS = 48  # more blocks are not needed: for two ranks, these bound the probability by 2^-48
+_FEWEST_BLOCKS = 12
+_CORRELATED = 1.0  # autocorrelation in standard errors, 1 / sqrt(blocks), beyond which blocks are merged
+_DEVIATIONS = 3.0  # the least mean over the blocks, in standard errors
+_SEARCH_STEPS = 60
+
+_MOST_ALIKE = 8  # number of calls of one kind in an iteration
+
+_STALL_TIMES_MEDIAN, _STALL_TIMES_LONG = 20.0, 5.0  # a step is a stall beyond either; long is the 95th percentile
+_MOST_DIGITS = 6  # digits of a confidence such as 99.9999%
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The work of the ranks in one step, or in one iteration of a program that records no steps.
+
+    Attributes:
+        number: the number of the step or iteration.
+        duration_s: the time from the end of the previous step to the end of this one, in seconds.
+        own_s: each rank's own time in seconds, without waiting for others. Only the differences between ranks matter.
+        data_s: the time that each rank waited for data, in seconds; may be empty.
+        device_s: the part of each rank's own time for which the program had made its calls but its device had not
+            reached them, in seconds; may be empty.
+        is_step: whether this is a recorded training step.
+    """
+
+    number: int
+    duration_s: float
+    own_s: Mapping[int, float]
+    data_s: Mapping[int, float] = field(default_factory=dict)
+    device_s: Mapping[int, float] = field(default_factory=dict)
+    is_step: bool = True
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that others waited for.
+    """A rank that is slower than the others.
 
     Attributes:
         rank: the number of the rank.
-        cost_s: the time that would have been saved if the rank had arrived with the median rank, in seconds.
-        span_s: the time from the first to the last call.
-        times_last: the number of calls at which the rank arrived last.
-        calls: the total number of calls.
-        waited_s: the time that each other rank waited for this rank.
-        data_s: the time that the rank waited for data beyond that of the median rank.
-        steps: the number of recorded training steps; 0 if the program does not mark steps.
-        device_s: the part of the cost for which the program had made the call but the device had not reached it.
+        cause: `Cause.SLOW_CORE`, `SLOW_DEVICE`, `LOADER` or `LONG_STEPS`.
+        excess_s: the additional time compared with the median of the other ranks, in a usual step or, if the rank is
+            slower in some steps only, in such a step.
+        share: the mean additional time, as a fraction of the mean step.
+        long_steps: the number of steps in which the rank is slower; None if it is slower as a rule.
+        period: the interval between such steps if it is constant, otherwise None.
+        probability: the probability that chance alone makes any rank appear this slow.
     """
 
     rank: int
-    cost_s: float
-    span_s: float
-    times_last: int
-    calls: int
-    waited_s: Mapping[int, float]
-    data_s: float
+    cause: Cause
+    excess_s: float
+    share: float
+    long_steps: int | None
+    period: int | None
+    probability: float
+
+
+@dataclass(frozen=True)
+class StragglerCost:
+    """The stragglers among the ranks that work together, and what they cost.
+
+    Attributes:
+        stragglers: the stragglers, slowest first.
+        ranks: the number of ranks.
+        steps: the number of steps, without stalls.
+        step_s: the mean duration of a step, in seconds.
+        without_s: the same, if the stragglers were like the other ranks.
+        is_step: whether the program records training steps.
+    """
+
+    stragglers: tuple[Straggler, ...]
+    ranks: int
     steps: int
-    device_s: float = 0.0
-
-    @property
-    def share(self) -> float:
-        """The fraction of the time span that the straggler cost."""
-        return self.cost_s / self.span_s if self.span_s > 0 else 0.0
+    step_s: float
+    without_s: float
+    is_step: bool
 
 
-def stragglers(ranks: Sequence[RankState]) -> list[Straggler]:
-    """Returns the stragglers, most expensive first. The ranks' times must be on one clock."""
-    lags: dict[int, list[float]] = defaultdict(list)
-    waited: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    on_device: dict[int, float] = defaultdict(float)
-    matched = match_calls(ranks)
-    before: dict[tuple[str, int], tuple[RankCall, float]] = {}
-    for calls in matched:
-        last = max(calls, key=lambda rank: calls[rank].ready_s)
-        usual_s = median(call.ready_s for rank, call in calls.items() if rank != last)
-        for rank, call in calls.items():
-            lag_s = max(0.0, call.ready_s - usual_s)
-            earlier = before.get((call.group, rank))
-            is_counted = earlier is not None and (earlier[0].ended_s or 0.0) > call.ready_s
-            fresh_s = max(0.0, lag_s - earlier[1]) if is_counted and earlier is not None else lag_s
-            before[call.group, rank] = (call, lag_s)
-            if rank == last:
-                lags[rank].append(fresh_s)
-                on_device[rank] += min(fresh_s, call.ready_s - call.arrived_s)
-                for other, theirs in calls.items():
-                    if fresh_s > 0 and other != rank:
-                        waited[rank][other] += min(fresh_s, call.ready_s - theirs.ready_s)
-    span_s = span_of(matched)
-    usual_data_s = median(rank.data_s for rank in ranks) if ranks else 0.0
-    by_number = {rank.rank: rank for rank in ranks}
+def without_stalls(durations_s: Sequence[float]) -> list[bool]:
+    """Returns, for each step, whether its duration is that of a step and not that of an interruption.
+
+    A step that contains a stall, such as a stopped rank or a long evaluation, says nothing about the others.
+    """
+    if len(durations_s) < 3:
+        return [True] * len(durations_s)
+    ordered = sorted(durations_s)
+    long_s = ordered[min(math.ceil(0.95 * len(ordered)) - 1, len(ordered) - 2)]
+    limit_s = min(_STALL_TIMES_MEDIAN * median(ordered), _STALL_TIMES_LONG * long_s)
+    return [duration_s <= limit_s or limit_s <= 0 for duration_s in durations_s]
+
+
+def find_stragglers(work: Iterable[StepWork], looks: int = 1) -> list[StragglerCost]:
+    """Returns the stragglers of each set of ranks that work together, most expensive first; usually none.
+
+    Args:
+        work: the steps, oldest first.
+        looks: the number of times that steps of this job have been tested, including this time.
+    """
+    by_ranks: dict[frozenset[int], list[StepWork]] = defaultdict(list)
+    for step in work:
+        if len(step.own_s) > 1:
+            by_ranks[frozenset(step.own_s)].append(step)
+    factor = _TESTS * looks * (looks + 1) / 2 * sum(map(len, by_ranks))
+    found: list[StragglerCost] = []
+    for steps in by_ranks.values():
+        kept = without_stalls([step.duration_s for step in steps])
+        cost = _cost_of([step for step, is_kept in zip(steps, kept, strict=True) if is_kept], factor)
+        if cost is not None:
+            found.append(cost)
+    found.sort(key=lambda cost: cost.steps * (cost.without_s - cost.step_s))
+    known: set[int] = set()
+    fresh = []
+    for cost in found:  # a rank in several groups is reported once
+        if any(each.rank not in known for each in cost.stragglers):
+            fresh.append(cost)
+        known.update(each.rank for each in cost.stragglers)
+    return fresh
+
+
+class _StepTable:
+    """The steps of one set of ranks as rows, with the differences between the ranks."""
+
+    def __init__(self, steps: Sequence[StepWork]) -> None:
+        self.steps = steps
+        self.ranks = sorted(steps[0].own_s)
+        self.own = [[step.own_s[rank] for rank in self.ranks] for step in steps]
+        self.excess: list[list[float]] = []  # compared with the median of the other ranks
+        self.waits: list[list[float]] = []  # the time that the median of the others waits for the rank that is last
+        self.places: list[list[float]] = []  # 0 for the fastest rank, 1 for the slowest
+        for row in self.own:
+            order = sorted(range(len(row)), key=row.__getitem__)
+            ordered = [row[column] for column in order]
+            excess, places = [0.0] * len(row), [0.0] * len(row)
+            for place, column in enumerate(order):
+                excess[column] = row[column] - _median_without(ordered, place)
+                places[column] = place / (len(row) - 1)
+            _share_ties(ordered, order, places)
+            last = order[-1]
+            self.excess.append(excess)
+            self.places.append(places)
+            self.waits.append([excess[column] if column == last else 0.0 for column in range(len(row))])
+        self.step_s = fmean(step.duration_s for step in steps)
+        self.usual_s = median(step.duration_s - max(waits) for step, waits in zip(steps, self.waits, strict=True))
+
+    def column(self, rows: Sequence[Sequence[float]], rank: int) -> list[float]:
+        """Returns the values of one rank."""
+        column = self.ranks.index(rank)
+        return [row[column] for row in rows]
+
+
+def _median_without(ordered: Sequence[float], place: int) -> float:
+    """Returns the median of a sorted sequence without one of its elements."""
+    count = len(ordered) - 1
+    first, second = (count - 1) // 2, count // 2
+    return (ordered[first + (first >= place)] + ordered[second + (second >= place)]) / 2
+
+
+def _share_ties(ordered: Sequence[float], order: Sequence[int], places: list[float]) -> None:
+    """Assigns the mean of their places to ranks with equal times."""
+    first = 0
+    while first < len(ordered):
+        end = first + 1
+        while end < len(ordered) and ordered[end] == ordered[first]:
+            end += 1
+        if end - first > 1:
+            mean = (first + end - 1) / 2 / (len(ordered) - 1)
+            for column in order[first:end]:
+                places[column] = mean
+        first = end
+
+
+def _cost_of(steps: Sequence[StepWork], factor: float) -> StragglerCost | None:
+    if len(steps) < FEWEST_STEPS:
+        return None
+    table = _StepTable(steps)
+    if table.usual_s <= 0:
+        return None
     found = [
-        Straggler(
-            rank,
-            sum(own),
-            span_s,
-            len(own),
-            len(matched),
-            dict(waited[rank]),
-            max(0.0, by_number[rank].data_s - usual_data_s),
-            len({call.step for call in by_number[rank].calls if call.step is not None}),
-            on_device[rank],
-        )
-        for rank, own in lags.items()
-        if len(matched) >= _FEWEST_CALLS and len(own) >= _FEWEST_LAST and max(own) <= _LARGEST_PART * sum(own)
+        straggler
+        for rank in table.ranks
+        if (straggler := _slow_as_a_rule(table, rank, factor) or _slow_at_times(table, rank, factor)) is not None
     ]
-    return sorted(found, key=lambda straggler: -straggler.cost_s)
+    if not found:
+        return None
+    without_s = max(0.0, table.step_s - _saved_s(table, found))
+    order = tuple(sorted(found, key=lambda straggler: -straggler.share))
+    return StragglerCost(order, len(table.ranks), len(steps), table.step_s, without_s, steps[0].is_step)
 
 
-def describe(found: Straggler, word: str = "rank") -> Diagnosis:
-    """Returns the diagnosis of a straggler."""
-    cause, why = _reason(found)
-    who = named([found.rank], word)
-    most = max(found.waited_s, key=lambda rank: found.waited_s[rank], default=None)
-    victim = f", {named([most], word)} most of all" if most is not None and len(found.waited_s) > 1 else ""
-    what_if = f"without it, {lasting(found.span_s)} would have been {lasting(found.span_s - found.cost_s)}"
-    if found.steps > 1:
-        step_ms = 1e3 * found.span_s / found.steps
-        what_if = (
-            f"if it were like the median, a step would take {step_ms * (1 - found.share):.0f} ms, not {step_ms:.0f}"
+def _slow_as_a_rule(table: _StepTable, rank: int, factor: float) -> Straggler | None:
+    excess_s = median(table.column(table.excess, rank))
+    if excess_s < SMALLEST_SHARE * table.usual_s:
+        return None
+    probability = factor * probability_of_sum(table.places, table.ranks.index(rank))
+    if probability > MOST_PROBABLE:
+        return None
+    cause = _cause_of(table, rank, excess_s * len(table.steps), Cause.SLOW_CORE)
+    return Straggler(rank, cause, excess_s, excess_s / table.step_s, None, None, probability)
+
+
+def _slow_at_times(table: _StepTable, rank: int, factor: float) -> Straggler | None:
+    waits = table.column(table.waits, rank)
+    others_s = (sum(map(sum, table.waits)) - sum(waits)) / (len(table.ranks) - 1)
+    excess_s = (sum(waits) - others_s) / len(waits)
+    if excess_s < SMALLEST_SHARE * table.usual_s:
+        return None
+    probability = factor * probability_of_sum(table.waits, table.ranks.index(rank))
+    if probability > MOST_PROBABLE:
+        return None
+    is_long = _long_steps(waits)
+    steps = [step for step, is_one in zip(table.steps, is_long, strict=True) if is_one]
+    long_s = fmean(wait for wait, is_one in zip(waits, is_long, strict=True) if is_one)
+    cause = _cause_of(table, rank, long_s * len(steps), Cause.LONG_STEPS)
+    period = _period_of([step.number for step in steps])
+    return Straggler(rank, cause, long_s, excess_s / table.step_s, len(steps), period, probability)
+
+
+def _long_steps(waits: Sequence[float]) -> list[bool]:
+    """Returns whether each step is long: at least half of the mean over the waited seconds (not over the steps)."""
+    limit_s = sum(wait * wait for wait in waits) / sum(waits) / 2
+    return [wait >= limit_s for wait in waits]
+
+
+def _period_of(numbers: Sequence[int]) -> int | None:
+    """Returns the interval between steps if almost all intervals are equal, otherwise None."""
+    gaps = Counter(later - earlier for earlier, later in itertools.pairwise(numbers))
+    period, count = gaps.most_common(1)[0] if gaps else (0, 0)
+    return period if period > 1 and count >= 0.8 * sum(gaps.values()) else None
+
+
+def _cause_of(table: _StepTable, rank: int, excess_s: float, otherwise: Cause) -> Cause:
+    """Returns the cause that explains more than half of a rank's additional time, `excess_s` in total."""
+    others = [other for other in table.ranks if other != rank]
+    data_s = [step.data_s for step in table.steps if step.data_s]
+    if sum(each[rank] - median(each[other] for other in others) for each in data_s) > excess_s / 2:
+        return Cause.LOADER
+    if sum(step.device_s.get(rank, 0.0) for step in table.steps) > excess_s / 2:
+        return Cause.SLOW_DEVICE
+    return otherwise
+
+
+def _saved_s(table: _StepTable, found: Sequence[Straggler]) -> float:
+    """Returns the mean time that a step would save if the stragglers were like the other ranks.
+
+    A rank that is slower as a rule keeps its own variations; only its usual additional time is subtracted. Otherwise,
+    it is given the median time of the other ranks in its long steps.
+    """
+    changed = [list(row) for row in table.own]
+    for straggler in found:
+        column = table.ranks.index(straggler.rank)
+        if straggler.long_steps is None:
+            less_s = [straggler.excess_s] * len(changed)
+        else:
+            waits = [row[column] for row in table.waits]
+            less_s = [wait if is_one else 0.0 for wait, is_one in zip(waits, _long_steps(waits), strict=True)]
+        for row, less in zip(changed, less_s, strict=True):
+            row[column] -= less
+    return fmean(max(0.0, max(row) - max(new)) for row, new in zip(table.own, changed, strict=True))
+
+
+def probability_of_sum(values: Sequence[Sequence[float]], column: int) -> float:
+    """Returns an upper bound on the probability that chance makes the sum of a column this large.
+
+    Args:
+        values: the values of each step, oldest first: one nonnegative value for each rank.
+        column: the index of the tested rank.
+    """
+    blocks = _blocks(values, min(len(values), _MOST_BLOCKS))
+    while len(blocks) >= _FEWEST_BLOCKS and _is_correlated([_advantage(block, column) for block in blocks]):
+        blocks = _blocks(blocks, len(blocks) // 2)
+    if len(blocks) < _FEWEST_BLOCKS:
+        return 1.0
+    advantages = [_advantage(block, column) for block in blocks]
+    mean = fmean(advantages)
+    variance = sum((value - mean) ** 2 for value in advantages) / (len(advantages) - 1)
+    if mean <= _DEVIATIONS * math.sqrt(variance / len(advantages)):
+        return 1.0
+    scale = max(max(block) for block in blocks)
+    return _chernoff_bound([[value / scale for value in block] for block in blocks], column)
+
+
+def _blocks(values: Sequence[Sequence[float]], count: int) -> list[list[float]]:
+    """Adds up consecutive rows in `count` blocks of nearly equal length."""
+    edges = [index * len(values) // count for index in range(count + 1)] if count else []
+    return [
+        [sum(column) for column in zip(*values[first:end], strict=True)] for first, end in itertools.pairwise(edges)
+    ]
+
+
+def _advantage(block: Sequence[float], column: int) -> float:
+    """Returns the difference between a rank's value and the mean of the other ranks' values."""
+    return block[column] - (sum(block) - block[column]) / (len(block) - 1)
+
+
+def _is_correlated(series: Sequence[float]) -> bool:
+    """Returns whether neighbours in a series are positively correlated beyond chance."""
+    mean = fmean(series)
+    centred = [value - mean for value in series]
+    variance = sum(value * value for value in centred)
+    correlation = sum(one * next_one for one, next_one in itertools.pairwise(centred))
+    return variance > 0 and correlation / variance > _CORRELATED / math.sqrt(len(series))
+
+
+def _chernoff_bound(blocks: Sequence[Sequence[float]], column: int) -> float:
+    """Returns the minimum over t > 0 of E[exp(t X)] / exp(t x), where X draws the value of each block from all ranks.
+
+    Args:
+        blocks: the values of each block, at most 1.
+        column: the index of the rank with the observed sum x.
+    """
+    observed = sum(block[column] for block in blocks)
+
+    def logarithm(t: float) -> float:
+        return (
+            sum(math.log(sum(math.exp(t * value) for value in block) / len(block)) for block in blocks) - t * observed
         )
-    sentence = (
-        f"{who} came last to {found.times_last} of {found.calls} calls, and the others waited "
-        f"{lasting(found.cost_s)} for it{victim} ({found.share:.0%} of the time): it {why}; {what_if}"
-    )
-    return Diagnosis(cause, (found.rank,), sentence)
+
+    return math.exp(min(0.0, _minimum(logarithm)))
 
 
-def _reason(found: Straggler) -> tuple[Cause, str]:
-    if found.data_s > found.cost_s / 2:
-        return Cause.LOADER, "waits longer for its data"
-    if found.device_s > found.cost_s / 2:
-        return Cause.SLOW_DEVICE, (
-            "makes its calls in time, and its device computes more slowly (look at the device's clocks, temperature "
-            "and power limit, and at what else runs on it)"
+def _minimum(convex: Callable[[float], float]) -> float:
+    """Returns the minimum of a convex function on (0, 512], found by a golden-section search."""
+    high = 1.0
+    while high < 256 and convex(2 * high) < convex(high):
+        high *= 2
+    low, high, ratio = 0.0, 2 * high, (math.sqrt(5) - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    at_left, at_right = convex(left), convex(right)
+    for _ in range(_SEARCH_STEPS):
+        if high - low < 1e-3 * high:
+            break
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - ratio * (high - low)
+            at_left = convex(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + ratio * (high - low)
+            at_right = convex(right)
+    return min(at_left, at_right)
+
+
+def work_before_calls(ranks: Sequence[RankState]) -> list[StepWork]:
+    """Derives the ranks' work from the times at which they arrived at calls, which must be on one clock.
+
+    A rank's lateness at a call is compared with the median rank. If a rank made several calls before the first of them
+    ended, only the additional lateness counts. The calls of a training step are added up. If the program records no
+    steps, the calls of an iteration are added up, from a call of one kind to the next of this kind.
+    """
+    latest: dict[tuple[str, int], tuple[RankCall, float]] = {}
+    sums: dict[tuple[frozenset[int], int], _CallSum] = {}
+    has_steps = any(call.step is not None for rank in ranks for call in rank.calls)
+    matched = match_calls(ranks)
+    for calls, number in zip(matched, _steps_of(matched) if has_steps else _iterations_of(matched), strict=True):
+        if number is None:
+            continue  # a call before the first step
+        usual_s = median(call.ready_s for call in calls.values())
+        members = frozenset(calls)
+        total = sums.setdefault((members, number), _CallSum(has_steps))
+        for rank, call in calls.items():
+            late_s = call.ready_s - usual_s
+            earlier = latest.get((call.group, rank))
+            is_counted = earlier is not None and (earlier[0].ended_s or 0.0) > call.ready_s
+            fresh_s = late_s - earlier[1] if is_counted and earlier is not None else late_s
+            latest[call.group, rank] = (call, late_s)
+            total.own_s[rank] += fresh_s
+            total.device_s[rank] += max(0.0, min(fresh_s, call.ready_s - call.arrived_s))
+        total.ended_s = max(call.ended_s or 0.0 for call in calls.values())
+    return _with_durations(sums, {rank.rank: rank.data_s for rank in ranks})
+
+
+def _steps_of(matched: Sequence[Mapping[int, RankCall]]) -> list[int | None]:
+    return [next((call.step for call in calls.values() if call.step is not None), None) for calls in matched]
+
+
+def _iterations_of(matched: Sequence[Mapping[int, RankCall]]) -> list[int | None]:
+    """Returns the number of each call's iteration among the calls of the same ranks; None before the first one.
+
+    An iteration begins with a call of the rarest kind, but not of a kind that an iteration does not always contain.
+    """
+    kinds = [(frozenset(calls), next(iter(calls.values())).header) for calls in matched]
+    counts: dict[frozenset[int], Counter[CallSignature]] = defaultdict(Counter)
+    for members, header in kinds:
+        counts[members][header] += 1
+    first = {
+        members: min((count, str(header)) for header, count in own.items() if count >= max(own.values()) / _MOST_ALIKE)[
+            1
+        ]
+        for members, own in counts.items()
+    }
+    begun: Counter[frozenset[int]] = Counter()
+    numbers: list[int | None] = []
+    for members, header in kinds:
+        begun[members] += str(header) == first[members]
+        numbers.append(begun[members] or None)
+    return numbers
+
+
+class _CallSum:
+    """The sums over the calls of one step."""
+
+    def __init__(self, is_step: bool) -> None:
+        self.is_step = is_step
+        self.own_s: dict[int, float] = defaultdict(float)
+        self.device_s: dict[int, float] = defaultdict(float)
+        self.ended_s = 0.0
+
+
+def _with_durations(sums: Mapping[tuple[frozenset[int], int], _CallSum], data_s: Mapping[int, float]) -> list[StepWork]:
+    """Returns the work of all steps but each group's first one, whose beginning is unknown."""
+    counts = Counter(members for members, _ in sums)
+    ended_s: dict[frozenset[int], float] = {}
+    work = []
+    for (members, number), total in sums.items():
+        if members in ended_s:
+            share = {rank: data_s[rank] / counts[members] for rank in members}
+            duration_s = total.ended_s - ended_s[members]
+            work.append(StepWork(number, duration_s, total.own_s, share, total.device_s, total.is_step))
+        ended_s[members] = total.ended_s
+    return work
+
+
+def describe(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) -> list[Diagnosis]:
+    """Returns a diagnosis for each straggler; the last one says what a step would take without all of them.
+
+    Args:
+        cost: the stragglers and what they cost.
+        word: "rank" or "worker".
+        is_over: whether the job has ended, so that the sentences are in the past tense.
+    """
+    found = [
+        Diagnosis(each.cause, (each.rank,), _sentence(each, cost, word, is_over=is_over)) for each in cost.stragglers
+    ]
+    last = found[-1]
+    return [
+        *found[:-1],
+        Diagnosis(last.cause, last.blamed, f"{last.sentence}; {what_if(cost, word, is_over=is_over)}"),
+    ]
+
+
+def what_if(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) -> str:
+    """Returns the estimated duration of a step if the stragglers were like the other ranks, as a part of a sentence."""
+    who = named([each.rank for each in cost.stragglers], word)
+    others = "the other" if cost.ranks == 2 else "the others"
+    be = "had been" if is_over else "was" if len(cost.stragglers) == 1 else "were"
+    take = "would have taken" if is_over else "would take"
+    durations = f"{milliseconds(1e3 * cost.without_s)} instead of {milliseconds(1e3 * cost.step_s)}"
+    less = 1 - cost.without_s / cost.step_s
+    return f"if {who} {be} like {others}, {_unit(cost)} {take} {durations} ({less:.0%} less)"
+
+
+def _unit(cost: StragglerCost) -> str:
+    return "a step" if cost.is_step else "an iteration"
+
+
+def _sentence(found: Straggler, cost: StragglerCost, word: str, *, is_over: bool) -> str:
+    unit = "step" if cost.is_step else "iteration"
+    who, more = named([found.rank], word), milliseconds(1e3 * found.excess_s)
+    others = f"the other {word}" if cost.ranks == 2 else "the median of the others"
+    if found.long_steps is None:
+        needs = "needed" if is_over else "needs"
+        says = f"{who} {needs} {more} more than {others} for its own work in a usual {unit}"
+    else:
+        takes = "took" if is_over else "takes"
+        often = f"every {_ordinal(found.period)} {unit}" if found.period else f"{found.long_steps} {unit}s"
+        says = f"in {often}, {who} {takes} {more} longer than {others} for its own work"
+    evidence = f"{cost.steps} {unit}s, confidence {_confidence(found.probability)}"
+    return f"{says}, {found.share:.0%} of {_unit(cost)} on average ({evidence}): it {_reason(found, is_over=is_over)}"
+
+
+def _confidence(probability: float) -> str:
+    """Formats a confidence, rounded down to a number of nines.
+
+    >>> _confidence(4e-4), _confidence(1e-30)
+    ('99.9%', '99.9999%')
+    """
+    digits = min(_MOST_DIGITS, math.floor(-math.log10(max(probability, 1e-30))))
+    return f"{100 - 100 * 10**-digits:.{max(0, digits - 2)}f}%"
+
+
+def _ordinal(number: int) -> str:
+    """Formats an ordinal number.
+
+    >>> _ordinal(2), _ordinal(10), _ordinal(11), _ordinal(23)
+    ('2nd', '10th', '11th', '23rd')
+    """
+    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def _reason(found: Straggler, *, is_over: bool) -> str:
+    if found.cause is Cause.LOADER:
+        return "waited longer for its data" if is_over else "waits longer for its data"
+    if found.cause is Cause.SLOW_DEVICE:
+        makes, computes = ("made", "computed") if is_over else ("makes", "computes")
+        return (
+            f"{makes} its calls in time, and its device {computes} more slowly (look at the device's clocks, "
+            "temperature and power limit, and at what else runs on it)"
         )
-    return Cause.SLOW_CORE, "computes more slowly (look at its core and what else runs there)"
-
-
-def worth_telling(ranks: Sequence[RankState], word: str = "rank") -> list[Diagnosis]:
-    """Returns diagnoses of the stragglers that cost more than a tenth of the time."""
-    found = [late for late in stragglers(ranks) if late.share >= WORTH_TELLING and late.cost_s >= WORTH_TELLING_S]
-    return [describe(straggler, word) for straggler in found]
+    if found.cause is Cause.LONG_STEPS:
+        return (
+            f"{'had' if is_over else 'has'} more work in these than the others, or {'was' if is_over else 'is'} "
+            "interrupted (look at the size of its batches, and at what it alone does in these steps)"
+        )
+    return f"{'computed' if is_over else 'computes'} more slowly (look at its core and what else runs there)"
 
 
 def describe_slowdowns(snapshots: Iterable[MachineSnapshot], word: str = "rank") -> list[str]:
     """Returns the sentences about stragglers and a slow network to print at the end of a job; usually none."""
     seen = job_snapshot_of(snapshots).ranks
     ranks = aligned(seen, [rank.host for rank in seen])
-    return [diagnosis.sentence for diagnosis in (*worth_telling(ranks, word), *slow_network(ranks))]
+    return [diagnosis.sentence for diagnosis in (*slow_ranks(ranks, word), *slow_network(ranks))]
+
+
+def slow_ranks(ranks: Sequence[RankState], word: str = "rank") -> list[Diagnosis]:
+    """Returns the diagnoses of the stragglers of a job that has ended, derived from its calls."""
+    found = find_stragglers(work_before_calls(ranks))
+    return [diagnosis for cost in found for diagnosis in describe(cost, word, is_over=True)]

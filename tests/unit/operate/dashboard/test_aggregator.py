@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from simulated_training import Training
 
-from paceline.operate.dashboard.aggregator import DashboardAggregator, what_if
-from paceline.operate.dashboard.dashboard_state import PARTS, CallRow, DashboardState, StepColumn, Tail, Thinned, about
+from paceline.operate.dashboard.aggregator import DashboardAggregator, StragglerWatch, what_if_of
+from paceline.operate.dashboard.dashboard_state import PARTS, CallRow, DashboardState, Tail, Thinned, about
 from paceline.operate.dashboard.event_stream import Feed, changes
 from paceline.operate.dashboard.job_sample import (
     CallTally,
@@ -22,6 +22,7 @@ from paceline.operate.dashboard.job_sample import (
 )
 from paceline.operate.dashboard.prometheus import metrics
 from paceline.operate.diagnosis.job_snapshot import CallSignature, GroupMembership, RankCall, RankState
+from paceline.operate.diagnosis.stragglers import StepWork
 
 
 def pictured(training: Training, seconds: float = 20.0, looks: int = 4) -> DashboardState:
@@ -41,11 +42,13 @@ def test_the_header_is_one_sentence_with_the_time_left():
 
 def test_a_slow_rank_is_named_with_what_it_costs():
     picture = pictured(Training(4, slow={3: 1.3}))
-    assert picture.what_if is not None and picture.what_if.rank == 3
-    assert "If rank 3 ran like the median" in picture.what_if.sentence
+    assert picture.what_if is not None and picture.what_if.ranks == (3,)
+    assert "if rank 3 was like the others, a step would take" in picture.what_if.sentence
+    assert [row.rank for row in picture.ranks if row.is_slow] == [3]
     healthy = pictured(Training(4))
     assert healthy.what_if is None
     assert picture.what_if.then == pytest.approx(healthy.figures.step, rel=0.04)
+    assert not any(row.is_slow for row in healthy.ranks)
     slowest = max(picture.ranks, key=lambda row: row.slowness)
     assert slowest.rank == 3 and slowest.wait == min(row.wait for row in picture.ranks)
 
@@ -271,16 +274,33 @@ def test_metrics_are_escaped_and_finite():
     assert all(line.startswith(("# ", "paceline_")) for line in text.splitlines())
 
 
-def column(*compute: float) -> StepColumn:
-    return StepColumn(0, max(compute), (), compute, tuple(0.0 for _ in compute))
+def work(*own_s: float) -> StepWork:
+    return StepWork(0, max(own_s), dict(enumerate(own_s)))
 
 
-def test_a_step_without_its_slowest_rank_lasts_as_the_second():
-    guess = what_if([column(100, 110, 150, 105)] * 6)
+def test_a_rank_that_becomes_slow_is_named_while_it_is():
+    watch = StragglerWatch(steps_kept=120)
+    watch.take([work(0.1, 0.101, 0.102)] * 300)
+    assert what_if_of(watch.costs, is_over=False) is None
+    watch.take([work(0.1, 0.15, 0.11)] * 120)
+    guess = what_if_of(watch.costs, is_over=False)
     assert guess is not None
-    assert (guess.rank, guess.now, guess.then) == (2, 150, 110)
-    assert what_if([column(100, 101, 102)] * 6) is None
-    assert what_if([column(100)] * 6) is None
+    assert (guess.ranks, guess.now, guess.then) == ((1,), 150, 110)
+    assert guess.sentence.startswith("Rank 1 needs 45.0 ms more than the median of the others")
+    ended = what_if_of(watch.costs, is_over=True)
+    assert ended is not None and ended.sentence.startswith("Rank 1 needed 45.0 ms more")
+    watch.take([work(0.1, 0.101, 0.102)] * 120)
+    assert what_if_of(watch.costs, is_over=False) is None
+
+
+def test_a_stall_is_not_part_of_what_a_step_takes():
+    board = DashboardAggregator()
+    steps = [step_of(number) for number in range(40)]
+    steps[30] = step_of(30, seconds=16.0)
+    board.take(JobSample(1.0, JobInfo("job"), (RankSample(0, steps=tuple(steps)), RankSample(1, steps=tuple(steps)))))
+    assert board.state().figures.step == 100
+    assert board.state().ranks[0].compute == 100
+    assert max(column.duration for column in board.state().steps.items) == 16000, "the chart still shows it"
 
 
 def test_lengths_of_time_are_in_two_units_at_most():

@@ -19,7 +19,7 @@ from paceline.cli.main import main
 from paceline.comm.record import layout
 from paceline.operate.dashboard.aggregator import DashboardAggregator
 from paceline.operate.dashboard.dashboard_state import DashboardState
-from paceline.operate.dashboard.directory_collector import dashboard_of
+from paceline.operate.dashboard.directory_collector import aggregate_directories
 from paceline.operate.dashboard.job_sample import Line
 from paceline.operate.dashboard.report import MODULES, assets, report
 
@@ -80,9 +80,30 @@ def test_the_files_of_the_page_are_small():
     assert sum(map(len, assets().values())) < 200_000
 
 
-def test_a_directory_without_recordings_is_named(tmp_path, capsys):
+@pytest.mark.parametrize("command", ["report", "analyze"])
+def test_a_directory_that_is_not_a_jobs_is_refused_at_once(tmp_path, capsys, command, monkeypatch):
+    deep = tmp_path / "home" / "a" / "b" / "c"
+    deep.mkdir(parents=True)
+    (deep / "recording.record").write_bytes(b"")
+    looked_at: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (looked_at.append(str(path)), scandir(path))[1])
+    assert main([command, str(tmp_path)]) == 2
+    assert f"{tmp_path} has no recording (*.record) of a job" in capsys.readouterr().err
+    assert str(deep.parent) not in looked_at, "a wrong directory is not crawled"
+    assert main([command, str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is not a directory" in capsys.readouterr().err
+
+
+def test_the_directory_of_several_jobs_is_refused(tmp_path, capsys):
+    for job in ("first", "second"):
+        facts = {"job": job, "command": [], "host": "h", "workers": 1, "started_s": 1.0, "state": "finished"}
+        (tmp_path / job).mkdir()
+        (tmp_path / job / "job.json").write_text(json.dumps(facts))
     assert main(["report", str(tmp_path)]) == 2
-    assert f"{tmp_path} holds no recordings" in capsys.readouterr().err
+    assert (
+        f"contains 2 jobs; give the directory of one of them, such as {tmp_path / 'first'}" in capsys.readouterr().err
+    )
 
 
 STEPS = """
@@ -130,14 +151,55 @@ def test_the_report_puts_several_hosts_on_one_clock(tmp_path):
         (tmp_path / host / "job.json").write_text(json.dumps({**facts, "state": "finished", "clock": clock}))
         (tmp_path / host / "events.jsonl").write_text('{"event": "end", "time_s": 9.0, "code": 0}\n')
     for directories in ([tmp_path / "h0", tmp_path / "h1"], [tmp_path]):
-        shown = dashboard_of(directories)
+        shown = aggregate_directories(directories).state()
         assert [(row.rank, row.host) for row in shown.ranks] == [(0, "h0"), (1, "h1")]
         assert shown.timeline is not None
         first, second = (lane.phases for lane in shown.timeline.lanes)
         assert first == second and shown.timeline.span < 60_000
-    assert [event.text for event in dashboard_of([tmp_path / "h0", tmp_path / "h1"]).story.items] == [
+    assert [event.text for event in aggregate_directories([tmp_path / "h0", tmp_path / "h1"]).state().story.items] == [
         "the job has ended"
     ]
     (tmp_path / "h1" / "job.json").unlink()
-    by_day = dashboard_of([tmp_path / "h0", tmp_path / "h1"]).timeline
+    by_day = aggregate_directories([tmp_path / "h0", tmp_path / "h1"]).state().timeline
     assert by_day is not None and by_day.span < 60_000
+
+
+SLOWER = """
+import sys, time
+from paceline import _core
+from paceline.comm.record import recorder
+from paceline.comm.record.layout import EventKind
+rank = int(sys.argv[1])
+recorder.begin()
+recorder.identify(rank, 2)
+began_ns = time.monotonic_ns() - 1_000_000_000
+for number in range(1, 131):
+    stamp = _core.record_begin_at(int(EventKind.STEP), 0, number, 0, _core.record_tick_at(began_ns))
+    began_ns += 1_000_000 * (600 if number == 60 else 4 + 4 * rank)
+    _core.record_end_at(stamp, _core.record_tick_at(began_ns))
+"""
+"""Writes the recording of a rank whose steps take 4 ms, or 8 on rank 1, but one of them 600 ms."""
+
+
+def test_analyze_and_report_agree_on_what_a_finished_job_took(tmp_path, capsys, monkeypatch):
+    ranks = []
+    for rank in range(2):
+        environment = {**os.environ, "PACELINE_RECORD_DIR": str(tmp_path / f"shm{rank}")}
+        ranks.append(subprocess.Popen([sys.executable, "-c", SLOWER, str(rank)], env=environment))
+    for rank, process in enumerate(ranks):
+        assert process.wait(timeout=60) == 0
+        (written,) = (tmp_path / f"shm{rank}").iterdir()
+        place = tmp_path / "job" / "attempt_0" / str(rank)
+        place.mkdir(parents=True)
+        written.rename(place / "recording.record")
+    assert main(["analyze", "--json", str(tmp_path / "job")]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["verdicts"]
+    assert told["blamed"] == [1]
+    assert main(["report", str(tmp_path / "job"), "-o", str(tmp_path / "report.html")]) == 0
+    data = re.search(r'id="picture">(.*?)</script>', (tmp_path / "report.html").read_text(), re.DOTALL)
+    assert data is not None
+    shown = json.loads(data[1])
+    assert shown["what_if"]["sentence"].lower() == f"{told['sentence']}.".lower()
+    assert shown["what_if"]["now"] == shown["figures"]["step"]
+    assert "if rank 1 had been like the other, a step would have taken" in told["sentence"]
+    assert shown["what_if"]["now"] == pytest.approx(6, rel=0.01), "the mean of both ranks, and the pause is no step"

@@ -41,7 +41,7 @@ export function drawFigures({ figures }) {
   place.hidden = !figures;
   if (!figures) return;
   const [value, unit] = ms(figures.step).split(" ");
-  const cards = [[value, unit, "median step"]];
+  const cards = [[value, unit, "mean step"]];
   if (typeof figures.predicted === "number") {
     const [expected, its] = ms(figures.predicted).split(" ");
     cards.push([expected, its, "predicted step"]);

@@ -14,7 +14,6 @@ const COLUMNS = [
   ["memory", (row) => bytes(row.memory_nbytes), (row) => row.memory_nbytes],
   ["last record", (row) => age(row.heard_s), (row) => row.heard_s],
 ];
-const SLOW = 1.1;
 
 let order = { column: 0, descending: false };
 let rows = new Map();
@@ -93,7 +92,7 @@ function show(kept, row, longest, view) {
   kept.state.className = `tag ${row.state}`;
   kept.line.title = [row.doing, `process ${row.pid}`].filter(Boolean).join(" · ");
   setText(kept.compute.text, row.compute ? ms(row.compute) : "–");
-  kept.compute.text.className = row.slowness > SLOW ? "slow" : "";
+  kept.compute.text.className = row.is_slow ? "slow" : "";
   kept.compute.bar.style.width = `${(row.compute / longest) * 100}%`;
   setText(kept.wait.text, row.compute ? ms(row.wait) : "–");
   kept.wait.bar.style.width = `${(row.wait / longest) * 100}%`;
