@@ -41,7 +41,7 @@ _TESTS = 2
 
 _MOST_BLOCKS = 48  # more blocks are not needed: for two ranks, these bound the probability by 2^-48
 _FEWEST_BLOCKS = 12
-_CORRELATED = 1.0  # autocorrelation in standard errors, 1 / sqrt(blocks), beyond which blocks are merged
+_CORRELATED = 1.5  # autocorrelation in standard errors, 1 / sqrt(blocks), beyond which blocks are merged
 _DEVIATIONS = 3.0  # the least mean over the blocks, in standard errors
 _SEARCH_STEPS = 60
 
@@ -307,9 +307,9 @@ def probability_of_sum(values: Sequence[Sequence[float]], column: int) -> float:
         values: the values of each step, oldest first: one nonnegative value for each rank.
         column: the index of the tested rank.
     """
-    blocks = _blocks(values, min(len(values), _MOST_BLOCKS))
+    blocks = _blocks(values, -(-len(values) // _MOST_BLOCKS))
     while len(blocks) >= _FEWEST_BLOCKS and _is_correlated([_advantage(block, column) for block in blocks]):
-        blocks = _blocks(blocks, len(blocks) // 2)
+        blocks = _blocks(blocks, 2)
     if len(blocks) < _FEWEST_BLOCKS:
         return 1.0
     advantages = [_advantage(block, column) for block in blocks]
@@ -321,11 +321,11 @@ def probability_of_sum(values: Sequence[Sequence[float]], column: int) -> float:
     return _chernoff_bound([[value / scale for value in block] for block in blocks], column)
 
 
-def _blocks(values: Sequence[Sequence[float]], count: int) -> list[list[float]]:
-    """Adds up consecutive rows in `count` blocks of nearly equal length."""
-    edges = [index * len(values) // count for index in range(count + 1)] if count else []
+def _blocks(values: Sequence[Sequence[float]], size: int) -> list[list[float]]:
+    """Adds up each `size` consecutive rows; drops the oldest rows that do not fill a block."""
     return [
-        [sum(column) for column in zip(*values[first:end], strict=True)] for first, end in itertools.pairwise(edges)
+        [sum(column) for column in zip(*values[first : first + size], strict=True)]
+        for first in range(len(values) % size, len(values), size)
     ]
 
 
