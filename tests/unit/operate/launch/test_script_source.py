@@ -63,7 +63,7 @@ def test_workers_are_forked_after_their_slow_imports(job, text, modules):
 @pytest.mark.parametrize(
     ("text", "imports_compiler"), [(TORCH, False), ("import torch\ntorch.optim.SGD", True), ("import torch as", True)]
 )
-def test_workers_of_elastic_jobs_import_the_compiler_only_for_optimizers(job, text, imports_compiler):
+def test_elastic_workers_import_the_compiler_for_optimizers(job, text, imports_compiler):
     modules = modules_to_fork(replace(job(text), elastic=ElasticOptions(2, None)))
     assert modules is not None
     assert ("torch._dynamo" in modules) == imports_compiler
