@@ -1,4 +1,4 @@
-"""Conversion of time-outs to numbers without overflow; `timedelta.max` is accepted and means no limit."""
+"""Conversion of timeouts to numbers without overflow; `timedelta.max` is accepted and means no limit."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def to_nanoseconds(timeout: Timeout) -> int:
 
 
 def event_timeout_s(left_ns: int) -> float:
-    """Returns the time-out in seconds for a `threading.Event` when `left_ns` nanoseconds are left (may be negative)."""
+    """Returns the timeout in seconds for a `threading.Event` when `left_ns` nanoseconds are left (may be negative)."""
     return min(max(0.0, left_ns / 1e9), LONGEST_S)
 
 
 def socket_timeout_s(left_s: float) -> float:
-    """Returns the time-out in seconds for a socket when `left_s` seconds are left (may be negative)."""
+    """Returns the timeout in seconds for a socket when `left_s` seconds are left (may be negative)."""
     return min(max(0.1, left_s), _LONGEST_OF_SOCKET_S)

@@ -59,7 +59,7 @@ class PacelineError(_Base):
 
 
 class _TimedOut(PacelineError):
-    """Error whose message contains the words by which programs recognize torch's time-outs."""
+    """Error whose message contains the words by which programs recognize torch's timeouts."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message if "timed out" in message else f"timed out: {message}")
@@ -82,15 +82,15 @@ class RendezvousError(PacelineError):
 
 
 class RendezvousTimeoutError(_TimedOut, RendezvousError, TimeoutError):
-    """Some ranks did not arrive before the time-out; the message lists the ranks that arrived and the missing ones."""
+    """Some ranks did not arrive before the timeout; the message lists the ranks that arrived and the missing ones."""
 
 
 class StoreError(PacelineError):
-    """A store refused a request."""
+    """A store rejected a request."""
 
 
 class StoreTimeoutError(_TimedOut, StoreError, TimeoutError):
-    """A key did not appear, or the server did not answer, before the time-out."""
+    """A key did not appear, or the server did not answer, before the timeout."""
 
 
 class StoreQueueEmptyError(StoreTimeoutError):
@@ -110,7 +110,7 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class CollectiveTimeoutError(_TimedOut, CollectiveError, TimeoutError):
-    """A rank did not make a call before the time-out; the message names the rank and its latest call.
+    """A rank did not make a call before the timeout; the message names the rank and its latest call.
 
     If that rank is waiting in another call, the message also names the rank that blocks it there.
 

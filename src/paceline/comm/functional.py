@@ -7,7 +7,8 @@ sum of all ranks' losses with respect to this input. This has three consequences
   other than the destination of `reduce` and `gather`. Such a rank can add `0 * result.sum()` to its loss.
 - The input must require a gradient either on all ranks or on none. `broadcast` and `scatter` ensure this themselves:
   the source announces whether its input requires one.
-- The ranks must make the calls in the same order, as always. Their backward passes then run in the same order too.
+- The ranks must make the calls in the same order, as for all collectives. Their backward passes then run in the same
+  order too.
 
 With SUM and AVG a collective is a linear map from the tensors of all ranks to the tensors of all ranks; its backward
 pass is the adjoint of this map. Broadcast and reduce are each other's adjoints, as are gather and scatter, and

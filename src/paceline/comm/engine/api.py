@@ -57,8 +57,8 @@ class EngineContext:
     Args:
         store: the store that the ranks share; it must outlive the engine.
         rank, world_size: this rank and the number of ranks.
-        timeout_s: the time to wait for the other ranks, in seconds. formation: the formation of the default group;
-            later groups create their own.
+        timeout_s: the time to wait for the other ranks, in seconds.
+        formation: the formation of the default group; later groups create their own.
         members: the ranks, or () if the engine discovers them itself, like the native engine.
         peer: the host of the rendezvous, if it is known.
         interface: the interface or address to which other hosts connect; see `network_settings.own_address`.

@@ -60,7 +60,7 @@ class CallOutcome(Protocol):
 
     @property
     def held_by(self) -> Sequence[int]:
-        """Ranks outside the group that delayed a call until its time-out, as indices into the engine's `members`."""
+        """Ranks outside the group that delayed a call until its timeout, as indices into the engine's `members`."""
 
     @property
     def gone(self) -> Sequence[int]:
@@ -126,7 +126,7 @@ class Pending(Protocol):
         """Returns whether the call is complete, successfully or not."""
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits, without the interpreter lock, until the tensors may be used; returns False on time-out.
+        """Waits, without the interpreter lock, until the tensors may be used; returns False on timeout.
 
         On a device with streams, it returns once the calling thread's current stream has been made to wait for the
         call. It may be called by several threads, or by one thread with several streams.
@@ -141,7 +141,7 @@ class StreamCall(Pending, Protocol):
     """A call on a device where streams, rather than threads, wait for the result."""
 
     def is_enqueued(self) -> bool:
-        """Returns whether `wait` without a time-out would block only the current stream, and not the thread."""
+        """Returns whether `wait` without a timeout would block only the current stream, and not the thread."""
         ...
 
 
@@ -270,7 +270,7 @@ class Messages(Protocol):
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
     ) -> PendingMessage:
-        """Starts a send to a group rank, which proceeds without `wait` if `background` is true."""
+        """Starts a send to a group rank; it proceeds without `wait` if `background` is true."""
         ...
 
     def receive(

@@ -1,6 +1,6 @@
 """Outcomes of failed calls, and the errors that describe them to the user.
 
-`to_error` builds the error. For a time-out, the message lists the ranks that did not arrive, the ranks that are waiting
+`to_error` builds the error. For a timeout, the message lists the ranks that did not arrive, the ranks that are waiting
 in other calls, and the ranks that block all others. `RankIdentity` and `ProcessIdentity` identify ranks and processes.
 """
 
@@ -128,7 +128,7 @@ def timed_out(
     lost: str,
     engine_members: Sequence[object],
 ) -> CollectiveTimeoutError:
-    """Returns the error for a time-out; see `to_error`."""
+    """Returns the error for a timeout; see `to_error`."""
     me = members[group_rank]
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     where = "" if reporter is me else f" on {reporter}"

@@ -124,7 +124,7 @@ def require_control(name: str) -> None:
     """Checks that the kernel supports the congestion control and permits this user to set it.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the kernel lacks the congestion control, or does not permit this user to set it.
     """
     with socket.socket() as connection:
         _choose(connection, name)

@@ -133,7 +133,7 @@ def start(name: str, context: EngineContext) -> Engine:
 def launcher_meeting(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousResult] | None:
     """Returns the rendezvous function of an engine whose launcher (mpirun) starts and numbers the ranks.
 
-    The function takes a time-out in seconds. The result is None if no engine in `backend` has such a launcher.
+    The function takes a timeout in seconds. The result is None if no engine in `backend` has such a launcher.
 
     Raises:
         ValueError: as for `require`.

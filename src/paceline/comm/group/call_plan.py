@@ -251,7 +251,7 @@ def require_root(group: ProcessGroup, root: int, call: str) -> None:
     """Checks that `root` is a group rank.
 
     Raises:
-        ValueError: it is not.
+        ValueError: `root` is not a group rank.
     """
     if not 0 <= root < group.size():
         raise ValueError(
@@ -377,11 +377,11 @@ def are_options(argument: object) -> TypeIs[TorchOptions]:
 
 
 def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
-    """Returns the time-out given by a call's arguments, or None if the group's time-out applies.
+    """Returns the timeout given by a call's arguments, or None if the group's timeout applies.
 
     Args:
-        opts: an option object, or the time-out itself.
-        timeout: the time-out; takes precedence over `opts`.
+        opts: an option object, or the timeout itself.
+        timeout: the timeout; takes precedence over `opts`.
     """
     if timeout is None:
         timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)

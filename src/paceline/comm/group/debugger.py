@@ -20,7 +20,7 @@ _calls: Counter[tuple[str, int]] = Counter()
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
     """Opens the debugger pdb on one rank at the line of this call, while all other ranks wait in the same call.
 
-    The other ranks wait without a time-out until `continue` or, after `next` or `step`, until the debugged rank reaches
+    The other ranks wait without a timeout until `continue` or, after `next` or `step`, until the debugged rank reaches
     its next collective. If the debugged rank exits, the other ranks immediately raise an error. Under `paceline run`
     the debugger uses the launcher's terminal, regardless of the rank. Ctrl-C at the prompt raises KeyboardInterrupt in
     the debugger and does not end the job.
@@ -28,8 +28,8 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     Args:
         rank: the rank to debug, in the default group.
         skip: the number of calls from the same line to ignore before the debugger opens.
-        timeout_s: a minimum, in seconds, to which the time-outs of all groups are permanently raised, because the other
-            ranks wait in their next collective while the debugged rank executes single steps. None leaves the time-outs
+        timeout_s: a minimum, in seconds, to which the timeouts of all groups are permanently raised, because the other
+            ranks wait in their next collective while the debugged rank executes single steps. None leaves the timeouts
             unchanged.
 
     Raises:

@@ -74,7 +74,7 @@ class World:
         store: the store of the rendezvous.
         engines: the engines of `group` and its subgroups.
         group: the group of all ranks.
-        timeout_s: the default time-out of subgroups, in seconds.
+        timeout_s: the default timeout of subgroups, in seconds.
     """
 
     def __init__(self, store: Store, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
@@ -218,7 +218,7 @@ def resolve(group: Group) -> ProcessGroup | None:
 
 
 def raise_timeouts(least_s: float) -> None:
-    """Increases the time-out of every group to at least `least_s` seconds."""
+    """Increases the timeout of every group to at least `least_s` seconds."""
     world = default_world()
     for group in (world.group, *world.subgroups):
         group.timeout_ns = max(group.timeout_ns, to_nanoseconds(least_s))

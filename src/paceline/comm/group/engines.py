@@ -174,7 +174,7 @@ class Engines:
         """Starts the engine for CPU tensors; every rank calls this. Other engines start when they are first needed.
 
         Raises:
-            ValueError: an engine lacks a prerequisite, even one that is not started yet.
+            ValueError: an engine lacks a prerequisite, even if that engine is not started yet.
         """
         for device_type, name in backend.engines.items():
             if device_type == "cpu":
@@ -265,7 +265,7 @@ def require_permitted(engine: str, rank: int, members: Sequence[RankIdentity]) -
     """Checks that the job's security level and single port permit an engine to connect the members.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the engine is not permitted.
     """
     if engine != _ENCRYPTS and chosen_level() == "encrypt":
         require_one_host(engine, rank, members)

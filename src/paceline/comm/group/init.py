@@ -200,7 +200,7 @@ def new_group(
 
     Args:
         ranks: the members' ranks in the default group, in the order of their group ranks; all ranks if None.
-        timeout: the time-out of calls on the group; the default group's time-out if None.
+        timeout: the timeout of calls on the group; the default group's timeout if None.
         backend: the backend as for `init_process_group`; the default group's backend if None.
         pg_options: must be None; no engine has options.
         use_local_synchronization: whether only the members call this. Ranks that are in several such groups must create
@@ -451,7 +451,7 @@ def require_wire(wire: object, backend: BackendChoice, between_hosts: str | None
     """Checks that a group's `wire` is a format that is compatible with the other arguments.
 
     Raises:
-        ValueError: it is not.
+        ValueError: there is no such format, or it is incompatible with the other arguments.
     """
     if wire is None:
         return
@@ -469,7 +469,7 @@ def require_no_options(pg_options: None, call: str) -> None:
     """Checks that `pg_options`, an argument for torch's backends, is None.
 
     Raises:
-        ValueError: it is not.
+        ValueError: `pg_options` is not None.
     """
     if pg_options is not None:
         raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")

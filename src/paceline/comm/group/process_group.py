@@ -83,7 +83,7 @@ _NO_OP = object()  # placeholder for operations without a reduction
 
 
 class ProcessGroup:
-    """A group of ranks that take part in collectives, created by `init_process_group` and `new_group`.
+    """A group of ranks that participate in collectives, created by `init_process_group` and `new_group`.
 
     Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is rank r's rank in the default group. Methods with
     the same names as those of torch.distributed's groups accept torch's option objects. Without `async_op` they return
@@ -93,8 +93,9 @@ class ProcessGroup:
         opened: the engine's group for CPU tensors.
         members: the ranks of the group with their hosts and processes, in the order of their group ranks.
         group_rank: this process's rank in the group.
-        timeout: the time that calls wait for the other ranks. name: the group's name in messages. backend: the
-            backend's name, which `get_backend` returns.
+        timeout: the time that calls wait for the other ranks.
+        name: the group's name in messages.
+        backend: the backend's name, which `get_backend` returns.
         openers: the functions that open the group on other devices, by device type.
         advice: the advice in errors about a tensor on a device without an opener; the default advice names an engine.
         engine_members: the members of the engine, if the engine connects more ranks than this group contains.
@@ -220,7 +221,7 @@ class ProcessGroup:
         Any thread may call this while other threads wait in calls on the group; it does not wait for other ranks. Use
         it from a thread that detects that the group cannot continue, for instance because a rank must be replaced.
         `close` must still be called afterward. With the engines "gloo", "mpi" and "nccl" only this rank's calls end;
-        with "gloo" and "mpi" they end only at their time-out.
+        with "gloo" and "mpi" they end only at their timeout.
         """
         self._devices.abort()
 
@@ -672,7 +673,7 @@ class ProcessGroup:
         *,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Sends rows of `input` to each rank, as many as the split sizes specify; without these, in equal parts."""
+        """Sends rows of `input` to each rank, as given by the split sizes or, by default, in equal parts."""
         outputs = rows_by_rank(output, output_split_sizes or None, self, "all_to_all_single", "output")
         inputs = rows_by_rank(input, input_split_sizes or None, self, "all_to_all_single", "input")
         work = self.all_to_all(outputs, inputs, True, time_limit(opts, timeout))
@@ -721,7 +722,7 @@ class ProcessGroup:
         """Executes the call and returns True if all tensors are plain; returns False without any effect if not.
 
         Args:
-            operation: the operation, which is not all_reduce or broadcast, since these have separate, shorter paths.
+            operation: any operation except all_reduce and broadcast, which have separate, shorter paths.
             dtype: the dtype of all tensors.
             count: the number of elements in a part.
             inputs, outputs: the tensors.
@@ -948,7 +949,7 @@ class ProcessGroup:
         return work
 
     def abandon(self, outcome: CallOutcome, plan: CallPlan) -> CollectiveError:
-        """Returns the error for a failed call. After a time-out, keeps buffers alive that a library may still use."""
+        """Returns the error for a failed call. After a timeout, keeps buffers alive that a library may still use."""
         call, buffers = plan
         if outcome.code == OutcomeCode.TIMED_OUT and not self._abandoned:
             self._abandoned.append(buffers)

@@ -37,7 +37,7 @@ def new_subgroups(
     Args:
         group_size: the number of ranks in each group. The default is LOCAL_WORLD_SIZE or, if it is not set, the number
             of ranks per machine.
-        timeout: the time-out of calls on the new groups; the default group's time-out if None.
+        timeout: the timeout of calls on the new groups; the default group's timeout if None.
         backend: the backend as for `new_group`.
         pg_options: must be None; no engine has options.
         group_desc: the name of the new groups in messages.

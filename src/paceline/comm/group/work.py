@@ -49,7 +49,7 @@ class Work:
 
     The tensors of the call must not be used before `wait` has returned. The methods are thread-safe.
 
-    For tensors on a device with streams, `wait` without a time-out does not block the thread. Instead, it makes the
+    For tensors on a device with streams, `wait` without a timeout does not block the thread. Instead, it makes the
     thread's current stream on the device wait for the call; every stream that uses the tensors requires its own `wait`.
     """
 
@@ -90,10 +90,10 @@ class Work:
 
         Args:
             timeout: the time to wait, as a timedelta or in seconds. On expiry the call continues, and `wait` may be
-                called again. If None, only the call's own time-out applies.
+                called again. If None, only the call's own timeout applies.
 
         Raises:
-            CollectiveTimeoutError: `timeout` or the call's own time-out expired.
+            CollectiveTimeoutError: `timeout` or the call's own timeout expired.
             PeerLostError, CollectiveMismatchError: as for the synchronous call.
         """
         if not self._settled or self._streams:
@@ -162,7 +162,7 @@ class Work:
         return future
 
     def is_enqueued(self) -> bool:
-        """Returns whether `wait` without a time-out would return without blocking the thread. Does not block."""
+        """Returns whether `wait` without a timeout would return without blocking the thread. Does not block."""
         if self._work is None:
             return True
         return isinstance(self._work, StreamCall) and self._work.is_enqueued()

@@ -109,9 +109,9 @@ def dial(
 
     Args:
         address: the host and the port or, in a job with a single port, the number.
-        timeout_s: the time-out for connecting and the header, in seconds.
+        timeout_s: the timeout for connecting and the header, in seconds.
         source: the local address from which to connect; the system chooses one by default.
-        reach_s: a shorter time-out for connecting, in seconds.
+        reach_s: a shorter timeout for connecting, in seconds.
 
     Raises:
         OSError: the machine cannot be reached, or no process listens there.
@@ -139,7 +139,7 @@ def silent_hosts(hosts: Iterable[str], source: str, reach_s: float) -> set[str]:
     Args:
         hosts: the hosts' addresses, which are tried concurrently.
         source: the local address from which to connect.
-        reach_s: the time-out for all hosts together, in seconds.
+        reach_s: the timeout for all hosts together, in seconds.
     """
     port = chosen_port()
     assert port is not None

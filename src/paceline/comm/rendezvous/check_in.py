@@ -47,12 +47,12 @@ def settle(store: Store, verdict: str) -> None:
 
 
 def settle_timeout(store: Store, absence: str) -> str:
-    """Sets the verdict to a time-out unless a verdict is already set; returns the current verdict."""
+    """Sets the verdict to a timeout unless a verdict is already set; returns the current verdict."""
     return store.compare_set(KEY, b"", _TIMEOUT + absence).decode()
 
 
 def timeout_in(verdict: str) -> str | None:
-    """Returns the description of the absent ranks if the verdict is a time-out, and None for any other verdict."""
+    """Returns the description of the absent ranks if the verdict is a timeout, and None for any other verdict."""
     return verdict.removeprefix(_TIMEOUT) if verdict.startswith(_TIMEOUT) else None
 
 
@@ -201,7 +201,7 @@ def _await_readers(store: Store) -> None:
     """Waits until the other ranks have read the verdict, because the store may end with this process.
 
     If claims are contradictory, the wait includes ranks that have not arrived yet, since all ranks were started
-    together. After a time-out it excludes them, since they may never arrive.
+    together. After a timeout it excludes them, since they may never arrive.
     """
     deadline = time.monotonic() + _READERS_S
     with contextlib.suppress(StoreConnectionError):  # the process that served the store has ended after the same wait

@@ -64,7 +64,7 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
 
     Args:
         served: the store's address, in the format of PACELINE_STORE.
-        timeout: the time-out for connecting and for waiting calls.
+        timeout: the timeout for connecting and for waiting calls.
 
     Raises:
         ValueError: `served` does not have this form.

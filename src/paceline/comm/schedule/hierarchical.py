@@ -48,7 +48,7 @@ def all_reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Each rank collects its host's sums for its rail, which reduces them; with uneven hosts, leaders do both."""
+    """Collects the host's sums for each rank's rail, which reduces them; with uneven hosts, leaders do both."""
     n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
@@ -86,7 +86,7 @@ def _ring_to_output(members: Sequence[int], me: int, held: Buffer) -> list[Step]
 
 
 def all_gather(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks are passed along the rails, then around each host; with uneven hosts, they pass through the leaders."""
+    """Passes blocks along the rails, then around each host; with uneven hosts, through the leaders."""
     n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
     steps = [copy(BufferSlice(Buffer.OUTPUT, topology.rank), OWN_INPUT)]
     if home.is_even:
@@ -101,14 +101,14 @@ def all_gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def broadcast(topology: RankTopology) -> BlocksAndSteps:
-    """The tensor is sent down a tree of leaders, then down a tree in each host."""
+    """Sends the tensor down a tree of leaders, then down a tree in each host."""
     _, host, local, me = home = find_host_position(topology)
     between = tree.broadcast_phase(home.rail, host, OWN_OUTPUT) if me == 0 else []
     return 1, between + tree.broadcast_phase(local, me, OWN_OUTPUT)
 
 
 def reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Sums are sent up a tree in each host, then up a tree of leaders."""
+    """Sends sums up a tree in each host, then up a tree of leaders."""
     hosts, host, local, me = home = find_host_position(topology)
     own, into = (
         (OWN_OUTPUT, OWN_OUTPUT) if topology.rank == topology.root else (OWN_INPUT, BufferSlice(Buffer.SCRATCH, 0))
@@ -120,7 +120,7 @@ def reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def gather(topology: RankTopology) -> BlocksAndSteps:
-    """The leaders collect their hosts' blocks and send them up a tree of leaders."""
+    """Collects each host's blocks on its leader, then sends them up a tree of leaders."""
     hosts, host, local, me = home = find_host_position(topology)
     if me:
         return topology.world_size, [send(local[0], OWN_INPUT)]
@@ -131,7 +131,7 @@ def gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks are sent down a tree of leaders, which distribute them within their hosts."""
+    """Sends blocks down a tree of leaders, which distribute them within their hosts."""
     hosts, host, local, me = home = find_host_position(topology)
     if me:
         return topology.world_size, [receive(local[0], OWN_OUTPUT)]
@@ -142,7 +142,7 @@ def scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def barrier(topology: RankTopology) -> BlocksAndSteps:
-    """A tree synchronizes the ranks of each host, and a dissemination barrier synchronizes the leaders."""
+    """Synchronizes the ranks of each host with a tree, and the leaders with a dissemination barrier."""
     _, host, local, me = home = find_host_position(topology)
     between = halving_doubling.disseminate_phase(home.rail, host) if me == 0 else []
     return 0, tree.arrive_phase(local, me) + between + tree.leave_phase(local, me)

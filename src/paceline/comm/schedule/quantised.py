@@ -93,7 +93,7 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def all_gather(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks are passed along the rails or through the leaders; all ranks receive the rounded blocks."""
+    """Passes blocks along the rails or through the leaders; all ranks receive the rounded blocks."""
     if len(topology.hosts) == 1:
         return hierarchical.all_gather(topology)
     n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
@@ -111,7 +111,7 @@ def all_gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def _all_reduce_phase(home: HostPosition, blocks: Sequence[Sequence[int]]) -> list[Step]:
-    """Returns the exchange between the hosts, in place; the rail's rank on host i owns `blocks[i]`."""
+    """Returns the steps of the in-place exchange between hosts; the rail's rank on host i owns `blocks[i]`."""
     if len(home.hosts) == 2:
         return _swap_phase(home, [block for owned in blocks for block in owned])
     slots = count()
@@ -123,7 +123,8 @@ def _all_reduce_phase(home: HostPosition, blocks: Sequence[Sequence[int]]) -> li
 
 
 def _swap_phase(home: HostPosition, blocks: Sequence[int]) -> list[Step]:
-    """Returns the exchange between two hosts, in place. Both hosts add the second host's blocks to the first host's."""
+    """Returns the steps of the in-place exchange between two hosts, which both add the second's blocks to the
+    first's."""
     peer, n = home.rail[1 - home.host], len(blocks)
     of_hosts = [[BufferSlice(Buffer.WIRE, host * n + index) for index in range(n)] for host in range(2)]
     own, others = of_hosts[home.host], of_hosts[1 - home.host]
@@ -139,7 +140,7 @@ def _swap_phase(home: HostPosition, blocks: Sequence[int]) -> list[Step]:
 def _reduce_phase(
     home: HostPosition, blocks: Sequence[Sequence[int]], held: _SliceOf, total: _SliceOf, slots: Iterator[int]
 ) -> list[Step]:
-    """Returns the direct exchange of `held` blocks, which leaves the sums of this rank's blocks in `total`.
+    """Returns the steps that exchange `held` blocks directly and leave the sums of this rank's blocks in `total`.
 
     At the start, `total` holds this host's contributions. The contributions of the other hosts are added in cyclic
     order, beginning with the next host.
@@ -160,7 +161,7 @@ def _reduce_phase(
 
 
 def _gather_phase(home: HostPosition, blocks: Sequence[Sequence[int]], slots: Iterator[int]) -> list[Step]:
-    """Returns the exchange in which each block's owner sends the rounded block of OUTPUT to all ranks of the rail."""
+    """Returns the steps in which each block's owner sends the rounded block of OUTPUT to all ranks of the rail."""
     rail, me, n = home.rail, home.host, len(home.hosts)
     steps: list[Step] = []
     for block in blocks[me]:

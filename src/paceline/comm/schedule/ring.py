@@ -76,7 +76,7 @@ def all_reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Partial results are kept in SCRATCH; the last reduction writes to OUTPUT."""
+    """Keeps partial results in SCRATCH; the last reduction writes to OUTPUT."""
     ring = range(topology.world_size)
     if topology.world_size == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
@@ -93,7 +93,7 @@ def all_gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def broadcast(topology: RankTopology) -> BlocksAndSteps:
-    """The tensor is passed along a chain from the root around the ring to the root's left neighbor."""
+    """Passes the tensor along a chain from the root around the ring to the root's left neighbor."""
     n, tensor = topology.world_size, OWN_OUTPUT
     steps: list[Step] = []
     if topology.rank != topology.root:
@@ -104,7 +104,7 @@ def broadcast(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Sums are passed from the root's right neighbor around the ring to the root; each rank adds its own tensor."""
+    """Passes sums from the root's right neighbor around the ring to the root; each rank adds its own tensor."""
     n = topology.world_size
     left, right = (topology.rank - 1) % n, (topology.rank + 1) % n
     if n == 1:

@@ -118,13 +118,13 @@ def reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def broadcast(topology: RankTopology) -> BlocksAndSteps:
-    """The tensor is sent down the tree from the root."""
+    """Sends the tensor down the tree from the root."""
     world = rotated(range(topology.world_size), topology.root)
     return 1, broadcast_phase(world, world.index(topology.rank), OWN_OUTPUT)
 
 
 def gather(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks are sent up the tree; leaves send from INPUT, other ranks collect their subtree's blocks in SCRATCH."""
+    """Sends blocks up the tree; leaves send from INPUT, other ranks collect their subtree's blocks in SCRATCH."""
     world = rotated(range(topology.world_size), topology.root)
     me = world.index(topology.rank)
     if me and not children_of(me, topology.world_size):
@@ -135,7 +135,7 @@ def gather(topology: RankTopology) -> BlocksAndSteps:
 
 
 def scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Blocks are sent down the tree; leaves receive into OUTPUT, other ranks keep their subtree's blocks in SCRATCH."""
+    """Sends blocks down the tree; leaves receive into OUTPUT, other ranks keep their subtree's blocks in SCRATCH."""
     world = rotated(range(topology.world_size), topology.root)
     me = world.index(topology.rank)
     if me and not children_of(me, topology.world_size):
@@ -167,7 +167,7 @@ def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def barrier(topology: RankTopology) -> BlocksAndSteps:
-    """Arrivals are reported up the tree, and permission to leave is sent down."""
+    """Reports arrivals up the tree, then sends permission to leave down the tree."""
     world = range(topology.world_size)
     return 0, arrive_phase(world, topology.rank) + leave_phase(world, topology.rank)
 

@@ -55,7 +55,7 @@ class EncryptedSocket:
         return self._core.shake_hands(timeout_s)
 
     def settimeout(self, timeout_s: float | None) -> None:
-        """Sets the time-out of `sendall` and `recv` in seconds; None means no limit, and 0 means non-blocking."""
+        """Sets the timeout of `sendall` and `recv` in seconds; None means no limit, and 0 means non-blocking."""
         self._timeout_s = timeout_s
 
     def sendall(self, data: bytes | memoryview) -> None:

@@ -40,7 +40,7 @@ class RemoteStore(Store):
         open_connection: a function that opens an authenticated connection. It keeps trying as long as the function
             passed to it returns true.
         name: the store's name in messages.
-        timeout: the time-out of waiting calls, in seconds or as a timedelta.
+        timeout: the timeout of waiting calls, in seconds or as a timedelta.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ def connect(
         dial: a function that connects a socket within the given number of seconds.
         place: the server's address, for messages.
         secret: the job's secret, or None.
-        timeout: the time-out for all attempts, in seconds or as a timedelta.
+        timeout: the timeout for all attempts, in seconds or as a timedelta.
         is_wanted: a function that returns False once this process has closed the store.
 
     Raises:

@@ -61,7 +61,7 @@ class Store(ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """The time-out of `get`, `wait` and the other waiting calls; 300 s by default."""
+        """The timeout of `get`, `wait` and the other waiting calls; 300 s by default."""
         return timedelta(seconds=self._timeout_s)
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -189,7 +189,7 @@ class Store(ABC):
 
     @abstractmethod
     def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
-        """Performs `op`. `number` is a waiting operation's time-out in ms; on time-out, it returns the missing keys."""
+        """Performs `op`. `number` is a waiting operation's timeout in ms; on timeout, it returns the missing keys."""
 
 
 def _bytes(value: bytes | str) -> bytes:

@@ -93,7 +93,7 @@ class TCPStore(RemoteStore):
         port: the server's port. If it is 0 on the server, the system chooses a port; see the attribute `port`.
         world_size: the number of clients, including the serving rank; None if unknown.
         is_master: whether this process serves the store.
-        timeout: the time-out for connecting and for every waiting call, in seconds or as a timedelta.
+        timeout: the timeout for connecting and for every waiting call, in seconds or as a timedelta.
         wait_for_workers: whether the serving rank waits until `world_size` clients have connected.
         multi_tenant: whether to reuse a server that this process already runs on `port`.
         master_listen_fd: the descriptor of a listening socket, which the server closes.

@@ -62,7 +62,7 @@ class AcceleratorStream:
 
     Args:
         device: the device; the calling thread's current one if it has no index.
-        high_priority: whether the device runs this stream's work first, as suits calls on which other ranks wait.
+        high_priority: whether the device runs this stream's work first; useful for calls on which other ranks wait.
     """
 
     def __init__(self, device: torch.device, high_priority: bool = True) -> None:
@@ -89,10 +89,10 @@ class AcceleratorStream:
         return _recorded(self.device, self._stream, timing)
 
     def current(self, before: Any = None) -> contextlib.AbstractContextManager[object]:
-        """Makes this stream the calling thread's current one, and its device the current device.
+        """Makes this stream and its device current for the calling thread.
 
         Args:
-            before: the thread's present stream on the device, if the caller knows it, which becomes current again.
+            before: the thread's current stream on the device, if known; it becomes current again at the end.
         """
         return contextlib.nullcontext() if self._stream is None else _CurrentStream(self.device, self._stream, before)
 
@@ -126,7 +126,7 @@ class _CurrentStream:
 
 
 def poll_until(done: Callable[[], bool], timeout_ns: int) -> bool:
-    """Makes the calling thread wait until `done`, which asks the device, returns True; returns False on time-out."""
+    """Polls `done`, which queries the device, until it returns True; returns False on timeout."""
     deadline_ns = time.monotonic_ns() + timeout_ns
     pause_s = _FIRST_PAUSE_S
     while not done():
@@ -138,7 +138,7 @@ def poll_until(done: Callable[[], bool], timeout_ns: int) -> bool:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Returns the device with its index, which is the calling thread's current one if `device` has none."""
+    """Returns `device` with an index; if it has none, that of the calling thread's current device."""
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, _module(device).current_device())
@@ -151,7 +151,7 @@ def activated(device: torch.device) -> Iterator[None]:
         yield
         return
     module = _module(device)
-    if hasattr(module, "device"):  # unlike `set_device`, it initialises nothing on the previous device
+    if hasattr(module, "device"):  # unlike `set_device`, this initializes nothing on the previous device
         with module.device(device):
             yield
         return
@@ -177,12 +177,12 @@ def current_stream(device: torch.device) -> Any:
 
 
 def current_streams(tensors: Iterable[torch.Tensor]) -> dict[torch.device, Any]:
-    """Returns the calling thread's current stream of each device of `tensors` except the CPU."""
+    """Returns the calling thread's current stream on each device of `tensors`, except the CPU."""
     return {device: current_stream(device) for device in {t.device: None for t in tensors if not t.is_cpu}}
 
 
 def pooled_streams(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
-    """Returns a stream of each device from PyTorch's pool, which hands out its streams in rotation."""
+    """Returns one stream per device from PyTorch's pool, which returns its streams in rotation."""
     return {device: AcceleratorStream(device, high_priority=False)._stream for device in devices}
 
 
@@ -211,7 +211,7 @@ def _change_stream(device: torch.device, stream: Any) -> None:
 
 
 def accelerator_in_use() -> torch.device | None:
-    """Returns the type of the accelerator that this process has used, or None; this does not initialise it."""
+    """Returns the type of the accelerator that this process has used, or None; does not initialize it."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
@@ -262,12 +262,12 @@ def _beside_captures(device: torch.device) -> Iterator[None]:
         exchange(ctypes.byref(mode))
 
 
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, and HIP's number for it
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, which has the same value in HIP
 
 
 @functools.cache
 def _exchange_capture_mode() -> Callable[[Any], int] | None:
-    """Returns the driver function, which PyTorch uses only in C++, or None if the driver lacks it."""
+    """Returns the driver function that exchanges the thread's capture mode, or None if the driver lacks it."""
     prefix, names = ("hip", ("libamdhip64.so",)) if torch.version.hip else ("cu", ("libcuda.so.1", "libcuda.so"))
     for name in names:
         with contextlib.suppress(OSError, AttributeError):

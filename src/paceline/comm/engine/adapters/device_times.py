@@ -136,7 +136,7 @@ class DevicePhases:
         self._lock = threading.Lock()
 
     def mark(self, phase: str, step: int) -> None:
-        """Marks the start of a phase behind the work on the current stream; "" only ends the previous phase."""
+        """Marks the start of a phase after the work enqueued on the current stream; "" only ends the previous phase."""
         if not _core.is_recording() or is_capturing(self._device):
             return
         with self._lock:

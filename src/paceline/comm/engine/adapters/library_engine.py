@@ -86,7 +86,7 @@ def await_members(
 ) -> None:
     """Waits until all members of a group have opened it.
 
-    An engine calls this before its library waits for the members, because the library has no time-out or cannot report
+    An engine calls this before its library waits for the members, because the library has no timeout or cannot report
     which rank is missing.
 
     Args:

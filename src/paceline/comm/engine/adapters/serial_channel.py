@@ -53,7 +53,7 @@ class WaitedMessage:
         return self._completed.is_set()
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits for the message to complete; returns False on time-out."""
+        """Waits for the message to complete; returns False on timeout."""
         if not self._background:
             self._run()
         return self._completed.wait(event_timeout_s(timeout_ns))
@@ -149,7 +149,7 @@ class QueuedCall:
         return self._completed.is_set()
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits for the call to complete; returns False on time-out."""
+        """Waits for the call to complete; returns False on timeout."""
         return self._completed.wait(event_timeout_s(timeout_ns))
 
     def outcome(self) -> CallOutcome | None:
@@ -202,9 +202,9 @@ class SerialChannel(EngineChannel, ABC):
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Ends queued and later calls; a call that the library is performing ends at its time-out.
+        """Ends queued and later calls; a call that the library is performing ends at its timeout.
 
-        The other ranks detect when their own calls end that this rank has left.
+        When their own calls end, the other ranks detect that this rank has left.
         """
         if self._broken is None:
             self._broken = CallFailure(OutcomeCode.ABORTED)

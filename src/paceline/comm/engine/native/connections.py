@@ -156,8 +156,8 @@ class _Links:
         own_end: this rank's end.
         addresses: the hosts and ports at which the ranks of other hosts listen.
         lanes: the indices of the connections to each peer.
-        closed: the addresses of machines that are known not to accept connections. found: the connections by peer and
-            lane.
+        closed: the addresses of machines that are known not to accept connections.
+        found: the connections by peer and lane.
         requested: the peers from which this rank has requested a connection.
     """
 

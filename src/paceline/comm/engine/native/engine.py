@@ -62,7 +62,7 @@ class HostRanks:
         return _core.share_memory(self.mesh, nbytes)
 
     def find(self, owner: int, number: int, nbytes: int, timeout_s: float) -> _core.SharedMemory | None:
-        """Returns the memory created by group rank `owner`, or None on time-out or if the owner has died or left.
+        """Returns the memory created by group rank `owner`, or None on timeout or if the owner has died or left.
 
         Raises:
             OSError: no memory or descriptors are left.

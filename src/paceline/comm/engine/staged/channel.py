@@ -90,7 +90,7 @@ class StagedWork:
         return self._enqueued.is_set() and (self._end is None or self._end.done())
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits until all copies are enqueued and makes the current stream wait for them; returns False on time-out."""
+        """Waits until all copies are enqueued and makes the current stream wait for them; returns False on timeout."""
         if not self._enqueued.wait(event_timeout_s(timeout_ns)):
             return False
         if self._end is not None:

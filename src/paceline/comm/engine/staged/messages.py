@@ -87,7 +87,7 @@ class OutgoingDeviceMessage:
         return is_over
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits until the message is complete; returns False on time-out."""
+        """Waits until the message is complete; returns False on timeout."""
         deadline_ns = time.monotonic_ns() + timeout_ns
         while self._message is None and self._failure is None:
             self._advance()
@@ -152,7 +152,7 @@ class IncomingDeviceMessage:
         return copied is None or copied.done()
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits for the message and makes the current stream wait for the copy; returns False on time-out."""
+        """Waits for the message and makes the current stream wait for the copy; returns False on timeout."""
         if not self._message.wait(timeout_ns):
             return False
         copied = self._copy()

@@ -150,7 +150,7 @@ class CallSettings:
     Attributes:
         rank: the group rank of this process.
         device: the device of the tensors, with its index.
-        timeout: the time-out to pass to the process group; None selects the group's own time-out.
+        timeout: the timeout to pass to the process group; None selects the group's own timeout.
         reduction: the reduction, if the call reduces.
     """
 

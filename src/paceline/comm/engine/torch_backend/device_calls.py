@@ -1,6 +1,6 @@
 """`CallStream`: a process group on a device, opened by its first call, and the stream on which its calls run.
 
-The program's streams wait for calls, but its threads do not. `CallWatch` therefore has a thread that watches the calls
+The program's streams wait for calls, but its threads do not. `CallWatch` therefore runs a thread that watches the calls
 in progress and aborts those that cannot complete. `DeviceWork` is a call that the program can wait for.
 """
 
@@ -58,14 +58,14 @@ _POLLING_S = 0.01
 
 @dataclass
 class CallInFlight:
-    """A call that is on the stream or is being put on it; times are those of `time.monotonic`.
+    """A call that has been, or is being, enqueued on the stream; times are values of `time.monotonic`.
 
     Attributes:
-        header: the call as in failure reports.
+        header: the call as described in failure reports.
         started, deadline: the time at which the program made the call, and the time by which it must complete.
         recorded: the call in the recording.
         event: the position after the call on the stream; None until the call is on the stream.
-        is_captured: whether the call is part of a graph, so that its completion cannot be observed.
+        is_captured: whether the call was captured into a graph; its completion then cannot be observed.
         failure: why the call failed; None while it runs and after it succeeded.
     """
 
@@ -86,7 +86,7 @@ class StreamRanks:
         members: the ranks with their hosts and processes.
         group_ranks: their ranks in the group, for failure reports.
         index: the index of this rank among them.
-        are_pair: whether they are the sender and the receiver of messages, and not the ranks of collectives.
+        are_pair: whether the ranks are the sender and the receiver of messages, rather than the ranks of collectives.
     """
 
     members: tuple[RankIdentity, ...]
@@ -102,9 +102,9 @@ class StreamSettings:
     Attributes:
         construct: a function that constructs the process group.
         library: the library's name, for messages.
-        advice: advice on how to find out more about an error of the library, as a sentence without its full stop.
-        identify: a function that returns a text that identifies a device in all processes, or "" if processes may share
-            it.
+        advice: a sentence, without a period, about how to investigate an error reported by the library.
+        identify: a function that returns a string that identifies a device across processes, or "" if processes may
+            share it.
         store: the store in which ranks report how they ended.
         is_closing: a function that returns whether the engine is being closed.
     """
@@ -125,7 +125,7 @@ class CallStream:
         device: the device that holds the tensors of the calls.
         store: a store for the exclusive use of this call stream.
         ranks: the ranks that the call stream connects.
-        greet: a function that starts a first call, in which the library connects the ranks.
+        greet: a function that starts the first call, in which the library connects the ranks.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class CallStream:
         self._peers: PeerWatch | None = None
         self._peer_gone_since: float | None = None
         self._error_since: float | None = None
-        self._turn = threading.Lock()  # held while a call is put on the stream
+        self._turn = threading.Lock()  # held while a call is enqueued on the stream
         self._breaking = threading.Lock()
         self._flights: deque[CallInFlight] = deque()
         self._entering: CallInFlight | None = None
@@ -163,18 +163,18 @@ class CallStream:
         recorded: RecordedOperation,
         after: AcceleratorEvent | None = None,
     ) -> DeviceWork:
-        """Puts a call on the stream. The first call opens the process group, which waits for the other ranks.
+        """Enqueues a call on the stream. The first call opens the process group, which waits for the other ranks.
 
         Args:
             start: a function that starts the call.
-            header: the call as in failure reports; its sequence number is set here.
+            header: the call as described in failure reports; its sequence number is set here.
             timeout_ns: the time after which the call is aborted, in nanoseconds.
             recorded: the call in the recording.
             after: the position after which the call runs; by default, the work enqueued so far on the current stream.
 
         Raises:
             RuntimeError: the current stream is being captured, and this is the first call of the group.
-            TypeError, ValueError: PyTorch refuses the arguments, as it does on all ranks.
+            TypeError, ValueError: PyTorch rejects the arguments; raised on all ranks.
         """
         started = time.monotonic()
         flight = CallInFlight(header, started, started + timeout_ns / 1e9, recorded)
@@ -198,7 +198,7 @@ class CallStream:
             except (TypeError, ValueError):
                 recorded.end(OutcomeCode.REFUSED)
                 raise
-            except Exception as error:  # from the library, the device or the store; none may leave other ranks waiting
+            except Exception as error:  # from the library, the device or the store; other ranks must not wait
                 self._break(self._failure_of(error, flight), flight)
             finally:
                 self._entering = None
@@ -262,7 +262,7 @@ class CallStream:
         return exit_of(self._settings.store, self._ranks.members[index]) is not None
 
     def _failure_of(self, error: Exception, flight: CallInFlight) -> CallFailure:
-        """Returns why a call could not be put on the stream."""
+        """Returns the reason why a call could not be enqueued on the stream."""
         if self._stopped():
             return _CLOSED
         if isinstance(error, AbsentError):
@@ -279,7 +279,7 @@ class CallStream:
         return CallFailure(OutcomeCode.REFUSED, said=f"{_first_line(error)}. {self._settings.advice}")
 
     def look(self) -> bool:
-        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call it again."""
+        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call this again."""
         if self.failure is not None:
             return False
         try:
@@ -304,14 +304,15 @@ class CallStream:
         return False
 
     def _completed(self) -> int:
-        """Returns the number of complete calls in flight; they complete in order, so few of them are polled."""
+        """Counts the completed calls in flight. Calls complete in order, so only a few of them are polled."""
         flights = tuple(self._flights)
         return bisect.bisect_left(range(len(flights)), True, key=lambda index: not _has_passed(flights[index]))
 
     def _difference(self, at_once: bool = False) -> CallFailure | None:
-        """Returns the failure if this rank and the following one have made different calls, which NCCL may not detect.
+        """Compares this rank's calls with the next rank's; returns the failure if they differ, which NCCL may not
+        detect.
 
-        Every rank makes this comparison. It finds a difference even if the calls are complete.
+        Every rank performs this comparison, which detects a difference even after the calls have completed.
         """
         calls = self._progress.difference(at_once)
         if not calls:
@@ -331,7 +332,7 @@ class CallStream:
         )
 
     def _mismatch(self, calls: Sequence[HeaderFields]) -> CallFailure:
-        """Returns the failure of ranks whose calls, by index, are these."""
+        """Returns the failure for ranks that made these calls, given by the ranks' indices."""
         by_group_rank = self._by_group_rank(calls)
         me = self._ranks.group_ranks[self._ranks.index]
         return CallFailure(OutcomeCode.MISMATCH, reporter=me, calls=by_group_rank, algorithms=[0] * len(by_group_rank))
@@ -387,7 +388,7 @@ class CallStream:
         )
 
     def _break(self, failure: CallFailure, entering: CallInFlight | None = None) -> None:
-        """Fails `entering` and all calls in flight, and ends the group; any thread may call it.
+        """Fails `entering` and all calls in flight, and ends the group; any thread may call this.
 
         Only the first failure counts.
         """
@@ -395,7 +396,7 @@ class CallStream:
             is_first = self.failure is None
             if self.failure is None:
                 self.failure = failure
-            # Failures are set before the abort, since that also completes the calls on the stream.
+            # Failures are set before the abort, because the abort also completes the calls on the stream.
             flights = [*self._flights, *(each for each in (entering, self._entering) if each is not None)]
             for flight in flights:
                 if flight.failure is None and not _is_complete(flight):
@@ -413,15 +414,15 @@ class CallStream:
         return [self._ranks.group_ranks[index] for index in indices]
 
     def abort(self) -> None:
-        """Ends the calls on the stream and accepts no more; the other ranks' calls end at their time-outs."""
+        """Ends the calls on the stream and rejects later ones; the other ranks' calls end at their timeouts."""
         self._break(CallFailure(OutcomeCode.ABORTED))
 
     def leave(self) -> None:
-        """Accepts no more calls and ends a call that still waits for other ranks to connect; idempotent."""
+        """Rejects later calls and ends a call that still waits for other ranks to connect; idempotent."""
         self._leaving = True
 
     def drain(self) -> None:
-        """Waits until all calls are complete or have failed, at their time-outs or because a rank has died.
+        """Waits until all calls are complete or have failed, at their timeouts or because a rank has died.
 
         The watch must still be running. Failed calls are reported by a warning, since their results are undefined.
         """
@@ -443,7 +444,7 @@ class CallStream:
     def close(self, deadline: float) -> None:
         """Ends the process group, waiting for the other ranks to do so until `deadline`; idempotent.
 
-        The deadline is a time of `time.monotonic`. All streams of an engine are closed concurrently, each on its own
+        The deadline is a value of `time.monotonic`. All streams of an engine are closed concurrently, each on its own
         thread, since another rank may close them in a different order.
         """
         with self._breaking:
@@ -528,12 +529,12 @@ class CallWatch:
                     self._called.set()
 
 
-# A time-out of at least this length is not a limit: the program's stream waits for the call, and its thread continues.
+# A timeout of at least this length counts as none: the program's stream waits for the call, and its thread continues.
 _NO_LIMIT_NS = 1 << 61
 
 
 class DeviceWork:
-    """A call that was put on `calls` or failed before that; see `channel.StreamCall`."""
+    """A call that was enqueued on `calls`, or failed before that; see `channel.StreamCall`."""
 
     def __init__(self, flight: CallInFlight, calls: CallStream) -> None:
         self._flight = flight
@@ -549,7 +550,7 @@ class DeviceWork:
         return True
 
     def wait(self, timeout_ns: int) -> bool:
-        """Makes the current stream wait for the call and, with a time-out, the thread; returns False on time-out."""
+        """Makes the current stream wait for the call and, with a timeout, the thread; returns False on timeout."""
         if timeout_ns < _NO_LIMIT_NS and not self.finish(timeout_ns):
             return False
         self.order()
@@ -561,7 +562,7 @@ class DeviceWork:
             self._flight.event.order()
 
     def finish(self, timeout_ns: int) -> bool:
-        """Makes the thread wait for the call; returns False on time-out."""
+        """Makes the thread wait for the call; returns False on timeout."""
         return poll_until(self.done, timeout_ns)
 
     def outcome(self) -> CallFailure | None:

@@ -2,7 +2,7 @@
 
 NCCL does not support tags, and runs the calls of a process group in order, so two ranks that both send first would
 deadlock. Therefore each direction between two ranks uses a separate call stream. The first message opens the stream on
-a separate thread, because the other rank may be late; later messages are put on the stream at once. Messages in one
+a separate thread, because the other rank may be late; later messages are enqueued on it at once. Messages in one
 direction are received in the order in which they are sent, regardless of their tags. The two ranks compare the order of
 their tags through the store.
 """
@@ -56,7 +56,7 @@ def connect_pair(group: TorchGroup, device: torch.device, sends: bool) -> Starte
 
 
 class DeviceChannel(EngineChannel):
-    """Puts the calls of one group on a stream; see `engine.channel.EngineChannel`.
+    """Enqueues the calls of one group on a stream; see `engine.channel.EngineChannel`.
 
     A call returns as soon as the library has accepted it, and the program's current stream waits for the results. The
     watch aborts calls that cannot complete, and the next call reports the failure.
@@ -85,7 +85,7 @@ class DeviceChannel(EngineChannel):
         work = self.submit(call)
         if call.operation == Operation.BARRIER:
             while not work.finish(call.timeout_ns):
-                pass  # the watch enforces the time-out of a barrier
+                pass  # the watch enforces the timeout of a barrier
         work.order()
         return work.outcome()
 
@@ -277,7 +277,7 @@ class DeviceMessages:
                 return StartedCall(group.send([buffer.copy_in().tensor()], 1, 0))
             return StartedCall(group.recv([buffer.tensor()], 0, 0), [buffer])
 
-        # The header stores the tag in place of a root, so a time-out reveals ranks with different tags.
+        # The header stores the tag in place of a root, so a timeout reveals ranks with different tags.
         header: HeaderFields = (0, 0, dtype, 0, tag, nbytes)
         message = DeviceMessage(source)
         lane.put(message, lambda after: calls.enqueue(start, header, timeout_ns, recorded, after))

@@ -218,7 +218,7 @@ class DeviceEngine:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Returns whether library and device can reduce 8-bit floats: with NCCL 2.24 or later on GPUs from sm90 on."""
+    """Returns whether the library and the device can reduce 8-bit floats (NCCL 2.24 or later, on sm90 or later)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.nccl.version()[:2] >= _FLOAT8_SINCE and torch.cuda.get_device_capability(device) >= (9, 0)

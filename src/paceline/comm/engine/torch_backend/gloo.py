@@ -36,9 +36,9 @@ from paceline.comm.schedule.steps import Operation
 from paceline.errors import RendezvousTimeoutError, and_more
 from paceline.routes import resolver_name
 
-SHORTEST = timedelta(milliseconds=1)  # gloo's time-outs have a resolution of 1 ms
+SHORTEST = timedelta(milliseconds=1)  # gloo's timeouts have a resolution of 1 ms
 _ROUNDED_NS = 1_000_000  # gloo's waits are rounded and may end this much before the deadline
-_COLLECTIVES_TAG = 0  # the program's messages have tags from 1
+_COLLECTIVES_TAG = 0  # the program's messages use tags from 1 on
 
 
 class GlooTransfer:

@@ -1,7 +1,7 @@
 """The other ranks of a process group: their processes, their progress, and whether they are alive.
 
 `exchange_peers` exchanges processes and devices through the store before the library connects the ranks. `RankProgress`
-publishes each rank's latest calls there, so that a time-out can name the missing ranks. `PeerWatch` polls the processes
+publishes each rank's latest calls there, so that a timeout can name the missing ranks. `PeerWatch` polls the processes
 on this machine, and the store for ranks on other machines, since NCCL itself waits for a dead rank forever.
 """
 
@@ -32,13 +32,13 @@ _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class RankProgress:
-    """Publishes this rank's latest calls, at most twice a second, and reads the other ranks'.
+    """Publishes this rank's latest calls, at most twice a second, and reads those of the other ranks.
 
     Args:
         store: a store for the exclusive use of this object.
         index: the index of this rank among the ranks.
         size: the number of ranks.
-        kept: the number of latest calls that are published for comparison.
+        kept: the number of latest calls to publish for comparison.
     """
 
     def __init__(self, store: Store, index: int, size: int, kept: int = 64) -> None:
@@ -48,11 +48,11 @@ class RankProgress:
         self._calls: deque[HeaderFields] = deque(maxlen=kept)
         self._published = 0
         self._published_at = self._compared_at = time.monotonic()
-        self._comparisons = 0  # the number of comparisons left to make
+        self._comparisons = 0  # the number of remaining comparisons
         self._interval_s = _PUBLISH_INTERVAL_S * max(1.0, size / _RANKS_AT_FULL_RATE)
 
     def arrive(self, call: HeaderFields) -> None:
-        """Notes that this rank makes `call`; `publish` publishes it later."""
+        """Records that this rank makes `call`, which `publish` publishes later."""
         self._calls.append(call)
 
     @property
@@ -62,17 +62,17 @@ class RankProgress:
 
     @property
     def is_compared(self) -> bool:
-        """Whether `difference` has compared the latest call, so that it need not be called before the next one."""
+        """Whether `difference` has compared the latest call and need not be called again before the next one."""
         return self.is_published and self._comparisons == 0
 
     def publish(self, at_once: bool = False) -> None:
-        """Publishes the latest calls; unless `at_once`, only if half a second has passed since the previous time."""
+        """Publishes the latest calls, at most once every half second unless `at_once`."""
         now = time.monotonic()
         if not self.is_published and (at_once or now - self._published_at > self._interval_s):
             calls = list(self._calls)
             self._published, self._published_at = calls[-1][0], now
             self._comparisons = _COMPARISONS
-            with contextlib.suppress(StoreError):  # without a store, no rank is left to read it
+            with contextlib.suppress(StoreError):  # without a store, no other rank can read the calls
                 self._store.set(str(self._index), json.dumps(calls))
 
     def missing(self, call: HeaderFields) -> list[int]:
@@ -82,7 +82,7 @@ class RankProgress:
         return [index for index, (sequence, *_) in enumerate(self.latest()) if sequence < call[0]]
 
     def difference(self, at_once: bool = False) -> dict[int, HeaderFields]:
-        """Returns the first calls of this rank and of the following one that have the same number but differ.
+        """Returns the first two calls with the same number that differ between this rank and the next one.
 
         The result maps the indices of the two ranks to these calls; it is empty if no published calls differ. Unless
         `at_once`, the store is polled as often as this rank publishes, and then a few times more until the other rank
@@ -102,7 +102,7 @@ class RankProgress:
         for mine in tuple(self._calls):
             other = theirs.get(mine[0], mine)
             if other != mine:
-                self.publish(at_once=True)  # so that other ranks can find it too
+                self.publish(at_once=True)  # so that other ranks detect the difference as well
                 return {self._index: mine, following: other}
         return {}
 
@@ -123,7 +123,7 @@ _PARTING_S = 2.0
 
 
 class AbsentError(Exception):
-    """Ranks did not publish in time; `missing` are their indices among the expected members."""
+    """Ranks did not publish in time; `missing` contains their indices among the expected members."""
 
     def __init__(self, missing: Sequence[int]) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def exchange_peers(
 
 
 def _let_all_read(store: Store, size: int) -> None:
-    """Waits until all ranks have read the answers, since a rank that gives up may take the store with it."""
+    """Waits until all ranks have read the answers, because the store may end with a rank that gives up."""
     if store.add("read", 1) == size:
         store.set("all_read", b"")
     with contextlib.suppress(StoreError):
@@ -233,7 +233,7 @@ class PeerWatch:
         self._descriptors: dict[int, int] = {}  # pidfd: index of the peer
         self._processes: dict[int, ProcessIdentity] = {}  # by index, for processes without a pidfd
         self._gone: set[int] = set()
-        self._poll = select.poll()  # which refuses to be polled by two threads at once
+        self._poll = select.poll()  # must not be polled by two threads at once
         self._lock = threading.Lock()
         self._remote = [other for other, peer in enumerate(peers) if peer.machine != peers[index].machine]
         self._has_exited = has_exited
@@ -272,7 +272,8 @@ class PeerWatch:
             return sorted(self._gone)
 
     def _next_remote(self) -> list[int]:
-        """Returns the ranks of other machines whose exits are to be looked up now, which takes a request each."""
+        """Returns the ranks on other machines whose exits to look up now; each lookup takes one request to the
+        store."""
         now = time.monotonic()
         if now - self._asked_at <= _REMOTE_INTERVAL_S:
             return []

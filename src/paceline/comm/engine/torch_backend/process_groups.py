@@ -1,6 +1,6 @@
 """PyTorch's process groups, constructed directly rather than through torch.distributed.
 
-In PyTorch, a watchdog thread ends the process if a call on a device fails or times out. Paceline enforces time-outs
+In PyTorch, a watchdog thread ends the process if a call on a device fails or times out. Paceline enforces timeouts
 itself. Groups are therefore constructed with settings that disable this thread, and are ended with
 `OwnedProcessGroup.abort`.
 """
@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.store.store import Store
 
-# PyTorch's own time-out for calls, which must never expire. In milliseconds, it must fit into 31 bits.
+# PyTorch's own timeout for calls, which must never expire. In milliseconds, it must fit into 31 bits.
 NEVER = timedelta(days=20)
 _ABORTING_S = 10.0
 _POLLING_S = 0.01
@@ -66,7 +66,7 @@ class TorchStore(c10d.Store):
         store: the store.
         prefix: a prefix for all keys.
         deadline: the time on the clock `time.monotonic` after which waiting for a key fails. If None, the store's
-            time-out applies.
+            timeout applies.
     """
 
     def __init__(self, store: Store, prefix: str = "", deadline: float | None = None) -> None:

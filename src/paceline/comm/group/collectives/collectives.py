@@ -11,7 +11,7 @@ Every rank of a group makes the same calls in the same order. These rules apply 
 - With `async_op=True` a call returns a `Work` at once, and its tensors must not be accessed before the work is
   complete. With `async_op=False` (the default) it returns None when it is complete.
 - Tensors that a call writes to count as modified in place: a backward pass that needs their old values raises an error.
-- `timeout` is a timedelta or a number of seconds; None means the group's time-out.
+- `timeout` is a timedelta or a number of seconds; None means the group's timeout.
 - `wire` is a format ("bf16", "int8" or "int4") to which floats are rounded when they are sent between hosts in a sum or
   an all_gather, or a `Wire`, which also compensates for the rounding in later calls (docs/slow-networks.md). Data
   within a host stays exact, and all ranks get the same bits.
@@ -63,7 +63,7 @@ def barrier(
         async_op: whether to return a `Work` at once.
         device_ids: a list with the index of this rank's device. The default is the device passed to
             `init_process_group`, or else the current device. Ignored in a group without an engine for an accelerator.
-        timeout: the time to wait, as a timedelta or in seconds; the group's if None.
+        timeout: the time to wait, as a timedelta or in seconds; the group's timeout if None.
 
     Raises:
         TypeError: `device_ids` is not a list of integers.
@@ -97,14 +97,14 @@ def _devices_in_use(group: ProcessGroup, indices: Sequence[int] | None) -> list[
 
 @eager
 def monitored_barrier(group: Group = None, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
-    """Synchronizes all ranks like `barrier`; on a time-out, the error lists the ranks that have not called it.
+    """Synchronizes all ranks like `barrier`; on a timeout, the error lists the ranks that have not called it.
 
     All waiting ranks raise the error, and not only rank 0 as in torch.distributed. Every collective of Paceline reports
-    missing ranks on time-out; the message from this function begins with them.
+    missing ranks on timeout; the message from this function begins with them.
 
     Args:
         group: the group; the default group if None.
-        timeout: the time to wait, as a timedelta or in seconds; the group's time-out if None.
+        timeout: the time to wait, as a timedelta or in seconds; the group's timeout if None.
         wait_all_ranks: whether the message lists all missing ranks, rather than the first one and the number of the
             others.
 

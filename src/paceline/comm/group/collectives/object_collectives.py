@@ -7,7 +7,7 @@ pickled if the sender sets `allow_pickle`, and is unpickled only if the receiver
 arbitrary code.
 
 Each rank in the group makes the same call. `src` and `dst` are ranks in the default group, and `group_src` and
-`group_dst` are ranks in `group`. `timeout` (default: the group's time-out) applies to each of the two or three
+`group_dst` are ranks in `group`. `timeout` (default: the group's timeout) applies to each of the two or three
 collectives that implement a call. On a rank that is not in `group` a call does nothing.
 
 A sender first announces each object with two numbers: the length of the head in bytes and the number of buffers. A head
@@ -174,7 +174,7 @@ def scatter_object_list(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Stores the source's `scatter_object_input_list[r]` as first entry in rank r's `scatter_object_output_list`.
+    """Stores the source's `scatter_object_input_list[r]` as the first entry of rank r's `scatter_object_output_list`.
 
     The default source is rank 0. On other ranks, `scatter_object_input_list` is ignored.
 

@@ -103,7 +103,7 @@ class PersistentCall(_core.QuickCall):
 
         Args:
             timeout: the time to wait, as a timedelta or in seconds. On expiry the call continues, and `wait` may be
-                called again. If None, only the call's own time-out applies.
+                called again. If None, only the call's own timeout applies.
         """
         work = self._started_work()
         try:
@@ -168,7 +168,7 @@ class EngineCall(PersistentCall):
         plan: the call and its buffers, which must not contain copies.
         prepared: the prepared call from the engine.
         tensors: the tensors that the program passed.
-        timeout: the time that each call waits; the group's current time-out if None.
+        timeout: the time that each call waits; the group's current timeout if None.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from paceline.train.checkpoint.format.values import TensorRef, escaped
 from paceline.train.checkpoint.pytree import put_together, take_apart, type_of
 
 _ZIP = b"PK\x03\x04"
-_PICKLE_MAGIC = b"\x80"  # begins files that torch.save wrote before torch 1.6
+_PICKLE_MAGIC = b"\x80"  # first byte of files written by torch.save before torch 1.6
 _PICKLE_RECORD = "/data.pkl"
 # The size of an element in bytes, by storage class.
 _SIZES_OF_STORAGES = {
