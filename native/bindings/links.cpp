@@ -63,7 +63,7 @@ class ScheduleGroup {
     explicit ScheduleGroup(std::shared_ptr<link::LaneSet> lanes)
         : lanes_(std::move(lanes)),
           messenger_(messenger_of(lanes_)),
-          // Both must outlive a call that is still running on another thread.
+          // The lanes and the messenger must outlive a call that is still running on another thread.
           queue_(new CallQueue(std::make_unique<executor::Executor>(*lanes_, *messenger_)),
                  [lanes = lanes_, messenger = messenger_](CallQueue* queue) { delete queue; }) {}
 

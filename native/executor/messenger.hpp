@@ -24,9 +24,10 @@
 //   rank leaves. Later verdicts are ignored.
 // - *goodbye* is the last frame of a rank that destroys its group. Its peers fail their open requests to and from that
 //   rank; all other requests continue. A lane that ends without a goodbye means that the rank died, which breaks the
-//   group. A rank trusts its peers only with the data: a frame that violates these rules counts as the peer's death. A
-//   thread that waits for a request *drives* all control lanes, one thread at a time; the messenger's own thread does
-//   so while asynchronous requests are open and no other thread waits.
+//   group. A rank trusts its peers only with the data: a frame that violates these rules counts as the peer's death.
+//
+// A thread that waits for a request *drives* all control lanes, one thread at a time. The messenger's own thread does
+// so while asynchronous requests are open and no other thread waits.
 #pragma once
 
 #include <atomic>

@@ -1,9 +1,10 @@
 // The wire protocol of PyTorch's TCPStore, which allows its clients to use the store's server. Uses no sockets.
 //
-// u8 query | u64 count, if the query has several keys | (u64 length | bytes) for each key or value | number Numbers are
-// little-endian and not aligned. The first query of a connection is `validate`. Clients are not authenticated: the
-// limits are those of PyTorch's own server, and no memory is allocated for a length before that many bytes have
-// arrived.
+//   u8 query | u64 count, if the query has several keys | (u64 length | bytes) for each key or value | number
+//
+// Numbers are little-endian and not aligned. The first query of a connection is `validate`. Clients are not
+// authenticated: the limits are those of PyTorch's own server, and no memory is allocated for a length before that many
+// bytes have arrived.
 #pragma once
 
 #include "store/table.hpp"

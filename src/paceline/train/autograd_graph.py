@@ -1,4 +1,4 @@
-"""Queries on autograd's graph: tensors in nested outputs, parameters that outputs depend on, the running backward."""
+"""Queries on autograd's graph: tensors in nested outputs, parameters of outputs, and the running backward pass."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _Open: TypeAlias = Callable[[Any], Iterator[object]]
 
 
 def running_backward() -> int:
-    """Returns autograd's task id of the backward that is running on this thread, or NO_BACKWARD if there is none."""
+    """Returns autograd's task id of the backward pass running on this thread, or NO_BACKWARD if there is none."""
     task: int = torch._C._current_graph_task_id()
     return task
 
 
 def in_backward() -> bool:
-    """Returns whether a backward is running on this thread, as when `torch.utils.checkpoint` recomputes outputs."""
+    """Returns whether a backward pass is running on this thread, for example to recompute checkpointed outputs."""
     return running_backward() != NO_BACKWARD
 
 
@@ -58,7 +58,7 @@ def find_tensors(output: object) -> Iterator[torch.Tensor]:
 
 
 def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
-    """Yields the tensors among the first entries of a forward's inputs, then None if further entries remain.
+    """Yields the tensors among the first entries of the inputs of a forward pass, then None if further entries remain.
 
     The limit bounds the search time for inputs with many non-tensor entries, such as the words of a text.
     """
@@ -66,7 +66,7 @@ def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
 
 
 def may_require_grad(inputs: object) -> bool:
-    """Returns whether a tensor in a forward's inputs requires a gradient; True if there are too many to search."""
+    """Returns whether a tensor among the inputs of a forward pass requires a gradient; True if there are too many."""
     return any(tensor is None or tensor.requires_grad for tensor in find_first_tensors(inputs))
 
 
@@ -138,7 +138,7 @@ def used_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
 
 
 class BackwardEnd:
-    """Runs `callbacks` in order at the end of each backward in which `begin` was called."""
+    """Runs `callbacks` in order at the end of each backward pass in which `begin` was called."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], None]] = []
@@ -146,10 +146,10 @@ class BackwardEnd:
         self._lock = threading.Lock()  # autograd calls hooks on one thread per device
 
     def begin(self) -> None:
-        """Registers the running backward; called from autograd hooks.
+        """Registers the running backward pass; called from autograd hooks.
 
         Raises:
-            RuntimeError: another backward has started and not finished.
+            RuntimeError: another backward pass has started and not finished.
         """
         task = running_backward()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Join: a context for training on uneven inputs, in which ranks without inputs still take part in collectives.
+"""Join: a context for training on uneven inputs, in which ranks without inputs still participate in collectives.
 
 The protocol is the same as in `torch.distributed.algorithms.join`: each object that communicates in a training step is
 a `Joinable`. On a rank that has run out of inputs, its `JoinHook` runs the same collectives without contributing data.

@@ -110,7 +110,7 @@ class TrackedTensors:
         frozen: the other parameters.
         buffers: the buffers.
         sparse: the names of the trained parameters that belong to layers with sparse gradients.
-        ignored: the names of the parameters and buffers that wrappers leave alone.
+        ignored: the names of the parameters and buffers that wrappers neither copy nor average.
     """
 
     trained: dict[str, nn.Parameter]

@@ -1,6 +1,6 @@
-"""Recording of training events: steps, backwards, gradient buckets and optimizer steps.
+"""Recording of training events: steps, backward passes, gradient buckets and optimizer steps.
 
-On an accelerator, forwards, backwards and optimizer steps are additionally recorded with device timestamps
+On an accelerator, forward passes, backward passes and optimizer steps are additionally recorded with device timestamps
 (`EventKind.DEVICE`).
 """
 
@@ -25,7 +25,7 @@ _are_optimizers_recorded = False
 
 
 class RecordedSteps:
-    """Records the steps and backwards of one wrapped module.
+    """Records the steps and backward passes of one wrapped module.
 
     Args:
         name: the name of the wrapper, such as "ddp".
@@ -35,25 +35,25 @@ class RecordedSteps:
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
         self._phases = None if device.type == "cpu" else phases_of(device)
-        self._is_new = True  # whether the next forward starts a new step
+        self._is_new = True  # whether the next forward pass starts a new step
         self._backward = 0
         record_optimizers()
 
     def forward_begins(self) -> None:
-        """Records a forward, and starts a new step if the previous step's gradients were averaged."""
+        """Records a forward pass, and starts a new step if the previous step's gradients were averaged."""
         if self._is_new:
             self._is_new = False
             STEPS.begin(self, self._name)
         self._mark("forward")
 
     def backward_begins(self) -> None:
-        """Records the start of a backward, when its first gradient is computed."""
+        """Records the start of a backward pass, when its first gradient is computed."""
         if not self._backward:
             self._backward = begin_event(_BACKWARD, self._name)
             self._mark("backward")
 
     def backward_ended(self, *, averaged: bool) -> None:
-        """Records the end of a backward; if the backward averaged gradients, the next forward starts a new step."""
+        """Records the end of a backward pass; if it averaged gradients, the next forward pass starts a new step."""
         _core.record_end(self._backward)
         self._backward = 0
         self._is_new = self._is_new or averaged
@@ -89,7 +89,7 @@ class RecordedBuckets:
         _core.record_end(self._stamps.pop(bucket, 0))
 
     def forget(self) -> None:
-        """Ends events that a failed backward has left open."""
+        """Ends events that a failed backward pass has left open."""
         for bucket in list(self._stamps):
             self.done(bucket)
 

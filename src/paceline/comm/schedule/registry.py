@@ -60,7 +60,7 @@ def algorithms_offering(operation: Operation) -> list[str]:
 
 
 def number_of(algorithm: str) -> int:
-    """Returns the core's code for an algorithm or a quantized format; 0 stands for a call without an algorithm."""
+    """Returns the core's code for an algorithm or a quantized format; 0 denotes a call without an algorithm."""
     return _NUMBERS[algorithm]
 
 

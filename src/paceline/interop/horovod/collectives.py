@@ -1,8 +1,8 @@
 """Collectives that preserve the shapes of tensors (all-reduce, broadcast), and `barrier` and `join`.
 
 Calls are matched between ranks by their order, not by `name`. A mismatch of names or shapes raises an error that lists
-the calls of all ranks. Gradients are defined as in Horovod: the backward of a sum or average applies the same reduction
-to the gradients, and the backward of a broadcast averages them on the root.
+the calls of all ranks. Gradients are defined as in Horovod: the backward pass of a sum or average applies the same
+reduction to the gradients, and the backward pass of a broadcast averages them on the root.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class _Distributed(torch.optim.Optimizer):
 
         Args:
             closure: A function that computes the loss and the gradients. After each call, the gradients are reduced and
-                the loss is averaged over the ranks, so the optimizer takes the same decisions on every rank.
+                the loss is averaged over the ranks, so the optimizer makes the same decisions on every rank.
 
         Raises:
             ValueError: a closure was given within `skip_synchronize`, which prevents the reduction of its gradients.
@@ -272,8 +272,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> AnyOptimizer:
-    """Returns an optimizer that takes over the parameters and state of `optimizer` and averages gradients over the
-    ranks.
+    """Returns an optimizer with the parameters and state of `optimizer` that averages gradients over the ranks.
 
     Args:
         optimizer: The optimizer to replace; do not use it afterwards.

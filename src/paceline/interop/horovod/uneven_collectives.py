@@ -1,6 +1,6 @@
 """Collectives that gather, exchange or scatter rows. The number of rows may differ between ranks.
 
-Gradients are defined as in Horovod. The backward of `allgather` averages them over the ranks, that of `alltoall`
+Gradients are defined as in Horovod. The backward pass of `allgather` averages them over the ranks, that of `alltoall`
 returns them to the senders of the rows, and that of `reducescatter` gathers them and, for a sum, multiplies them by the
 number of ranks.
 """
@@ -362,8 +362,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """Reduces `tensor` over the ranks and returns this rank's share of the rows; see `reducescatter_async`.
 
-    Differentiable: the backward gathers the gradients for all rows and, if `op` is Sum, multiplies them by the number
-    of ranks.
+    Differentiable: the backward pass gathers the gradients for all rows and, if `op` is Sum, multiplies them by the
+    number of ranks.
     """
     compressed, ctx = compression.compress(tensor)
     how = ScaledReduction(reduction(op), prescale_factor, postscale_factor)

@@ -1,8 +1,8 @@
 """GradientCheck: detects NaN and infinity in a rank's own gradients, before they are averaged over the ranks.
 
-A NaN in a forward or a backward spreads to the gradients of all earlier layers. A partial check, which most steps can
-use, therefore reads only the first bytes of a few gradients, including the gradient that is computed last. A complete
-check reads all gradients; it runs at longer intervals that depend on its measured cost.
+A NaN in a forward pass or a backward pass spreads to the gradients of all earlier layers. A partial check, which most
+steps can use, therefore reads only the first bytes of a few gradients, including the gradient that is computed last. A
+complete check reads all gradients; it runs at longer intervals that depend on its measured cost.
 
 On a device, every check examines all gradients. The host reads the results in a later step and never waits for the
 device (`DeviceOutcome`).
@@ -76,14 +76,14 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class NonFiniteGradients:
-    """The non-finite gradients from one backward on one rank.
+    """The non-finite gradients from one backward pass on one rank.
 
     Attributes:
         rank: the rank.
-        step: the number of the backward; only backwards whose gradients were averaged are counted.
+        step: the number of the backward pass; only backward passes whose gradients were averaged are counted.
         gradients: the gradients that are not finite, in the order of the module; empty if only parameters were found.
         count: the number of parameters that the module trains.
-        parameters: the parameters that were already non-finite before the backward.
+        parameters: the parameters that were already non-finite before the backward pass.
     """
 
     rank: int
@@ -130,7 +130,7 @@ class NonFiniteHistory:
 
     A rank does not warn about non-finite values that it received from another rank in an average. It also does not warn
     while no optimizer applies the gradients, for example while a GradScaler searches for its scale. After a warning, it
-    does not warn again until a backward has finite gradients.
+    does not warn again until a backward pass has finite gradients.
     """
 
     def __init__(self) -> None:
@@ -140,17 +140,17 @@ class NonFiniteHistory:
 
     @property
     def has_warned(self) -> bool:
-        """Returns whether there was a warning, and no backward with finite gradients since."""
+        """Returns whether a warning was issued since the last backward pass with finite gradients."""
         return self._has_warned
 
     def finite(self, average_is_finite: bool) -> None:
-        """Records a backward in which this rank's gradients were finite."""
+        """Records a backward pass in which this rank's gradients were finite."""
         self.pending = None
         self._is_received = not average_is_finite
         self._has_warned = self._has_warned and not average_is_finite
 
     def not_finite(self, finding: NonFiniteGradients) -> NonFiniteGradients | None:
-        """Records a backward with non-finite gradients; returns the finding to warn about immediately, or None."""
+        """Records a backward pass with non-finite gradients; returns the finding to warn about immediately, or None."""
         if self._has_warned or (self._is_received and finding.parameters):
             return None
         earlier, self.pending = self.pending, None
@@ -191,7 +191,7 @@ class DeviceOutcome:
     """Holds the norms of gradients, averages and parameters from one step until the device has computed them.
 
     Args:
-        step: the number of the backward.
+        step: the number of the backward pass.
         copies: the norms on each device, labeled with a tensor's role and position.
     """
 
@@ -242,8 +242,8 @@ class GradientCheck:
         self._clock = StepClock()
         self._some = CheckInterval(_SOME_SHARE)
         self._all = CheckInterval(_ALL_SHARE)
-        self._bytes = _ALL_BYTES  # the bytes to read from each gradient in this backward; 0 for no check
-        # - The findings of this backward
+        self._bytes = _ALL_BYTES  # the bytes to read from each gradient in this backward pass; 0 for no check
+        # - The findings of this backward pass
         self._cost_s = 0.0
         self._has_found = False
         self._found: list[NonFiniteTensor] = []  # non-finite gradients to list in a warning
@@ -257,12 +257,12 @@ class GradientCheck:
 
     @property
     def is_looking(self) -> bool:
-        """Whether the gradients of the current backward and their averages are checked."""
+        """Whether the gradients of the current backward pass and their averages are checked."""
         return bool(self._bytes)
 
     @property
     def has_found(self) -> bool:
-        """Whether a non-finite gradient was found in the current backward; if so, averages need not be checked."""
+        """Whether a non-finite gradient was found in the current backward pass; if so, averages need not be checked."""
         return self._has_found
 
     def look(self, names: Sequence[str], tensors: Sequence[torch.Tensor], pieces: Sequence[int], dtype: int) -> None:
@@ -303,7 +303,7 @@ class GradientCheck:
             self._cost_s += time.perf_counter() - started
 
     def averaged(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Stores averages that are not in the gradients' memory; they are checked when the backward ends."""
+        """Stores averages that are not in the gradients' memory; they are checked when the backward pass ends."""
         if self._bytes:
             self._seen += self._chosen([tensor for tensor in tensors if tensor.is_cpu])
             self._seen_on_device += [tensor for tensor in tensors if not tensor.is_cpu]
@@ -320,7 +320,7 @@ class GradientCheck:
             self._seen_on_device += tensors
 
     def _chosen(self, tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
-        """Selects the tensors that the current backward's check reads."""
+        """Selects the tensors to read in the check of the current backward pass."""
         if self._bytes == _SOME_BYTES:
             tensors = [tensors[-1 - index] for index in spread_out(len(tensors))]
         return _pieces(tensors)
@@ -329,7 +329,7 @@ class GradientCheck:
         return any(piece.has_non_finite(self._bytes) for piece in pieces)
 
     def _note(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Records the non-finite gradients, and enables the complete check for the rest of this backward."""
+        """Records the non-finite gradients, and enables the complete check for the rest of this backward pass."""
         self._has_found = True
         self._bytes = _ALL_BYTES
         if not self.history.has_warned:
@@ -338,7 +338,7 @@ class GradientCheck:
             )
 
     def forget(self) -> None:
-        """Discards the findings of the current backward."""
+        """Discards the findings of the current backward pass."""
         self._cost_s = 0.0
         self._has_found = False
         self._found.clear()
@@ -347,10 +347,10 @@ class GradientCheck:
         self._seen_on_device.clear()
 
     def end(self, step: int, averages: Sequence[torch.Tensor] | None = None) -> None:
-        """Completes a backward.
+        """Completes a backward pass.
 
         Args:
-            step: the number of the backward.
+            step: the number of the backward pass.
             averages: the averages; None if they are in the memory of the checked gradients.
         """
         now = time.perf_counter()

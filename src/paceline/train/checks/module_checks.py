@@ -22,7 +22,7 @@ class ModuleChecks:
         tracked: the module's tensors.
         group: the ranks.
         checks: the user's settings.
-        with_buffers: whether buffers are compared too; they must then be equal on all ranks when a backward ends.
+        with_buffers: whether buffers are compared too; they must then be equal on all ranks when a backward pass ends.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class ModuleChecks:
             self._gradients.averaged([gradient for gradient in gradients if gradient is not None])
 
     def forget(self) -> None:
-        """Discards the findings of a backward that does not average gradients."""
+        """Discards the findings of a backward pass that does not average gradients."""
         if self._gradients is not None:
             self._gradients.forget()
 
     def end(self, averages: Sequence[torch.Tensor] | None = None) -> None:
-        """Completes a backward whose gradients were averaged; all ranks must call this equally often.
+        """Completes a backward pass whose gradients were averaged; all ranks must call this equally often.
 
         Args:
             averages: the averages, or None if they are in the gradients' memory.

@@ -252,19 +252,19 @@ class _EnqueuedCheck:
 
 
 class ReplicaCheck:
-    """Compares the replicas of a module when some backwards end, and warns on rank 0 about differences.
+    """Compares the replicas of a module at the end of some backward passes, and warns on rank 0 about differences.
 
-    At the end of a backward, every rank has applied the same steps, even if some ranks have run additional forwards.
-    Digests of tensors on devices are compared at the end of the next backward, which avoids waiting for the device. The
-    check compares parameters and the optimizers that have stepped. It does not compare random states, because ranks may
-    use different seeds and may run evaluations independently.
+    At the end of a backward pass, every rank has applied the same steps, even if some ranks have run additional
+    forward passes. Digests of tensors on devices are compared at the end of the next backward pass, which avoids
+    waiting for the device. The check compares parameters and the optimizers that have stepped. It does not compare
+    random states, because ranks may use different seeds and may run evaluations independently.
 
     Args:
         module: the module.
         ignored: the names of tensors that may differ.
         group: the ranks.
         every: the number of steps between two checks; None to choose it from the measured cost.
-        with_buffers: whether buffers are compared too; they must then be equal on all ranks when a backward ends.
+        with_buffers: whether buffers are compared too; they must then be equal on all ranks when a backward pass ends.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class ReplicaCheck:
         OPTIMIZER_STEPS.follow()
 
     def end(self, step: int) -> None:
-        """Completes a backward whose gradients were averaged over all ranks; `step` is its number.
+        """Completes a backward pass whose gradients were averaged over all ranks; `step` is its number.
 
         Raises:
             CollectiveError: the replicas could not be compared.
@@ -363,8 +363,8 @@ def check_replicas(
 ) -> list[ReplicaDifference]:
     """Compares the parameters and buffers of `module` and the state of its optimizer across all ranks.
 
-    Every rank must call this function at the same point. Running statistics differ after a forward in training mode, so
-    compare a module with such buffers right after its buffers have been copied.
+    Every rank must call this function at the same point. Running statistics differ after a forward pass in training
+    mode, so compare a module with such buffers right after its buffers have been copied.
 
     Args:
         module: the module, wrapped or not.

@@ -89,7 +89,7 @@ class StatefulLoader(Generic[Sample]):
         num_replicas, rank: the number of parts and the index of the part to read; the default group's size and rank at
             each iteration if None.
         remainder: the treatment of the last samples if they do not fill a step. "share" divides them; if there are
-            fewer samples than ranks, some ranks have one step less. "repeat" divides them, and ranks without a sample
+            fewer samples than ranks, some ranks have one step fewer. "repeat" divides them, and ranks without a sample
             repeat another rank's. "drop" skips them.
         dataset_state: whether to save the state of the stream with each position and resume from it. The state must be
             exact: after loading a state that was saved after n samples, any process must continue with sample n.

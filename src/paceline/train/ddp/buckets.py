@@ -50,7 +50,7 @@ def make_buckets(
         dtypes: the parameters' dtypes, or other values that must be equal in a bucket.
         caps_bytes: the maximum sizes in bytes of each dtype's first bucket, second bucket and so on; the last entry
             applies to all further buckets.
-        order: all parameter indices, in the order in which a backward computed the gradients.
+        order: all parameter indices, in the order in which a backward pass computed the gradients.
         may_exceed: whether a bucket may exceed its maximum size by the last parameter added, as in torch. If False, the
             parameter starts a new bucket.
 

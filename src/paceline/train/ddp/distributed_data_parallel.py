@@ -106,11 +106,11 @@ class DistributedDataParallel(nn.Module, Joinable):
             ends.
         check_reduction: has no effect, as in torch.
         gradient_as_bucket_view: has no effect. On the CPU, gradients are reduced in place, without copies into buckets.
-            On other devices, gradients are views of the buckets after each backward.
-        static_graph: whether the autograd graph is the same in every step. The first backward determines which
+            On other devices, gradients are views of the buckets after each backward pass.
+        static_graph: whether the autograd graph is the same in every step. The first backward pass determines which
             parameters receive no gradient, and which receive several.
         delay_all_reduce_named_params: pairs of a name and a parameter whose gradient is averaged separately, even
-            within `no_sync`, at the end of each backward that reaches `param_to_hook_all_reduce`.
+            within `no_sync`, at the end of each backward pass that reaches `param_to_hook_all_reduce`.
         param_to_hook_all_reduce: the parameter that triggers the average of `delay_all_reduce_named_params`; it must
             require a gradient.
         mixed_precision: torch's `_MixedPrecision`. Gradients are averaged in its `reduce_dtype`; it must not cast
@@ -120,8 +120,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb_list: the maximum sizes of the buckets in MiB, in order; the last entry applies to all further
             buckets.
         batched_grad_copy: has no effect. On accelerators, the gradients of a bucket are always copied together.
-        forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward in training mode and
-            at the end of `join`; True if None.
+        forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward pass in training mode
+            and at the end of `join`; True if None.
         lazy_bucket_allocation: has no effect. On the CPU, buckets use no extra memory; on other devices, the first
             backward allocates it.
         deterministic: whether training results are bitwise equal on any number of ranks that is a power of two (see
@@ -290,14 +290,14 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @eager_around
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Calls the module. Except within `no_sync`, a backward through its outputs averages the gradients.
+        """Calls the module. Except within `no_sync`, a backward pass through its outputs averages the gradients.
 
-        If `torch.utils.checkpoint` calls the module again inside a backward, no buffers are copied, and the running
-        backward averages the gradients.
+        If `torch.utils.checkpoint` calls the module again inside a backward pass, no buffers are copied, and the
+        running backward pass averages the gradients.
 
         Raises:
-            RuntimeError: the last backward left gradients that were not averaged, or a deterministic module was called
-                inside a backward.
+            RuntimeError: the last backward pass left gradients that were not averaged, or a deterministic module was
+                called inside a backward pass.
         """
         # torch.compile must compile the wrapped module, but not the wrapper's code.
         compiler = set_eval_frame(None)
@@ -334,7 +334,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     def _prepare(self, args: Sequence[object], kwargs: Mapping[str, object], root: int) -> None:
-        """Prepares a forward whose backward will average gradients: checks the module and copies buffers."""
+        """Prepares a forward pass whose backward pass will average gradients: checks the module and copies buffers."""
         self._reducer.before_forward((args, kwargs))
         self._watched.check_unchanged()
         if self.forward_sync_buffers and self.training and self._averages is None:
@@ -361,9 +361,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context that disables averaging: backwards through its forwards only accumulate gradients.
+        """Returns a context that disables averaging: backward passes of its forward passes only accumulate gradients.
 
-        The backward through the first forward after the context averages the accumulated gradients.
+        The backward pass through the first forward pass after the context averages the accumulated gradients.
         """
         self._require_not_elastic("no_sync", "without it, gradients accumulate too, and are averaged in each backward")
         before = self.require_backward_grad_sync
@@ -403,15 +403,15 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._checks.allow_differences()  # the hook may average over a subset of the ranks
 
     def communication_wait_s(self) -> float:
-        """Returns the total time in seconds that backwards have spent on reducing and waiting when they ended."""
+        """Returns the total time, in seconds, that backward passes have spent on reducing and waiting at their end."""
         return self._reducer.wait_s
 
     def weight(self, weight: float) -> None:
-        """Sets the weight of this rank's next backward in the mean over the ranks; the default is 1.
+        """Sets the weight of this rank's next backward pass in the mean over the ranks; the default is 1.
 
         This module must belong to a `paceline.ElasticState`. For example, if each rank's loss is the mean over its
         tokens, and its weight is the number of these tokens, the averaged gradients are the mean over the tokens of all
-        ranks. If all weights are zero, the gradients keep their values from before the forward.
+        ranks. If all weights are zero, the gradients keep their values from before the forward pass.
 
         Args:
             weight: the weight, which must not be negative.
@@ -452,12 +452,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         return averager.gradients.params, self._watched.current_buffers if self.forward_sync_buffers else list
 
     def skip_batch(self) -> None:
-        """Takes part in the other ranks' average without running a backward; see `ElasticState.skip_batch`."""
+        """Participates in the other ranks' average without a backward pass; see `ElasticState.skip_batch`."""
         assert self._averages is not None
         self._reducer.skip(self._averages.skip)
 
     def require_averaged(self) -> None:
-        """Checks that the gradients from the latest backward were averaged.
+        """Checks that the gradients from the latest backward pass were averaged.
 
         Raises:
             RuntimeError: the gradients were not averaged, because some parameters have no gradient.
@@ -501,7 +501,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Returns a context in which ranks may run out of inputs at different times.
 
         A rank that has run out contributes zeros to the steps of the other ranks. At the end, all ranks receive the
-        parameters and buffers of a rank that trained longest. Every step must consist of one forward and one backward.
+        parameters and buffers of a rank that trained longest. Every step must consist of one forward pass and one
+        backward.
 
         Args:
             divide_by_initial_world_size: whether gradients are divided by the total number of ranks, which weights all
@@ -575,7 +576,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Returns whether the next forward may copy buffers; False within `no_sync`."""
+        """Returns whether the next forward pass may copy buffers; False within `no_sync`."""
         return self.require_backward_grad_sync
 
     @property
@@ -610,7 +611,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
-        """Returns whether a forward would copy buffers now; False in evaluation mode and within `no_sync`."""
+        """Returns whether a forward pass would copy buffers now; False in evaluation mode and within `no_sync`."""
         syncs = self.require_backward_grad_sync and self.forward_sync_buffers and self.training
         return syncs and bool(self._watched.current_buffers())
 
@@ -636,7 +637,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         }
 
     def _set_static_graph(self) -> None:
-        """Enables `static_graph` after wrapping, before the first forward.
+        """Enables `static_graph` after wrapping; must be called before the first forward pass.
 
         Raises:
             RuntimeError: forward has already been called.
@@ -795,7 +796,7 @@ def synchronize_replicas(
     facts = rank_facts(group, overlap, on_cpu=any(tensor.is_cpu for tensor in tracked.trained.values()))
     everyones = require_same_module(tracked, compared, facts, problem, group)
     warn_of_too_many_threads(everyones, group)
-    # Writes through `data` do not increment the version counter. No backward needs the increment yet, and
+    # Writes through `data` do not increment the version counter. No backward pass needs the increment yet, and
     # SharedModelOptimizer would mistake it for a write by a single rank to parameters that the host's ranks share.
     broadcast_tensors([tensor.data for tensor in tracked.tensors(with_buffers)], group)
     return reduces_during_backward(everyones)

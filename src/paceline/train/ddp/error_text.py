@@ -21,7 +21,7 @@ def missing_gradient_text(
     """Returns the error message about parameters without a gradient.
 
     Args:
-        which: the description of the backward, such as "the last backward".
+        which: the description of the backward pass, such as "the last backward pass".
         missing: the names of the parameters without a gradient.
         frozen: the names of all parameters that no longer require a gradient.
         total: the number of parameters.
@@ -71,7 +71,7 @@ def averaging_context(module: str, reduction: int, forwards: int) -> str:
 
 
 def sending_buffers_context(module: str, forward: int, awaits_backward: bool) -> str:
-    """Returns a text to append to the error message from a call that copies buffers before a forward."""
+    """Returns a text to append to the error message from a call that copies buffers before a forward pass."""
     skipped = (
         " The forward before it has had no backward on this rank: call backward() on what it returned, or make it "
         "under torch.no_grad() or model.no_sync() on every rank."

@@ -3,9 +3,9 @@
 Autograd computes each gradient in separate memory. When all gradients of a bucket have been computed, they are copied
 into the flat tensor, whose parts replace them. If the program keeps the gradients (`zero_grad(set_to_none=False)`, or
 accumulation within `no_sync`), autograd accumulates into these parts, and no further copies are needed. If the program
-discards the gradients, the flat tensor is kept for the next backward, because creating its parts again would cost the
-host more than all other work. If the program still references a gradient, the next backward allocates a new flat
-tensor, and the saved gradient keeps its values.
+discards the gradients, the flat tensor is kept for the next backward pass, because creating its parts again would cost
+the host more than all other work. If the program still references a gradient, the next backward pass allocates a new
+flat tensor, and the saved gradient keeps its values.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class GradientAverager:
 
     Reductions start strictly in bucket order, regardless of the order in which buckets become full: collectives must
     run in the same order on every rank, and autograd's order may differ between ranks. Autograd uses one thread per
-    device, so the caller must serialize calls to the methods that run during a backward.
+    device, so the caller must serialize calls to the methods that run during a backward pass.
 
     Initially, buckets are filled in reverse order of registration. On an accelerator, they are rebuilt after the first
     backward, in the order in which rank 0 computed its gradients.
@@ -61,9 +61,9 @@ class GradientAverager:
         group: the ranks.
         checks: the checks of gradients and replicas.
         overlap: whether full buckets are reduced while backward continues; the same on every rank.
-        find_unused: whether parameters may have no gradient after a backward.
-        static_graph: whether the autograd graph is the same in every step. The first backward then determines how many
-            gradients each parameter receives. Overrides `find_unused`.
+        find_unused: whether parameters may have no gradient after a backward pass.
+        static_graph: whether the autograd graph is the same in every step. The first backward pass then determines how
+            many gradients each parameter receives. Overrides `find_unused`.
         compares_batches: whether the first gradients carry digests of the ranks' batches.
         wire: the format to which gradients are rounded between hosts, with error feedback; None for no rounding.
             Rounded gradients carry no batch digests.
@@ -96,7 +96,7 @@ class GradientAverager:
         self._overlap = overlap
         self._static_graph = static_graph
         self._find_unused = find_unused and not static_graph
-        self._is_recording = static_graph  # whether a static graph's first backward has yet to end
+        self._is_recording = static_graph  # whether the first backward pass of a static graph has not ended yet
 
         # - Gradient counts per parameter and per bucket
         self._expected_counts = [1] * len(self.gradients.params)  # the number of gradients that each parameter receives
@@ -104,7 +104,7 @@ class GradientAverager:
         self._arrivals: dict[int, None] | None = {}  # parameters in the order of their last gradients; None after use
         self._count_buckets()
 
-        # - Collectives started by the current backward
+        # - Collectives started by the current backward pass
         self._recorded = RecordedBuckets("ddp")
         self._in_flight: list[tuple[int, Work | HookedWork, GradientMemory]] = []
         self._averaged: list[GradientMemory] = []  # averaged memory that is still to be written back
@@ -116,23 +116,23 @@ class GradientAverager:
         return self._find_unused or self._static_graph
 
     def make_static(self) -> None:
-        """Enables `static_graph` before the first forward."""
+        """Enables `static_graph`; must be called before the first forward pass."""
         self._static_graph = self._is_recording = True
         self._find_unused = False
         self._count_buckets()
 
     def before_forward(self, inputs: object) -> None:
-        """Processes the inputs of a forward whose backward will average gradients."""
+        """Processes the inputs of a forward pass whose backward pass will average gradients."""
         if not self._same_batches.is_over:
             self._same_batches.look(inputs)
 
-    # - Methods that run during a backward
+    # - Methods that run during a backward pass
 
     def counted_params(self) -> Iterator[int]:
         """Yields the index of each parameter for which `count_and_start` must be called.
 
         On the CPU, these are the parameters in buckets that may start before backward ends. On an accelerator with
-        overlap, all parameters are counted, because the first backward also records the order of gradients.
+        overlap, all parameters are counted, because the first backward pass also records the order of gradients.
         """
         counted = len(self.gradients.buckets) if self._early and self.gradients.are_on_device else self._early
         for bucket in self.gradients.buckets[:counted]:
@@ -150,7 +150,7 @@ class GradientAverager:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Resets the counts before a backward."""
+        """Resets the counts before a backward pass."""
         self._next = 0  # the first bucket whose reduction has not started
         self._counts = [0] * len(self._expected_counts)
         self._left = list(self._full_counts)  # the number of parameters that each bucket still waits for
@@ -190,7 +190,7 @@ class GradientAverager:
     def _start_full(self) -> None:
         """Starts reducing full buckets on the group's progress thread, strictly in order.
 
-        A gradient that shares its memory is averaged in a copy, because the running backward may still read it.
+        A gradient that shares its memory is averaged in a copy, because the running backward pass may still read it.
         """
         while self._next < self._early and self._left[self._next] == 0:
             gradients = self.gradients.active[self._next]
@@ -209,10 +209,10 @@ class GradientAverager:
     # - Methods that run when backward ends
 
     def record_static(self) -> bool:
-        """Records, in a static graph's first backward, how many gradients each parameter gets and on which ranks.
+        """Records, in a static graph's first backward pass, how many gradients each parameter gets on which ranks.
 
         Returns:
-            False if the first backward is still to come, because no rank has a gradient for the module's parameters.
+            False if no rank has a gradient for the module's parameters; the first backward pass has not run yet.
         """
         if not self._is_recording:
             return True
@@ -257,10 +257,10 @@ class GradientAverager:
         self._count_buckets()
 
     def average_again(self, copy_shared: bool) -> None:
-        """Averages the gradients after a further backward through a forward whose gradients were already averaged.
+        """Averages the gradients again after a further backward pass through the same forward pass.
 
         If gradients are missing, only those that at least one rank has are averaged. A rank without any gradient calls
-        no collective, because the backward may be a `torch.autograd.grad` for other tensors on this rank only.
+        no collective, because the backward pass may be a `torch.autograd.grad` for other tensors on this rank only.
         """
         if self._find_unused or not self.gradients.are_incomplete():
             self.average_rest(copy_shared)
@@ -340,7 +340,7 @@ class GradientAverager:
         self._recorded.forget()
         self._same_batches.is_over = True
 
-    # - Steps without a backward, and error messages
+    # - Steps without a backward pass, and error messages
 
     def replace_by_zeros(self) -> list[torch.Tensor | None]:
         """Replaces the gradients with zeros on a rank that has no inputs in this step.
@@ -356,7 +356,7 @@ class GradientAverager:
         return own
 
     def missing_text(self, which: str) -> str:
-        """Returns the error message about parameters without a gradient; `which` describes the backward."""
+        """Returns the error message about parameters without a gradient; `which` describes the backward pass."""
         missing, frozen = self.gradients.missing(), self.gradients.frozen()
         return missing_gradient_text(which, missing, frozen, len(self.gradients.names), self._static_graph)
 
@@ -374,7 +374,7 @@ class ExternalAverager(Protocol):
     """Interface of objects outside this package that average a module's gradients, for example in an elastic job."""
 
     def before_forward(self) -> None:
-        """Prepares a forward whose backward will average gradients."""
+        """Prepares a forward pass whose backward pass will average gradients."""
         ...
 
     def average(self) -> None:
@@ -382,7 +382,7 @@ class ExternalAverager(Protocol):
         ...
 
     def skip(self) -> None:
-        """Takes part in the mean without contributing gradients."""
+        """Participates in the mean without contributing gradients."""
         ...
 
     def set_weight(self, weight: float) -> None:
@@ -399,7 +399,7 @@ class DelegatingAverager(GradientAverager):
         group: a group that contains only this rank.
         averages: the object that averages the gradients.
         checks: the checks of this rank's gradients.
-        find_unused: whether parameters may have no gradient after a backward.
+        find_unused: whether parameters may have no gradient after a backward pass.
     """
 
     def __init__(
@@ -416,11 +416,11 @@ class DelegatingAverager(GradientAverager):
         self._averages = averages
 
     def make_static(self) -> None:
-        """Allows backwards without gradients for some parameters, the only effect of a static graph here."""
+        """Allows backward passes without gradients for some parameters, the only effect of a static graph here."""
         self._find_unused = True
 
     def before_forward(self, inputs: object) -> None:
-        """Prepares a forward whose backward will average gradients."""
+        """Prepares a forward pass whose backward pass will average gradients."""
         super().before_forward(inputs)
         self._averages.before_forward()
 
@@ -432,9 +432,9 @@ class DelegatingAverager(GradientAverager):
         return True
 
     def average_again(self, copy_shared: bool) -> None:
-        """Averages the gradients after a further backward through a forward whose gradients were already averaged.
+        """Averages the gradients again after a further backward pass through the same forward pass.
 
-        Does nothing if no parameter has a gradient: such a backward computed gradients of other tensors.
+        Does nothing if no parameter has a gradient: such a backward pass computed gradients of other tensors.
         """
         if self.gradients.any_present():
             self._average()
@@ -523,7 +523,7 @@ class SameBatches:
         self._seen: list[list[float]] = []
 
     def look(self, inputs: object) -> None:
-        """Computes the digest of the inputs of a forward."""
+        """Computes the digest of the inputs of a forward pass."""
         self._mine = digest(inputs)
 
     def drop_digest(self) -> None:
@@ -589,7 +589,7 @@ def digest(inputs: object) -> int | None:
 
 
 class DelayedParameters:
-    """Averages the gradients of some parameters at the end of each backward that reaches `trigger`.
+    """Averages the gradients of some parameters at the end of each backward pass that reaches `trigger`.
 
     The average takes one call per dtype, separate from the buckets of other parameters, and runs even within `no_sync`.
     A parameter without a gradient contributes zeros, as in torch (`delay_all_reduce_named_params`).
@@ -612,7 +612,7 @@ class DelayedParameters:
         self._averager = GradientAverager(tracked, [sys.maxsize], group, checks=checks, compares_batches=False)
         self._stepped = take_over_steps(trained)
         self._group = group
-        self._task = NO_BACKWARD  # autograd's task id of the backward that reached the trigger
+        self._task = NO_BACKWARD  # autograd's task id of the backward pass that reached the trigger
         self._hook = trigger.register_hook(self._begin)
 
     def broadcast(self) -> None:

@@ -56,7 +56,7 @@ class GradientBuckets:
         sparse = [index for index, name in enumerate(self.names) if name in tracked.sparse]
         self.buckets = bucket_params(self.params, bucket_caps_bytes, left_out=sparse, may_exceed=self.are_on_device)
 
-        # - The gradients that every backward should compute, without those that `settle_present` has permanently
+        # - The gradients that every backward pass should compute, without those that `settle_present` has permanently
         #   excluded
         self._expected: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
         self._expected_sparse = sparse
@@ -64,7 +64,7 @@ class GradientBuckets:
         # The parameters of a static graph for which only other ranks compute gradients; this rank contributes zeros.
         self._absent: list[int] = []
 
-        # - The gradients that the current backward averages, without those that `take_present` has excluded.
+        # - The gradients that the current backward pass averages, without those that `take_present` has excluded.
         #   A bucket is None if no rank has any of its gradients.
         self.active = self._expected
         self._active_sparse = self._expected_sparse
@@ -77,15 +77,15 @@ class GradientBuckets:
         return dict(zip(self.names, self.params, strict=True))
 
     def active_sparse(self) -> list[nn.Parameter]:
-        """Returns the parameters whose sparse gradients the current backward averages."""
+        """Returns the parameters whose sparse gradients the current backward pass averages."""
         return [self.params[index] for index in self._active_sparse]
 
     def active_sparse_names(self) -> list[str]:
-        """Returns the names of the parameters whose sparse gradients the current backward averages."""
+        """Returns the names of the parameters whose sparse gradients the current backward pass averages."""
         return [self.names[index] for index in self._active_sparse]
 
     def is_last(self, bucket: int) -> bool:
-        """Returns whether this is the last bucket that the current backward averages."""
+        """Returns whether this is the last bucket that the current backward pass averages."""
         return all(later is None for later in self.active[bucket + 1 :])
 
     # - Presence of gradients
@@ -133,7 +133,7 @@ class GradientBuckets:
     def settle_present(self, group: ProcessGroup) -> list[bool]:
         """Permanently excludes gradients that no rank has, and records gradients that only other ranks have.
 
-        Does nothing if no rank has any gradient, because the backward did not reach the module's parameters.
+        Does nothing if no rank has any gradient, because the backward pass did not reach the module's parameters.
 
         Returns:
             One flag per parameter: whether any rank has a gradient for it.
@@ -149,7 +149,7 @@ class GradientBuckets:
     # - Order of the buckets
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Rebuilds the buckets in `order`, the order in which a backward computed the gradients."""
+        """Rebuilds the buckets in `order`, the order in which a backward pass computed the gradients."""
         sparse = [index for index in range(len(self.params)) if index not in order]
         self.buckets = bucket_params(self.params, self._caps_bytes, sparse, order=order, may_exceed=self.are_on_device)
         self._expected = [self._gradients_of(bucket.params) for bucket in self.buckets]

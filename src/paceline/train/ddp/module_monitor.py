@@ -1,4 +1,4 @@
-"""ModuleMonitor: detects changes of a wrapped module between forwards, and copies its buffers."""
+"""ModuleMonitor: detects changes of a wrapped module between forward passes, and copies its buffers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ModuleStructure:
         return self._buffers
 
 
-_CHECK_EVERY = 16  # the number of forwards between two checks of the module
+_CHECK_EVERY = 16  # the number of forward passes between two checks of the module
 
 
 class ModuleMonitor:
@@ -151,8 +151,8 @@ class ModuleMonitor:
 
     def send_buffers(self, root: int) -> None:
         """Copies the root's buffers to all ranks."""
-        # Writes through `data` do not increment the version counter. A second forward before the backward is therefore
-        # no error, as in torch, although batch normalization has saved its statistics for the backward.
+        # Writes through `data` do not increment the version counter. A second forward pass before the backward pass is
+        # therefore no error, as in torch, although batch normalization has saved its statistics for the backward pass.
         buffers = [buffer.data for buffer in self.current_buffers()]
         if not buffers:
             return

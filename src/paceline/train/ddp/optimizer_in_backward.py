@@ -22,7 +22,7 @@ def apply_optimizer_in_backward(
     """Gives each parameter its own optimizer, which steps inside backward and frees the gradient immediately.
 
     If the module is wrapped in `DistributedDataParallel` afterwards, the optimizers step when backward ends, with the
-    averaged gradients; backwards within `no_sync` only accumulate. Do not call `step` or `zero_grad`.
+    averaged gradients; backward passes within `no_sync` only accumulate. Do not call `step` or `zero_grad`.
 
     Args:
         optimizer_class: the class of the optimizers; it is called with a list of one parameter and `optimizer_kwargs`.

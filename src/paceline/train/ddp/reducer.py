@@ -1,10 +1,10 @@
 """Reducer: a state machine that determines when the gradients of a module are averaged.
 
-Note: the lifecycle of a backward
-    1. `Reducer.before_forward` checks that the gradients of the previous backward were averaged.
-    2. `Reducer.expect` receives the output of forward. Autograd has no callback for the start of a backward, so every
-       output tensor gets a hook (`OutputHooks`), and the first hook that runs marks the start. Until then the state is
-       EXPECTING.
+Note: the lifecycle of a backward pass
+    1. `Reducer.before_forward` checks that the gradients of the previous backward pass were averaged.
+    2. `Reducer.expect` receives the output of forward. Autograd has no callback for the start of a backward pass, so
+       every output tensor gets a hook (`OutputHooks`), and the first hook that runs marks the start. Until then the
+       state is EXPECTING.
     3. `Reducer._begin` queues `Reducer._end` as the autograd engine's final callback. The state is BACKWARD.
     4. Each parameter in a bucket that may be reduced early has a hook that decrements the bucket's counter
        (`GradientAverager.count_and_start`). Full buckets are passed to the group's progress thread, strictly in order,
@@ -17,13 +17,13 @@ Note: the lifecycle of a backward
 
     If a gradient is missing when backward ends, the remaining buckets are not reduced; the state is INCOMPLETE. Another
     backward may compute the missing gradient (COMPLETING), for example if `backward` is called separately on two losses
-    from one forward. If none does, the next `Reducer.before_forward` raises an error.
+    from one forward pass. If none does, the next `Reducer.before_forward` raises an error.
 
     Averaging is idempotent: gradients that are already averaged do not change. After gradients have been averaged, a
-    further backward (through a retained graph, or through the second of two forwards) can therefore average all
-    gradients again with correct results (REPEATING). In such a backward no bucket starts early. If the program has
-    cleared the gradients in between, the backward may reach only some parameters. The ranks then first compare which
-    gradients they have, as with `find_unused_parameters` (`GradientAverager.average_again`).
+    further backward pass (through a retained graph, or through the second of two forward passes) can therefore average
+    all gradients again with correct results (REPEATING). In such a backward pass no bucket starts early. If the program
+    has cleared the gradients in between, the backward pass may reach only some parameters. The ranks then first compare
+    which gradients they have, as with `find_unused_parameters` (`GradientAverager.average_again`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from paceline.train.training_events import RecordedSteps
 
 
 class BackwardState(Enum):
-    """The progress of a forward's gradients toward their average; see the Note above."""
+    """The progress of the gradients of a forward pass toward their average; see the Note above."""
 
     IDLE = "no forward awaits averages, or its gradients were averaged"
     EXPECTING = "forward was called, and no backward of it has begun"
@@ -61,7 +61,7 @@ class BackwardState(Enum):
 AFTER_BEGIN = {
     BackwardState.IDLE: BackwardState.REPEATING,
     BackwardState.EXPECTING: BackwardState.BACKWARD,
-    BackwardState.BACKWARD: BackwardState.COMPLETING,  # a nested backward, or one after a failed backward
+    BackwardState.BACKWARD: BackwardState.COMPLETING,  # a nested backward pass, or one after a failed backward pass
     BackwardState.INCOMPLETE: BackwardState.COMPLETING,
     BackwardState.COMPLETING: BackwardState.COMPLETING,
     BackwardState.REPEATING: BackwardState.REPEATING,
@@ -69,7 +69,7 @@ AFTER_BEGIN = {
 
 
 class Reducer:
-    """Averages the gradients of a module during and at the end of each backward.
+    """Averages the gradients of a module during and at the end of each backward pass.
 
     Args:
         averager: the object that averages the gradients.
@@ -81,20 +81,20 @@ class Reducer:
         self._gradients = averager.gradients
         self._stepped = take_over_steps(self._gradients.named())  # parameters to step when backward ends
 
-        # - The state of the latest backward. Hooks hold the lock because autograd uses one thread per device. The lock
-        #   is reentrant because a user's communication hook may run another backward.
+        # - The state of the latest backward pass. Hooks hold the lock because autograd uses one thread per device. The
+        #   lock is reentrant because a user's communication hook may run another backward pass.
         self._lock = threading.RLock()
         self._state = BackwardState.IDLE
         self._outputs = OutputHooks(self._lock)
         self._copy_shared = False  # whether parameter gradients may share memory with those of forward's inputs
-        self._unused_at_first: set[str] | None = None  # parameters unused by the first forward; None before it
+        self._unused_at_first: set[str] | None = None  # parameters unused by the first forward pass; None before it
         self._install_hooks()
 
         # - Error messages and statistics
         first = next(iter(self._gradients.params), None)  # None if all parameters are delayed
         self.recorded = RecordedSteps("ddp", torch.device("cpu") if first is None else first.device)
-        self.wait_s = 0.0  # the total time spent on averaging at the end of backwards
-        self.forwards = 0  # the number of forwards passed to `expect`
+        self.wait_s = 0.0  # the total time spent on averaging at the end of backward passes
+        self.forwards = 0  # the number of forward passes passed to `expect`
         self._reductions = 0
         self._module_name = name
 
@@ -103,10 +103,10 @@ class Reducer:
         params = self._gradients.params
         for index in self._averager.counted_params():
             self._add_hook(params[index], self._count_hook(index))
-        # A backward that does not pass through forward's outputs most likely ends with the first parameter.
+        # A backward pass that does not pass through forward's outputs most likely ends with the first parameter.
         for param in params[:1]:
             self._add_hook(param, self._begin_without_outputs)
-        self._sees_outputs = True  # False once a forward has returned no differentiable tensors
+        self._sees_outputs = True  # False once a forward pass has returned no differentiable tensors
 
     def _add_hook(self, param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
         self._hooks.append(param.register_post_accumulate_grad_hook(hook))
@@ -119,7 +119,7 @@ class Reducer:
         self._hooks.clear()
 
     def make_static(self) -> None:
-        """Enables `static_graph` before the first forward."""
+        """Enables `static_graph`; must be called before the first forward pass."""
         self.close()
         self._averager.make_static()
         self._install_hooks()
@@ -127,7 +127,7 @@ class Reducer:
     # - Calls before and after forward
 
     def before_forward(self, inputs: object) -> None:
-        """Checks that the latest backward averaged all gradients, and passes the inputs to the averager.
+        """Checks that the latest backward pass averaged all gradients, and passes the inputs to the averager.
 
         Raises:
             RuntimeError: parameters have no gradient; the message contains their names and the fix.
@@ -138,7 +138,7 @@ class Reducer:
         self._averager.before_forward(inputs)
 
     def require_averaged(self) -> None:
-        """Checks that the latest backward left no parameter without a gradient.
+        """Checks that the latest backward pass left no parameter without a gradient.
 
         Raises:
             RuntimeError: some parameters have no gradient; the message contains their names and the fix.
@@ -147,7 +147,7 @@ class Reducer:
             self._raise_missing("the last backward")
 
     def expect(self, output: object, copy_shared: bool) -> None:
-        """Registers `output` so that a backward through it averages the gradients.
+        """Registers `output` so that a backward pass through it averages the gradients.
 
         Args:
             output: the output of forward, which may be an arbitrarily nested structure of tensors.
@@ -175,35 +175,36 @@ class Reducer:
         return self._gradients.names_without(used_parameters(outputs))
 
     def leave_out(self, output: object) -> None:
-        """Excludes `output` from averaging, even while another forward awaits its backward.
+        """Excludes `output` from averaging, even while another forward pass awaits its backward pass.
 
-        A backward through `output` also reaches the parameters. Unless excluded, it would be mistaken for the awaited
-        backward.
+        A backward pass through `output` also reaches the parameters. Unless excluded, it would be mistaken for the
+        awaited backward pass.
         """
         self._outputs.mark_unwatched(_differentiable(output))
 
     def is_recomputing(self) -> bool:
-        """Returns whether a backward is calling forward again to recompute outputs that `expect` has received.
+        """Returns whether a backward pass is recomputing outputs that `expect` has received.
 
-        With `use_reentrant=True`, `expect` has not received the outputs, because the first forward records no graph.
+        With `use_reentrant=True`, `expect` has not received the outputs, because the first forward pass records no
+        graph.
         """
         if not in_backward() or self._state is BackwardState.IDLE:
             return False
         return self._state is not BackwardState.REPEATING or running_backward() == self._outputs.task
 
     def follow(self, output: object) -> None:
-        """Registers a recomputed `output` so that a backward through it also averages the gradients.
+        """Registers a recomputed `output` so that a backward pass through it also averages the gradients.
 
-        Only reentrant checkpointing runs a separate backward through recomputed outputs. With non-reentrant
-        checkpointing, the running backward uses them and averages as usual.
+        Only reentrant checkpointing runs a separate backward pass through recomputed outputs. With non-reentrant
+        checkpointing, the running backward pass uses them and averages as usual.
         """
         self._outputs.watch_recomputed(_differentiable(output), self._begin)
 
     def awaits_backward(self) -> bool:
-        """Returns whether no backward has started since the latest forward."""
+        """Returns whether no backward pass has started since the latest forward pass."""
         return self._state is BackwardState.EXPECTING
 
-    # - Averages without a backward
+    # - Averages without a backward pass
 
     def contribute_zeros(self) -> list[torch.Tensor | None]:
         """Contributes zeros to the other ranks' average, and sets this rank's gradients to the result.
@@ -217,14 +218,14 @@ class Reducer:
         return own
 
     def skip(self, take_part: Callable[[], None]) -> None:
-        """Calls `take_part`, which sets the gradients to the other ranks' average, instead of running a backward."""
+        """Calls `take_part`, which replaces a backward pass: it sets the gradients to the other ranks' average."""
         started = time.perf_counter()
         self._state = BackwardState.IDLE
         take_part()
         step_params(self._stepped)
         self.wait_s += time.perf_counter() - started
 
-    # - Start of a backward
+    # - Start of a backward pass
 
     @eager
     def _begin_without_outputs(self, _: torch.Tensor) -> None:
@@ -239,10 +240,10 @@ class Reducer:
         self._state = AFTER_BEGIN[self._state]
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    # - Gradient hooks during a backward
+    # - Gradient hooks during a backward pass
 
     def _count_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # Local variables keep the hook cheap: it runs for each parameter in each backward.
+        # Local variables keep the hook cheap: it runs for each parameter in each backward pass.
         count, backward, lock = self._averager.count_and_start, BackwardState.BACKWARD, self._lock
 
         @eager
@@ -257,7 +258,7 @@ class Reducer:
 
         return hook
 
-    # - End of a backward
+    # - End of a backward pass
 
     @eager
     def _end(self) -> None:
@@ -269,7 +270,7 @@ class Reducer:
                 self._reductions += 1
                 step_params(self._stepped)
         except BaseException as error:
-            self._state = BackwardState.IDLE  # the next forward must not raise the error again
+            self._state = BackwardState.IDLE  # the next forward pass must not raise the error again
             self._averager.abandon()
             if isinstance(error, CollectiveError):
                 add_context(error, averaging_context(self._module_name, self._reductions + 1, self.forwards))
@@ -282,7 +283,7 @@ class Reducer:
         """Averages all gradients that are not averaged yet, and sets the state according to missing gradients."""
         is_awaited = self._state not in (BackwardState.IDLE, BackwardState.REPEATING)
         if not self._averager.record_static():
-            # The backward was a torch.autograd.grad for other tensors; one for the parameters may follow.
+            # The backward pass was a torch.autograd.grad for other tensors; one for the parameters may follow.
             self._state = BackwardState.EXPECTING if is_awaited else BackwardState.IDLE
             return
         if self._state is BackwardState.REPEATING:
@@ -297,7 +298,7 @@ class Reducer:
         self._state = BackwardState.INCOMPLETE if is_awaited else BackwardState.IDLE
 
     def _require_used(self) -> None:
-        """Raises if forward used none of the parameters without a gradient, which no backward can then compute."""
+        """Raises if forward used none of the parameters without a gradient, which no backward pass can then compute."""
         unused = self._unused_at_first
         if unused and self._outputs.unreached == 0:
             missing = self._gradients.missing()
@@ -312,15 +313,15 @@ class Reducer:
 
 
 class OutputHooks:
-    """Installs hooks on the outputs of forwards; the hooks run when a backward reaches the outputs.
+    """Installs hooks on the outputs of forward passes; the hooks run when a backward pass reaches the outputs.
 
     Args:
         lock: the lock that is held while a hook runs, because autograd uses one thread per device.
 
     Attributes:
-        task: the autograd engine's number of the running backward; `on_begin` sets it.
-        unreached: the number of outputs that no backward has reached yet.
-        in_other: whether the running backward has reached an output passed to `mark_unwatched`.
+        task: the autograd engine's number of the running backward pass; `on_begin` sets it.
+        unreached: the number of outputs that no backward pass has reached yet.
+        in_other: whether the running backward pass has reached an output passed to `mark_unwatched`.
     """
 
     def __init__(self, lock: AbstractContextManager[object]) -> None:
@@ -330,16 +331,16 @@ class OutputHooks:
         self.in_other = False
 
     def forget(self) -> None:
-        """Discards the state of earlier forwards and their backward."""
+        """Discards the state of earlier forward passes and their backward pass."""
         self.task = NO_BACKWARD
         self.unreached = 0
 
     def watch(self, outputs: Iterable[torch.Tensor], on_begin: Callable[[int], None]) -> None:
-        """Registers hooks that call `on_begin(task)` when a backward other than `task` reaches one of `outputs`.
+        """Registers hooks that call `on_begin(task)` when a backward pass other than `task` reaches one of `outputs`.
 
         Args:
-            outputs: the tensors of a forward that require gradients.
-            on_begin: the function to call with autograd's task id of the backward.
+            outputs: the tensors of a forward pass that require gradients.
+            on_begin: the function to call with autograd's task id of the backward pass.
         """
         self.in_other = False
         for tensor in outputs:
@@ -352,7 +353,7 @@ class OutputHooks:
             tensor.register_hook(self._hook(on_begin, is_counted=False))
 
     def mark_unwatched(self, others: Iterable[torch.Tensor]) -> None:
-        """Sets `in_other` during each backward that reaches one of `others`, the outputs of a forward in `no_sync`."""
+        """Sets `in_other` in each backward pass that reaches `others`, the outputs of a forward pass in `no_sync`."""
 
         @eager
         def reach(_: torch.Tensor) -> None:
@@ -384,5 +385,5 @@ class OutputHooks:
 
 
 def _differentiable(output: object) -> list[torch.Tensor]:
-    """Returns the tensors in an output from which a backward can start."""
+    """Returns the tensors in an output from which a backward pass can start."""
     return [tensor for tensor in find_tensors(output) if tensor.grad_fn is not None]

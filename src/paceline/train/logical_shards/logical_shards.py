@@ -66,7 +66,7 @@ class Sums(Protocol):
 class LogicalShards:
     """Divides every step into `count` shards and adds their gradients in an order that does not depend on the ranks.
 
-    Each shard runs its own forward and backward, with its own random numbers (for example for dropout) and with
+    Each shard runs its own forward and backward passes, with its own random numbers (for example for dropout) and with
     normalization over its own samples. Losses, gradients and buffer updates (running statistics) are added in a
     pairwise tree over the shards. Training therefore produces bitwise equal parameters on any number of ranks up to
     `count`. If the number of ranks is a power of two that divides `count`, training sends no more bytes than with an

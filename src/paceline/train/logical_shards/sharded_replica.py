@@ -1,4 +1,4 @@
-"""ShardedReplica: divides a rank's forward and backward into logical shards, for any data parallel training loop.
+"""ShardedReplica: divides a rank's forward and backward passes into logical shards, for any training loop.
 
 With n ranks, `DistributedSampler` assigns the samples r, r + n, r + 2n, ... of a step to rank r. This module assigns
 the samples s, s + count, s + 2 count, ... to shard s, and the shards r, r + n, ... to rank r. A shard's samples are
@@ -35,13 +35,13 @@ from paceline.train.module_tensors import TrackedTensors, accelerators_of, broad
 
 @dataclass(eq=False)
 class _Forward:
-    """The state that a forward keeps for its backward.
+    """The state that a forward pass keeps for its backward pass.
 
     Attributes:
-        reduces: whether the backward averages the gradients.
+        reduces: whether the backward pass averages the gradients.
         params: copies of the parameters, for each of this rank's shards.
         changes: the updates of the floating-point buffers, for each of this rank's shards.
-        whole: the integer and boolean buffers as the first shard left them.
+        whole: the integer and boolean buffers after the first shard's forward pass.
         is_reduced: whether the gradients have been averaged.
     """
 
@@ -95,9 +95,9 @@ class ShardedReplica:
         self._checks = checks
         self._local = count // size
         self._forwards = 0
-        self._waiting: list[_Forward] = []  # forwards whose backward has ended but whose gradients are not reduced yet
-        self._begun: list[_Forward] = []  # forwards that the running backward has reached
-        self._task = NO_BACKWARD  # autograd's task id of the running backward
+        self._waiting: list[_Forward] = []  # forward passes with a finished backward pass and unreduced gradients
+        self._begun: list[_Forward] = []  # forward passes that the running backward pass has reached
+        self._task = NO_BACKWARD  # autograd's task id of the running backward pass
 
     def __call__(
         self, args: Sequence[object], kwargs: Mapping[str, object], reduces: bool, compiler: Compiler = None
@@ -107,13 +107,13 @@ class ShardedReplica:
         Args:
             args: the module's positional arguments.
             kwargs: the module's keyword arguments.
-            reduces: whether the backward averages the gradients. If False, they accumulate until a later backward
-                averages them.
+            reduces: whether the backward pass averages the gradients. If False, they accumulate until a later backward
+                pass averages them.
             compiler: the compiler for the module, or None.
 
         Raises:
             ValueError: the batch cannot be divided evenly among the shards.
-            RuntimeError: a backward is running.
+            RuntimeError: a backward pass is running.
         """
         if in_backward():
             raise RuntimeError(
@@ -135,7 +135,7 @@ class ShardedReplica:
         compiler: Compiler,
     ) -> object:
         params = {name: param.detach().requires_grad_() for name, param in self._tracked.trained.items()}
-        # Every shard starts from the buffer values before this forward.
+        # Every shard starts from the buffer values before this forward pass.
         buffers = {name: buffer.detach().clone() for name, buffer in self._tracked.buffers.items()}
         forward.params.append(list(params.values()))
         inputs: Any = map_tensors((tuple(args), dict(kwargs)), lambda tensor: self._deal_out(tensor, shard))
@@ -179,7 +179,7 @@ class ShardedReplica:
             task = running_backward()
             if task != self._task:
                 self._task = task
-                self._begun = []  # a backward that failed may have left entries
+                self._begun = []  # a backward pass that failed may have left entries
                 torch.autograd.Variable._execution_engine.queue_callback(self._end)
             if forward not in self._begun:
                 self._begun.append(forward)
@@ -191,7 +191,7 @@ class ShardedReplica:
 
     @eager
     def _end(self) -> None:
-        """Runs at the end of a backward; averages the gradients if the backward reached a forward with `reduces`."""
+        """Averages the gradients at the end of a backward pass that reached a forward pass with `reduces`."""
         self._task = NO_BACKWARD
         begun = [
             forward

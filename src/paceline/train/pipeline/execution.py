@@ -161,7 +161,8 @@ class Execution:
         transport: the transport for messages.
         forms: the message forms for this batch size.
         inputs: the micro-batches, if this rank has the first stage.
-        endings: the loss function for each micro-batch, if this rank has the last stage and a backward will follow.
+        endings: the loss function for each micro-batch, if this rank has the last stage and a backward pass will
+            follow.
         has_gradients: a function that is called with a stage when the stage's gradients are complete.
     """
 

@@ -152,7 +152,7 @@ class Pipeline(nn.Module):
     """A model whose layers are divided among the ranks in a group; micro-batches are passed from rank to rank.
 
     Each rank keeps only the layers in its stages, under their names in the whole model, so each rank's `state_dict()`
-    is a part of the whole model's. A step accumulates into `.grad` like a backward. Use optimizers, schedulers and
+    is a part of the whole model's. A step accumulates into `.grad` like a backward pass. Use optimizers, schedulers and
     `zero_grad` as usual, with `pipeline.parameters()`.
 
     Args:
@@ -244,7 +244,7 @@ class Pipeline(nn.Module):
     def step(
         self, inputs: Any = None, targets: Any = None, *, scaler: torch.amp.GradScaler | None = None
     ) -> torch.Tensor:
-        """Runs the forwards and backwards for a batch, accumulating into `.grad`; all ranks must call this.
+        """Runs the forward and backward passes for a batch, accumulating into `.grad`; all ranks must call this.
 
         Args:
             inputs: a tensor, or a tuple of tensors, with the samples along dimension 0. Ranks without the first stage
@@ -278,7 +278,7 @@ class Pipeline(nn.Module):
         return mean
 
     def forward(self, inputs: Any = None) -> Any:
-        """Runs the forwards for a batch without computing gradients; all ranks must call this.
+        """Runs the forward passes for a batch without computing gradients; all ranks must call this.
 
         Returns:
             The output for the whole batch on the rank with the last stage; None on other ranks.

@@ -2,9 +2,9 @@
 
 | name | source |
 | --- | --- |
-| `gpipe` | Huang et al. 2019, "GPipe": all forwards, then all backwards |
-| `1f1b` | Narayanan et al. 2019, "PipeDream", without its stale weights: forwards and backwards alternate |
-| `interleaved` | Narayanan et al. 2021, "Efficient Large-Scale Language Model Training": several stages a rank |
+| `gpipe` | Huang et al. 2019, "GPipe": all forward passes, then all backward passes |
+| `1f1b` | Narayanan et al. 2019, "PipeDream", without its stale weights: alternating forward and backward passes |
+| `interleaved` | Narayanan et al. 2021, "Efficient Large-Scale Language Model Training": several stages per rank |
 | `zero_bubble` | Qi et al. 2023, "Zero Bubble Pipeline Parallelism", schedule ZB-H1 |
 """
 
@@ -69,7 +69,7 @@ class PipelineSchedule:
 
 
 def gpipe(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
-    """Creates a schedule that runs all forwards before the first backward, and therefore keeps all activations."""
+    """Creates a schedule that runs all forward passes first, and therefore keeps all activations."""
     _require_single(stages_per_rank, "gpipe")
     orders = []
     for rank in range(ranks):
@@ -144,7 +144,7 @@ def zero_bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Pip
 
 
 def forwards_only(plan: PipelineSchedule) -> PipelineSchedule:
-    """Returns a schedule that contains only the forwards of `plan`, in the same order."""
+    """Returns a schedule that contains only the forward passes of `plan`, in the same order."""
     orders = tuple(tuple(task for task in order if task.phase is PipelinePhase.FORWARD) for order in plan.orders)
     return PipelineSchedule(f"{plan.name}, forwards only", plan.ranks_of_stages, plan.micro_batches, orders)
 
@@ -172,7 +172,7 @@ def make_pipeline_schedule(name: str, ranks: int, micro_batches: int, stages_per
 
 
 def _alternated(forwards: list[Task], backwards: list[Task], ahead: int) -> tuple[Task, ...]:
-    """Returns `ahead` forwards, then alternating forwards and backwards, then the remaining backwards."""
+    """Returns `ahead` forward passes, then alternating forward and backward passes, then the other backward passes."""
     later: Iterable[Task] = forwards[ahead:]
     turns = [task for pair in zip(later, backwards, strict=False) for task in pair]
     return (*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :])

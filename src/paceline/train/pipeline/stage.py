@@ -1,7 +1,7 @@
-"""Stage: the computation of one stage: forwards and backwards for micro-batches.
+"""Stage: the computation of one stage, that is, its forward and backward passes for micro-batches.
 
-`DelayedWeights` defers the weight gradients of linear layers, which makes a backward compute the gradients first for
-which other stages wait. The backward of a linear layer y = x W' + b computes the gradient of x immediately, and stores
+`DelayedWeights` defers the weight gradients of linear layers, so a backward pass first computes the gradients for which
+other stages wait. The backward pass of a linear layer y = x W' + b computes the gradient of x immediately, and stores
 the operands for the gradients of W and b until `finish`. The weight gradients of other layers are computed immediately,
 which is correct but defers less work. The method follows the implementation of Qi et al. 2023, "Zero Bubble Pipeline
 Parallelism".
@@ -121,7 +121,7 @@ class Stage:
     def forward(
         self, micro_batch: int, value: Value, ending: Callable[[Value], torch.Tensor] | None, is_split: bool
     ) -> Value:
-        """Runs a forward and keeps its graph for the backward.
+        """Runs a forward pass and keeps its graph for the backward pass.
 
         Args:
             micro_batch: the index of the micro-batch.
@@ -145,7 +145,7 @@ class Stage:
         return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
 
     def backward(self, micro_batch: int, grads: Value) -> Value:
-        """Runs the backward for a micro-batch.
+        """Runs the backward pass for a micro-batch.
 
         Args:
             micro_batch: the index of the micro-batch.
@@ -161,7 +161,7 @@ class Stage:
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
 
     def weight(self, micro_batch: int) -> None:
-        """Computes the weight gradients that a micro-batch's backward has deferred."""
+        """Computes the weight gradients that the backward pass of a micro-batch has deferred."""
         self._delayed.pop(micro_batch).finish()
 
     def forget(self) -> None:

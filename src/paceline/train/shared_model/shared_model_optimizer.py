@@ -50,8 +50,8 @@ class SharedModelOptimizer(PartitionedOptimizer):
     changes the parameters for all ranks, so only this optimizer may write to them (see `full_parameters`). There are no
     stages and no overlap, because all communication happens in `step`.
 
-    Each rank keeps its own gradients until `step`; they accumulate over several backwards without communication. To
-    clip gradients or scale losses, use `clip_grad_norm_` and `paceline.GradScaler`, which operate on the averages.
+    Each rank keeps its own gradients until `step`; they accumulate over several backward passes without communication.
+    To clip gradients or scale losses, use `clip_grad_norm_` and `paceline.GradScaler`, which operate on the averages.
 
     Args:
         module: the model, plain or wrapped in `DistributedDataParallel`, which then no longer averages gradients. Its

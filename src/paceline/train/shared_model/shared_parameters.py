@@ -44,7 +44,7 @@ class TornGuard:
         return TornGuard, ()
 
     def watch(self, module: nn.Module) -> None:
-        """Registers this guard as a hook on the module's forward and `state_dict`."""
+        """Registers this guard as a hook on the module's forward pass and `state_dict`."""
         module.register_forward_pre_hook(self)
         module.register_state_dict_pre_hook(self)
 

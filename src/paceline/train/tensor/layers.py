@@ -2,8 +2,8 @@
 
 Outside the divided layers, all ranks in the group compute the same activations and the same loss, and therefore the
 same gradients. (In `paceline.comm.functional`, by contrast, the loss is the sum of the ranks' losses.) Under this
-convention, the backward of each collective is as follows (Shoeybi et al. 2019, "Megatron-LM"; for sequence parallelism,
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+convention, the backward pass of each collective is as follows (Shoeybi et al. 2019, "Megatron-LM"; for sequence
+parallelism, Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
 | forward | backward |
 | --- | --- |

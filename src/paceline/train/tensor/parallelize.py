@@ -42,7 +42,7 @@ Divide = Callable[[torch.Tensor, int], nn.Parameter]
 
 
 class ParallelStyle(ABC):
-    """Base class for the ways to divide a module among ranks."""
+    """Base class for styles, each of which divides a module among ranks."""
 
     @abstractmethod
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:

@@ -34,7 +34,7 @@ _SAMPLED = 4  # the number of parameters to watch; torch's clip_grad_norm_ chang
 
 
 class ClippingWatch:
-    """Warns once if gradients are changed between a backward and the optimizer step.
+    """Warns once if gradients are changed between a backward pass and the optimizer step.
 
     Args:
         named: the parameters by name.
@@ -46,7 +46,7 @@ class ClippingWatch:
         self._named = dict(named)
         self._me = me
         self._description = description
-        self._versions: dict[str, int] = {}  # the gradients' versions at the end of a backward
+        self._versions: dict[str, int] = {}  # the gradients' versions at the end of a backward pass
         self._has_warned = False
         self._handles: list[RemovableHandle] = []
 
@@ -107,7 +107,7 @@ class ShardedGradientReducer:
         names: the names of the parameters in `shards`.
         buckets: for each bucket, a list of indices into `shards`; the same on every rank.
         group: the ranks.
-        ends: the object that runs callbacks at the end of a backward.
+        ends: the object that runs callbacks at the end of a backward pass.
         shard: whether only owners keep the averaged gradients. If False, all ranks keep them.
         in_order: whether to reduce the buckets in the given order, one at a time.
         overlap: whether to reduce on the group's progress thread during backward.
@@ -151,7 +151,7 @@ class ShardedGradientReducer:
         self._reduced = reduced
         self._joinable = joinable
         self.divide_by_initial_world_size = True  # within Join
-        self.active = [True] * group.size()  # one flag per rank: whether the rank took part in the latest backward
+        self.active = [True] * group.size()  # one flag per rank: whether the rank took part in the latest backward pass
         self._scale = 1.0
         self._recorded = RecordedBuckets("zero")
         self._lock = threading.Lock()  # autograd calls `_arrive` on one thread per device
@@ -172,7 +172,7 @@ class ShardedGradientReducer:
             self._ends.callbacks.remove(self._finish)
 
     def forget(self) -> None:
-        """Resets the reducer to its state before a backward."""
+        """Resets the reducer to its state before a backward pass."""
         self._arrived: set[int] = set()
         self._done = [False] * len(self._buckets)
         self._left = [len(bucket) for bucket in self._buckets]
@@ -184,7 +184,7 @@ class ShardedGradientReducer:
 
     @eager
     def _set_aside(self, index: int, _: torch.Tensor) -> None:
-        """Saves the average from an earlier backward before autograd can accumulate into it."""
+        """Saves the average from an earlier backward pass before autograd can accumulate into it."""
         param = self._params[index]
         if param.grad is not None:
             self._earlier[self._shards[index][0]] = param.grad
@@ -278,12 +278,12 @@ class ShardedGradientReducer:
                 shard.add_gradient(gradient)
 
     def _finish(self) -> None:
-        """Reduces all remaining buckets at the end of a backward."""
+        """Reduces all remaining buckets at the end of a backward pass."""
         Join.notify_join_context(self._joinable)
         self._finish_with(is_active=True)
 
     def contribute_zeros(self) -> None:
-        """Runs the collectives of the other ranks' backward on a rank without gradients."""
+        """Runs the collectives of the other ranks' backward pass on a rank without gradients."""
         self.forget()
         self._finish_with(is_active=False)
 

@@ -1,9 +1,9 @@
 """ShardedParameters: parameters that only their owners hold, except while a layer needs them (ZeRO stage 3).
 
-A layer's parameters are gathered from their owners before its forward and again before its backward, and are freed
-after each. Autograd saves views of the parameters' storage for backward. The same storage is therefore freed and later
-refilled, which makes the views valid again. A freed parameter has no elements, so code that reads it raises an error
-instead of accessing freed memory.
+A layer's parameters are gathered from their owners before its forward pass and again before its backward pass, and are
+freed after each. Autograd saves views of the parameters' storage for backward. The same storage is therefore freed and
+later refilled, which makes the views valid again. A freed parameter has no elements, so code that reads it raises an
+error instead of accessing freed memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.train.zero.shards import Shard, flat
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module and the parameters that must be present while its forward or backward runs."""
+    """A module and the parameters that must be present while its forward pass or backward runs."""
 
     name: str
     module: nn.Module
@@ -51,7 +51,7 @@ def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit
     for name, container in module.named_modules():
         if isinstance(container, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             for child, layer in container.named_children():
-                if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):  # ModuleList and ModuleDict have no forward
+                if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):  # these two have no forward pass
                     layers.setdefault(id(layer), (f"{name}.{child}".lstrip("."), layer))
     layers.pop(id(module), None)
 
@@ -134,7 +134,7 @@ class ShardedParameters:
         units: the units, whose parameters are gathered together; the same on every rank.
         shards: the shards of each parameter, by the parameter's `id`.
         group: the ranks.
-        ends: the object that runs callbacks at the end of a backward.
+        ends: the object that runs callbacks at the end of a backward pass.
         ahead: whether to prefetch, on the group's progress thread, the unit that is predicted to run next.
     """
 
@@ -285,7 +285,7 @@ class ShardedParameters:
     def _before_forward(self, number: int, module: nn.Module, inputs: object) -> None:
         self._gather(number)
         if torch.is_grad_enabled() and not self._is_trained(number):
-            # The unit computes no parameter gradients; gradients of its inputs mark the end of its backward.
+            # The unit computes no parameter gradients; gradients of its inputs mark the end of its backward pass.
             for tensor in find_tensors(inputs):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._after_backward, number))
@@ -297,8 +297,8 @@ class ShardedParameters:
             for tensor in outputs:
                 tensor.register_hook(partial(self._before_backward, number))
             if not outputs and self._is_trained(number):
-                return  # without a hook before its backward, the unit must stay present
-        if not in_backward():  # a checkpointed layer is recomputed in backward, and its own backward follows
+                return  # without a hook before its backward pass, the unit must stay present
+        if not in_backward():  # a checkpointed layer is recomputed in backward, and its own backward pass follows
             self.free(number)
 
     @eager

@@ -188,7 +188,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         return self._inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, and any state that a failed backward has left."""
+        """Clears the gradients, and any state that a failed backward pass has left."""
         super().zero_grad(set_to_none)
         self._shards.forget_run_gradients(set_to_none)
         self._ends.forget()
@@ -226,7 +226,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """Returns the hook for `Join`; accepts `divide_by_initial_world_size` if this object averages the gradients.
 
         Raises:
-            ValueError: the stage is 3, which gathers parameters in forward; a rank without inputs runs no forward.
+            ValueError: the stage is 3, which gathers parameters in forward; a rank without inputs runs no forward pass.
         """
         if self.stage == 3:
             raise ValueError(

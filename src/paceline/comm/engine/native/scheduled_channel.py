@@ -114,7 +114,7 @@ class ScheduledChannel(EngineChannel):
         return self._links.submit(*self._planned(call))
 
     def prepare(self, call: CollectiveCall) -> _core.PreparedCall:
-        """Prepares the call with its schedule."""
+        """Chooses the call's schedule and prepares the call for repetition."""
         self._log_miss()
         return self._links.prepare(*self._planned(call))
 

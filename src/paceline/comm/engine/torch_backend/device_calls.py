@@ -309,8 +309,7 @@ class CallStream:
         return bisect.bisect_left(range(len(flights)), True, key=lambda index: not _has_passed(flights[index]))
 
     def _difference(self, at_once: bool = False) -> CallFailure | None:
-        """Compares this rank's calls with the next rank's; returns the failure if they differ, which NCCL may not
-        detect.
+        """Returns the failure if this rank's calls differ from the next rank's, which NCCL may not detect.
 
         Every rank performs this comparison, which detects a difference even after the calls have completed.
         """

@@ -272,8 +272,7 @@ class PeerWatch:
             return sorted(self._gone)
 
     def _next_remote(self) -> list[int]:
-        """Returns the ranks on other machines whose exits to look up now; each lookup takes one request to the
-        store."""
+        """Returns the ranks on other machines whose exits to look up now; each lookup takes one store request."""
         now = time.monotonic()
         if now - self._asked_at <= _REMOTE_INTERVAL_S:
             return []

@@ -60,7 +60,7 @@ class Draft:
 
 
 def is_name(name: str) -> bool:
-    """Returns whether a save created the directory with this name. Other directories are never changed."""
+    """Returns whether a directory has a name that saves use. Directories with other names are never changed."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -186,7 +186,7 @@ class ElasticJob:
         self.release()
 
     def release(self) -> None:
-        """Sends the latest view if any later coordinator would also have it."""
+        """Sends the latest view if any later coordinator would also hold it."""
         view = self.views.latest
         if view is None or self.withheld is None:
             return

@@ -210,7 +210,7 @@ class TransferProgress:
 
     @property
     def done(self) -> int:
-        """The offset in the log before which nothing is needed any longer."""
+        """The offset up to which the log is no longer needed."""
         return self._numbers[0]
 
     @property

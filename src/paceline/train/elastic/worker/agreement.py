@@ -7,8 +7,8 @@ round merely lack the confirmation that all agreed. They are one round behind, a
 voted.
 
 Members may begin the same batch in different views: after one of them has begun it, another may lose its connections
-and begin the batch in a later view. It must not assign the batch again. Members therefore exchange the latest batch
-that they have begun or received, and adopt its assignment (`BatchAssignments`).
+and begin the batch in a later view. The latter member must not assign the batch again. Members therefore exchange the
+latest batch that they have begun or received, and adopt its assignment (`BatchAssignments`).
 
 The number of shards of each member is proportional to the member's speed, and changes only if the gain is large enough
 (`fair_counts`).

@@ -2,8 +2,8 @@
 
 An exchange runs in the background on the process group of the view, and its round waits until the exchange completes.
 If the view breaks before that, the members of the next view repeat the exchange with the gradients that each of them
-has kept, and average over themselves. A joining worker receives the outer parameters, the outer optimizer's state and
-its sender's inner optimizer state at the beginning of a round, and participates from the next round on.
+has kept, and average over the new set of members. A joining worker receives the outer parameters, the outer optimizer's
+state and its sender's inner optimizer state at the beginning of a round, and participates from the next round on.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class ElasticAverager:
         self._seat: RankSlot | None = None
         self._counts = True  # whether this rank's samples count; False if another rank has the same samples
         self._rounds_of_batch = 0
-        # - The next backward
+        # - The next backward pass
         self._weight = 1.0
         self._before: tuple[list[torch.Tensor | None], list[torch.Tensor]] | None = None  # saved gradients and buffers
 
