@@ -81,7 +81,7 @@ void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::share
 }
 
 // Drives the lanes until the request `until` is done. On the messenger's own thread, where `until` is null, drives them
-// until no work remains or another thread wants to drive them.
+// until no work remains or another thread is waiting to drive them.
 void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
                       Clock::time_point deadline, const Interrupted& interrupted) {
     driving_ = true;

@@ -176,7 +176,7 @@ class Messenger final : public Waits::Link {
         std::shared_ptr<Request> body_for;
         CallHeader announced{};
         std::vector<Question> questions;  // unanswered queries from the peer
-        bool deaf = false;                // the lane accepts no more frames but may still contain unread frames
+        bool deaf = false;                // the lane rejects further frames but may still contain unread ones
         bool left = false;
         bool lost = false;
         Cause cause;  // the reason why the peer left, if it reported one

@@ -17,7 +17,7 @@ constexpr std::int64_t kServesAfterNs = std::chrono::nanoseconds(Waits::kServesA
 // Checks after a turn of waiting whether the wait must end, and returns false if this rank gave up or adopted a
 // verdict. `missing` returns the ranks that have not arrived; `since` is when the wait began. Checks verdicts from
 // other ranks, aborts, ranks that died or left, the deadline and interrupts, in this order: a rank that gave up or
-// aborted usually leaves soon afterwards, and its verdict or abort is the more precise reason.
+// aborted usually leaves soon afterward, and its verdict or abort is the more precise reason.
 bool Group::look_around(int turn, Clock::time_point since, const std::function<RankSet()>& missing,
                         Waits::Entry& entry) {
     const RankSet lost = this->lost();

@@ -73,7 +73,7 @@ SharedMemory share(shm::Mesh& mesh, std::size_t nbytes) {
 }
 
 void end_sharing(shm::Mesh& mesh, shm::RegionId id) {
-    if (const auto segment = mesh.withdraw(id)) segment->close_descriptor();  // no process can receive it any more
+    if (const auto segment = mesh.withdraw(id)) segment->close_descriptor();  // no process can receive it anymore
 }
 
 void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh) {

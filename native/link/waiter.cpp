@@ -63,7 +63,7 @@ bool Waiter::sleep(std::chrono::milliseconds timeout) {
             return event.data.u32 == static_cast<std::uint32_t>(sign);
         });
     };
-    // The doorbell must be emptied: a full socket accepts no more datagrams, and later rings would wake no thread.
+    // The doorbell must be emptied: a full socket rejects further datagrams, and later rings would not wake any thread.
     char nothing = 0;
     if (any(Sign::doorbell))
         while (recv(doorbell_, &nothing, sizeof nothing, MSG_DONTWAIT) >= 0) {

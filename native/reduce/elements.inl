@@ -47,7 +47,7 @@ template <>
 struct Number<Half> {
     using Acc = float;
     static float load(Half value) {
-        // A multiplication adjusts the exponent and also normalizes subnormals; inf and nan are corrected afterwards.
+        // A multiplication adjusts the exponent and also normalizes subnormals; inf and nan are corrected afterward.
         const std::uint32_t magnitude = static_cast<std::uint32_t>(value.bits & 0x7fffu) << 13;
         const std::uint32_t scaled = as_bits(as_float(magnitude) * as_float(0x77800000u));
         const std::uint32_t special = magnitude | 0x7f800000u;
@@ -166,7 +166,7 @@ template <class T>
 struct Keep {
     static T finish(T value, int) { return value; }
 };
-// Integer quotients are rounded towards zero, as in NCCL. A narrow type may not be able to represent n.
+// Integer quotients are rounded toward zero, as in NCCL. A narrow type may not be able to represent n.
 template <class T>
 struct Divide {
     static T finish(T value, int n) { return static_cast<T>(value / static_cast<T>(n)); }

@@ -40,7 +40,7 @@ std::size_t item_size(DType dtype);
 
 // out[i] = sources[0][i] op ... op sources[n - 1][i]; `out` may be one of the sources. `avg` divides by `divisor`, the
 // number of ranks, which differs from n if the sum is computed in several steps. Integer sums wrap around; integer
-// averages divide the wrapped sum and round towards zero.
+// averages divide the wrapped sum and round toward zero.
 using ReduceFn = void (*)(void* out, const void* const* sources, int n, std::size_t count, int divisor);
 
 // Returns the fastest kernel that this machine can run; nullptr if the operation is not defined for the type.

@@ -38,7 +38,7 @@ class ChangeNotifier {
         std::atomic<std::uint32_t> seen_{0};
     };
 
-    // Returns the number of changes. An acquire load: the latest change is visible afterwards.
+    // Returns the number of changes. An acquire load: the latest change is visible afterward.
     std::uint32_t count() const { return count_.load(std::memory_order_acquire); }
     // Increments the count; `repeat` must be called next.
     void notify() { count_.fetch_add(1, std::memory_order_seq_cst); }

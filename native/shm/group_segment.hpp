@@ -1,5 +1,5 @@
 // A segment that the members of a group on one host share. The first member creates it and the others map it. Each
-// member initializes its part and then waits for the others; afterwards the descriptors are closed.
+// member initializes its part and then waits for the others; afterward the descriptors are closed.
 #pragma once
 
 #include <memory>
@@ -23,7 +23,7 @@ class GroupSegment {
 
     // Returns the memory: page-aligned, and initially zero.
     std::uint8_t* data() const;
-    // Waits until all members have called this; afterwards each member's earlier writes are visible to all. Returns
+    // Waits until all members have called this; afterward each member's earlier writes are visible to all. Returns
     // false if a member has not called it by `deadline`, has died or left, or gives up.
     bool wait_for_all(Mesh::Deadline deadline);
 

@@ -54,7 +54,7 @@ class Mesh {
     int rank() const { return rank_; }
     int size() const { return directory_->size(); }
     const HostDirectory& directory() const { return *directory_; }
-    // Returns true if the rank has died. An acquire load: all data that the rank published is visible afterwards.
+    // Returns true if the rank has died. An acquire load: all data that the rank published is visible afterward.
     bool has_died(int rank) const { return state_of(rank) == State::lost; }
     bool has_left(int rank) const { return state_of(rank) == State::left; }
     bool is_gone(int rank) const { return shm::is_gone(state_of(rank)); }

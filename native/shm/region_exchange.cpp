@@ -242,7 +242,7 @@ Received RegionExchange::ask(const SocketName& listener, const Request& request,
         const Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
         if (connection.get() < 0) return {nullptr, errno};
         if (connect(connection.get(), address.get(), address.nbytes) != 0) {
-            if (errno != EAGAIN) return {nullptr, ETIMEDOUT};  // no process is listening any more
+            if (errno != EAGAIN) return {nullptr, ETIMEDOUT};  // no process is listening anymore
             std::this_thread::sleep_for(kPause);               // the backlog is full
             continue;
         }

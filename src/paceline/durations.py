@@ -38,7 +38,7 @@ def to_seconds(timeout: Timeout) -> float:
 
 
 def to_nanoseconds(timeout: Timeout) -> int:
-    """Returns `timeout` in nanoseconds, clamped to the same range as by `to_seconds`."""
+    """Returns `timeout` in nanoseconds, clamped to the same range as in `to_seconds`."""
     return int(to_seconds(timeout) * 1e9)
 
 

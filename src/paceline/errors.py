@@ -1,4 +1,4 @@
-"""Error classes of Paceline, and two functions that format values for messages.
+"""Error classes of Paceline, and two functions that format values for error messages.
 
 A message has four parts: what was seen, where (rank, host, pid, call), what was expected, and what to do. Wrong
 arguments raise plain `ValueError` and `TypeError`; the errors below concern another process or a file.

@@ -52,7 +52,7 @@ def out_of_descriptors_error(who: str, what: str) -> OutOfDescriptorsError:
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent, the process `parent`, ends."""
+    """Makes the kernel kill this process when its parent, the process `parent`, exits."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -70,7 +70,7 @@ def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
 
 
 def pidfd_open(pid: int) -> int:
-    """Returns a descriptor of a process, which becomes readable when the process ends.
+    """Returns a descriptor of a process, which becomes readable when the process exits.
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -85,7 +85,7 @@ def pidfd_send_signal(pidfd: int, number: int) -> None:
     """Sends a signal to the process that a descriptor refers to.
 
     Raises:
-        OSError: the process has ended, or belongs to another user.
+        OSError: the process has exited, or belongs to another user.
     """
     if hasattr(signal, "pidfd_send_signal"):
         signal.pidfd_send_signal(pidfd, number)

@@ -399,7 +399,7 @@ class Scatter(Function):
 
 @eager_methods
 class AllToAll(Function):
-    """Copies a tensor from each rank to each rank, into tensors that share memory with `outputs`."""
+    """Sends a tensor from each rank to each rank; the received tensors share memory with `outputs`."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Marks on gradients that an optimizer step has used; unmarked gradients are pending, for example during accumulation.
 
 After each optimizer step, an attribute of each gradient records the tensor version that the optimizer used. A later
-backward either accumulates into the gradient, which increments its version, or creates a new, unmarked gradient.
+backward pass either accumulates into the gradient, which increments its version, or creates a new, unmarked gradient.
 """
 
 from __future__ import annotations

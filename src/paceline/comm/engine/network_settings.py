@@ -256,7 +256,7 @@ UNMEASURED = CostModel(LinkCost(2e-6, 1e-10), LinkCost(3e-5, 5e-10), 1e-10)
 
 
 def known_algorithm(algorithm: str | None) -> str | None:
-    """Returns `algorithm` if it exists or is None, which stands for the fastest.
+    """Returns `algorithm` if it exists or is None, which denotes the fastest.
 
     Raises:
         ValueError: there is no such algorithm.

@@ -22,7 +22,7 @@ class Wire:
 
     The rounding error that a call makes on this rank is stored and added in the next call (error feedback). The errors
     therefore do not accumulate: the sum of all results differs from the exact sum by at most the rounding of one call.
-    Use a separate object for each tensor or list of tensors. A plain `wire="int8"` stores no errors.
+    Use a separate object for each tensor or list of tensors. A plain `wire="int8"` does not store errors.
 
     The residuals take up to 4 bytes per element on each rank. A call with a different number of elements discards them.
 

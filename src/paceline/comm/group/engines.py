@@ -37,7 +37,7 @@ class Devices:
     Args:
         on_cpu: the open group for CPU tensors.
         openers: the functions that open the group on other devices, by device type.
-        backend: the backend's name, for messages.
+        backend: the backend's name, for error messages.
         record: a function that adds an open group and its device type to the recording, and returns the group's serial
             number.
         advice: the advice in errors about a tensor on a device without an opener; the default advice names an engine.
@@ -70,7 +70,7 @@ class Devices:
 
         Args:
             tensors: the tensors of a call.
-            call: the call's name, or an object whose text is the name.
+            call: the call's name, or an object that `str` converts to the name.
 
         Raises:
             TypeError: there is no engine for the device, or the tensors are on different devices.

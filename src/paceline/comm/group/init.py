@@ -100,7 +100,7 @@ def init_process_group(
         world_size, rank: the number of ranks and the rank of this process; with env:// they may be taken from the
             environment.
         store: a store that all ranks share, instead of `init_method`; it requires `world_size` and `rank`.
-        group_name: the group's name in messages.
+        group_name: the group's name in error messages.
         pg_options: must be None; no engine has options.
         device_id: this rank's accelerator, as a device with an index or as the index. It becomes the current device and
             is used by `barrier`. The ranks' devices are connected at once rather than at the first tensor, so this
@@ -205,7 +205,7 @@ def new_group(
         pg_options: must be None; no engine has options.
         use_local_synchronization: whether only the members call this. Ranks that are in several such groups must create
             them in the same order.
-        group_desc: the group's name in messages.
+        group_desc: the group's name in error messages.
         device_id: this rank's accelerator as for `init_process_group`.
         sort_ranks: whether the group ranks follow numerical order (torch's default) rather than the order of `ranks`.
         algorithm: the algorithm as for `init_process_group`; the default group's algorithm if None.

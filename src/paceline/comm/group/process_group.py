@@ -94,7 +94,7 @@ class ProcessGroup:
         members: the ranks of the group with their hosts and processes, in the order of their group ranks.
         group_rank: this process's rank in the group.
         timeout: the time that calls wait for the other ranks.
-        name: the group's name in messages.
+        name: the group's name in error messages.
         backend: the backend's name, which `get_backend` returns.
         openers: the functions that open the group on other devices, by device type.
         advice: the advice in errors about a tensor on a device without an opener; the default advice names an engine.
@@ -104,7 +104,7 @@ class ProcessGroup:
 
     Attributes:
         ranks: the members' ranks in the default group, in the order of their group ranks.
-        name: the group's name in messages.
+        name: the group's name in error messages.
         backend: the backend's name.
         timeout_ns: the time that calls wait for the other ranks, in nanoseconds.
         bound_device_id: the accelerator of this rank that `bind` has connected, or None.
@@ -167,7 +167,7 @@ class ProcessGroup:
 
     @property
     def me(self) -> RankIdentity:
-        """Returns this rank with its host and process, formatted in messages as "rank 3 (host, pid 4711)"."""
+        """Returns this rank with its host and process, formatted in error messages as "rank 3 (host, pid 4711)"."""
         return self._members[self._rank]
 
     @property
@@ -553,7 +553,7 @@ class ProcessGroup:
 
     @property
     def group_name(self) -> str:
-        """The group's name in messages."""
+        """The group's name in error messages."""
         return self.name
 
     group_desc = group_name

@@ -40,7 +40,7 @@ def new_subgroups(
         timeout: the timeout of calls on the new groups; the default group's timeout if None.
         backend: the backend as for `new_group`.
         pg_options: must be None; no engine has options.
-        group_desc: the name of the new groups in messages.
+        group_desc: the name of the new groups in error messages.
 
     Returns:
         The new group that contains this rank, and a list of all new groups, in which `GroupMember.NON_GROUP_MEMBER`

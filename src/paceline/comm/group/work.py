@@ -529,7 +529,7 @@ class ProfiledCall:
             return
         try:
             ended = _thread().submit(self._exit)
-        except RuntimeError:  # at interpreter exit, thread pools accept no more work
+        except RuntimeError:  # at interpreter exit, thread pools reject new work
             self._exit()
         else:
             ended.result()

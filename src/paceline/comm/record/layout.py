@@ -152,7 +152,7 @@ retransmitted segments; milliseconds for which an answer has been pending; numbe
 WORD_NBYTES = 8
 WRITING = 1
 OPEN = 2
-ENDED_FLAG = 1  # flag in the header: the process has ended normally
+ENDED_FLAG = 1  # flag in the header: the process has exited normally
 
 
 def state_of(stamp: int) -> int:

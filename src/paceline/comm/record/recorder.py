@@ -64,7 +64,7 @@ def open_group(name: str, engine: str, identity: int, rank: int, ranks: Sequence
     """Records a group; returns the serial number for its calls in the recording, or 0 if recording is disabled.
 
     Args:
-        name: the group's name; "" stands for the default group.
+        name: the group's name; "" denotes the default group.
         engine: the name of the engine that runs its calls.
         identity: a number that is the same on all members.
         rank: this process's rank in the group.

@@ -65,7 +65,7 @@ def reason_against(store: Store) -> str | None:
 
 
 def leave_will(store: Store, end: str) -> None:
-    """Makes the store set the verdict if this process ends unexpectedly.
+    """Makes the store set the verdict if this process exits unexpectedly.
 
     Args:
         store: the ranks' store.

@@ -34,7 +34,7 @@ class LinkDirection:
     other: int = -1
 
     def name(self, network: Network) -> str:
-        """Returns a name for messages, such as `host 3 up`, `hosts 1-2` or `rack0 down`."""
+        """Returns a name for error messages, such as `host 3 up`, `hosts 1-2` or `rack0 down`."""
         if self.kind == "hosts":
             return f"hosts {self.number}-{self.other}"
         owner = network.groups[self.number].name if self.kind == "group" else f"{self.kind} {self.number}"

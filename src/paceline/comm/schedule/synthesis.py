@@ -35,10 +35,10 @@ MOST_RANKS = 64
 """The largest number of ranks for which the proof of the schedules takes less than a second."""
 
 _LONG_NBYTES = 16 << 20
-_NEARLY = 1.25  # maximum duration, relative to the fastest algorithm, of one with a much lighter load
+_NEARLY = 1.25  # an algorithm with a much lighter load is preferred up to this multiple of the least duration
 _COMPETING = 1.05  # factor on the simulated duration if several connections may share an uplink
-_LIGHTER = 0.75  # maximum load of the busiest link, relative to the fastest algorithm, that counts as much lighter
-_AS_FAST = 1.02  # maximum duration, relative to the fastest algorithm, of one with fewer messages
+_LIGHTER = 0.75  # a load counts as much lighter up to this fraction of the fastest algorithm's load
+_AS_FAST = 1.02  # an algorithm with fewer messages is preferred up to this multiple of the least duration
 
 
 def synthesised_all_reduce(topology: RankTopology, transfers: Sequence[TreeTransfer]) -> Schedule:

@@ -154,7 +154,7 @@ def _digest(key: bytes, side: bytes, *parts: bytes) -> bytes:
 
 
 def name_of(connection: Connection) -> str:
-    """Returns a name for the peer in messages: the address and port, or the Unix socket."""
+    """Returns a name for the peer in error messages: the address and port, or the Unix socket."""
     try:
         peer = connection.getpeername()
     except OSError:

@@ -90,7 +90,7 @@ def _user_at(peer: tuple[object, ...], own: tuple[object, ...]) -> int:
     return user
 
 
-Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # system calls take no larger numbers
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # system calls do not accept larger numbers
 
 Data = TypeVar("Data")
 Decoded = TypeVar("Decoded")

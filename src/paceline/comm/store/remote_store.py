@@ -39,7 +39,7 @@ class RemoteStore(Store):
     Args:
         open_connection: a function that opens an authenticated connection. It keeps trying as long as the function
             passed to it returns true.
-        name: the store's name in messages.
+        name: the store's name in error messages.
         timeout: the timeout of waiting calls, in seconds or as a timedelta.
     """
 
@@ -128,7 +128,7 @@ def connect(
 
     Args:
         dial: a function that connects a socket within the given number of seconds.
-        place: the server's address, for messages.
+        place: the server's address, for error messages.
         secret: the job's secret, or None.
         timeout: the timeout for all attempts, in seconds or as a timedelta.
         is_wanted: a function that returns False once this process has closed the store.

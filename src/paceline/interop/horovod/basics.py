@@ -65,7 +65,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Returns whether Paceline is initialized: `init` was called, and `shutdown` was not called afterwards."""
+    """Returns whether Paceline is initialized: `init` was called, and `shutdown` was not called afterward."""
     return group_exists()
 
 

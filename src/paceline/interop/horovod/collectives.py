@@ -63,7 +63,7 @@ Result = TypeVar("Result")
 class ScaledReduction:
     """A reduction with a factor for its inputs and a factor for its results.
 
-    Integers are multiplied in float64 and rounded towards zero, as in Horovod.
+    Integers are multiplied in float64 and rounded toward zero, as in Horovod.
     """
 
     by: ReduceOp
@@ -83,7 +83,7 @@ class ScaledReduction:
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiplies a tensor in place. Integers are multiplied in float64 and rounded towards zero."""
+    """Multiplies a tensor in place. Integers are multiplied in float64 and rounded toward zero."""
     if factor == 1.0:
         return
     if tensor.is_floating_point() or tensor.is_complex():

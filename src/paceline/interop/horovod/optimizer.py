@@ -275,7 +275,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     """Returns an optimizer with the parameters and state of `optimizer` that averages gradients over the ranks.
 
     Args:
-        optimizer: The optimizer to replace; do not use it afterwards.
+        optimizer: The optimizer to replace; do not use it afterward.
         named_parameters: `model.named_parameters()`; must include every parameter in the optimizer.
         compression: `Compression.none`, or `Compression.fp16` to reduce in half precision.
         backward_passes_per_step: The number of backward passes to accumulate before a reduction.

@@ -224,7 +224,7 @@ class _Alltoall(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
-        """Sends the gradients back to the ranks from which the rows came."""
+        """Sends the gradients back to the ranks that sent the rows."""
         return alltoall(grad, ctx.received, process_set=ctx.process_set)[0], None, None, None
 
 

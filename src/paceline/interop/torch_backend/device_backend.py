@@ -101,7 +101,7 @@ class DeviceBackend(Backend):
         self.group = group
 
     def getBackendName(self) -> str:
-        """Returns the backend's name, which torch uses in messages."""
+        """Returns the backend's name, which torch uses in error messages."""
         return self.group.getBackendName()
 
     name = getBackendName

@@ -188,7 +188,7 @@ def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
         if not isinstance(new_backend, kind):
             return make(new_backend, ranks, metadata, is_default_group)
         former = metadata["original_group_name"]
-        # PyTorch restarts its group numbers afterwards; in the old store, new groups would find keys of earlier groups.
+        # PyTorch restarts its group numbers afterward; in the old store, new groups would find keys of earlier groups.
         metadata["store"] = new_backend.get_group_store()
         new_backend._set_group_name(metadata["new_group_name"])
         new_backend._set_group_desc("default:shrunken" if is_default_group else f"{former}:shrunk")

@@ -47,8 +47,8 @@ class GroupRendezvous:
         rank: The rank of this process.
         size: The number of ranks.
         timeout: The timeout for calls on the group.
-        named: The rank of each member in torch's default group, used in messages.
-        name: The group's name, used in messages.
+        named: The rank of each member in torch's default group, used in error messages.
+        name: The group's name, used in error messages.
     """
 
     store: Any

@@ -41,7 +41,7 @@ class StoreForTorch(TorchStore):
         return self._store.check(keys)
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Sets `key` if its value equals `expected_value`; returns the value of `key` afterwards."""
+        """Sets `key` if its value equals `expected_value`; returns the value of `key` afterward."""
         return self._store.compare_set(key, expected_value, desired_value)
 
     def append(self, key: str, value: bytes | str) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints on disks that hosts do not share. Each host stores its own ranks' files and a manifest of all files.
 
 `found_disks` finds the ranks that access the same directory, `begin` begins a checkpoint on every disk, and
-`newest_spread` finds the newest checkpoint of which every file is on the disk of some rank.
+`newest_spread` finds the newest checkpoint whose files are all accessible to some rank.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class AbsentCheckpoint:
         self.manifest, self._where = manifest, where
 
     def describe(self) -> str:
-        """Returns a description of the location, for messages."""
+        """Returns a description of the location, for error messages."""
         return self._where
 
 

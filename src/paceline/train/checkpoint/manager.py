@@ -226,7 +226,7 @@ class CheckpointManager:
         asynchronous: bool,
         may_copy: bool = True,
     ) -> None:
-        """Writes a checkpoint. If `may_copy` is False, launchers keep no copy in memory."""
+        """Writes a checkpoint. If `may_copy` is False, launchers do not keep a copy in memory."""
         self._warn_of_gradients(step, state, channel)
         least_sequence = 0 if self._copies is None else self._copies.least_sequence()
         plan = plan_save(state, self._root, step, channel, self._own_disks(channel), least_sequence)

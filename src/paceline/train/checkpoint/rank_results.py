@@ -21,7 +21,7 @@ class RankChannel(Protocol):
     Attributes:
         rank: this rank.
         size: the number of ranks.
-        me: this rank's name in messages.
+        me: this rank's name in error messages.
     """
 
     rank: int

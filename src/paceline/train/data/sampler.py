@@ -118,8 +118,8 @@ class DistributedEvalSampler(Sampler[int]):
     """Yields the indices of one rank's part of `dataset`, in order, without repeating or skipping samples.
 
     Every sample belongs to exactly one rank. Lengths differ by at most one between ranks, so evaluate without
-    collectives (`DistributedDataParallel` calls none in `eval` mode under `no_grad`), and combine the results with
-    `gather` or `mean_over_samples`.
+    collectives (`DistributedDataParallel` does not call any in `eval` mode under `no_grad`), and combine the results
+    with `gather` or `mean_over_samples`.
 
     Args:
         dataset: an object with a length.

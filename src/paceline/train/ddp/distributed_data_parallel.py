@@ -122,8 +122,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         batched_grad_copy: has no effect. On accelerators, the gradients of a bucket are always copied together.
         forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward pass in training mode
             and at the end of `join`; True if None.
-        lazy_bucket_allocation: has no effect. On the CPU, buckets use no extra memory; on other devices, the first
-            backward allocates it.
+        lazy_bucket_allocation: has no effect. On the CPU, buckets need no extra memory; on other devices, the first
+            backward pass allocates it.
         deterministic: whether training results are bitwise equal on any number of ranks that is a power of two (see
             docs/reproducible.md).
         logical_shards: with `deterministic`, the number of shards into which each step's samples are divided; a power
@@ -378,8 +378,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         The hook is called as `hook(state, bucket)` with a `GradBucket`. It returns a `torch.futures.Future` for the
         averaged flat buffer, or the `Work` from a collective that was called on this buffer with `async_op=True`. Every
-        rank must register the same hook. `paceline.parallel.hooks` provides hooks that compress gradients. A second
-        backward through the same forward passes gradients to the hook that include already averaged ones.
+        rank must register the same hook. `paceline.parallel.hooks` provides hooks that compress gradients. In a second
+        backward pass through the same forward pass, the hook receives gradients that include already averaged ones.
 
         Raises:
             TypeError: `hook` is not callable.

@@ -53,7 +53,7 @@ class GradientAverager:
     device, so the caller must serialize calls to the methods that run during a backward pass.
 
     Initially, buckets are filled in reverse order of registration. On an accelerator, they are rebuilt after the first
-    backward, in the order in which rank 0 computed its gradients.
+    backward pass, in the order in which rank 0 computed its gradients.
 
     Args:
         tracked: the module's tensors.

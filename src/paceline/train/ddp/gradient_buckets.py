@@ -306,7 +306,8 @@ class BucketGradients:
                 dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype, device=gradient.device).copy_(
                     dense
                 )
-                # Autograd creates no views. The user created this one and may read its base, so copy into the base.
+                # Autograd does not create views. The user created this one and may read its base, so copy into the
+                # base.
                 (memory.successors if shared and not gradient._is_view() else memory.copies).append((param, dense))
             memory.pieces += (dense.data_ptr(), dense.nbytes)
             memory.tensors.append(dense)
@@ -323,8 +324,8 @@ class BucketGradients:
         whole, views = flat.copy_of(gradients)
         memory = GradientMemory([whole.data_ptr(), whole.nbytes], [whole], self._count, views=views)
         for param, gradient, view in zip(self.params, gradients, views, strict=True):
-            # Autograd creates no views, so a view was created by the user, who may read its base. A gradient with a
-            # graph must keep the graph. Both receive the values in place.
+            # Autograd does not create views, so a view was created by the user, who may read its base. A gradient with
+            # a graph must keep the graph. Both receive the values in place.
             if gradient._is_view() or gradient.requires_grad:
                 memory.copies.append((param, view))
             else:

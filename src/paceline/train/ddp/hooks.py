@@ -229,7 +229,7 @@ class PowerSGDState:
         known, drawn = self.rights.get(index), self._drawn.get(index)
         if not self.warm_start or drawn is None or [q.shape for q in drawn] != shapes:
             generator = torch.Generator("cpu").manual_seed(self.random_seed + self.iter * 1009 + index)
-            # The CPU generator draws the same numbers whatever device the matrices are on.
+            # The CPU generator draws the same numbers regardless of the device of the matrices.
             drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
             drawn = [q.to(matrix.device) for q, matrix in zip(drawn, matrices, strict=True)]
             self._drawn[index] = drawn

@@ -21,7 +21,7 @@ def apply_optimizer_in_backward(
 ) -> None:
     """Gives each parameter its own optimizer, which steps inside backward and frees the gradient immediately.
 
-    If the module is wrapped in `DistributedDataParallel` afterwards, the optimizers step when backward ends, with the
+    If the module is wrapped in `DistributedDataParallel` afterward, the optimizers step when backward ends, with the
     averaged gradients; backward passes within `no_sync` only accumulate. Do not call `step` or `zero_grad`.
 
     Args:

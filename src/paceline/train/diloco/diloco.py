@@ -255,7 +255,7 @@ class DiLoCo:
         """Completes all exchanges and sets the parameters to the mean over all ranks, bitwise equal on every rank.
 
         Every rank must call this; the call waits for ranks that are behind. Buffers that are not averaged are copied
-        from the first rank. Training may continue afterwards.
+        from the first rank. Training may continue afterward.
         """
         self._proceed()
         timetable = self._timetable

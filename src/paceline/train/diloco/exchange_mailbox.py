@@ -45,7 +45,7 @@ class ExchangeMailbox:
         self.decided = number  # all exchanges before this one have been decided
         self._have_all_finished = False
         self._latest = number - 1  # the latest exchange that the training thread has started
-        self._has_finished = False  # whether the training thread will start no further exchange
+        self._has_finished = False  # whether the training thread has started its last exchange
         self._offers: dict[int, Tensors] = {}
         self._outcomes: dict[int, ExchangeResult] = {}
         self._error: BaseException | None = None
@@ -64,7 +64,7 @@ class ExchangeMailbox:
             return True
 
     def finish(self) -> None:
-        """Records that the training thread will start no further exchange."""
+        """Records that the training thread has started its last exchange."""
         with self.changed:
             self._has_finished = True
             self.changed.notify_all()

@@ -35,7 +35,7 @@ class LoweredPriorities:
         if self._can_undo is None:
             self._can_undo = _can_undo(self._own)
         if self._can_undo:
-            with contextlib.suppress(OSError):  # the process has ended
+            with contextlib.suppress(OSError):  # the process has exited
                 os.setpriority(os.PRIO_PROCESS, pid, self._lower)
                 self._yield.add(pid)
 
@@ -53,7 +53,7 @@ class LoweredPriorities:
                 return
 
     def forget(self, pid: int) -> None:
-        """Removes a process that has ended."""
+        """Removes a process that has exited."""
         self._yield.discard(pid)
 
 
@@ -79,7 +79,7 @@ def _can_undo(own: int) -> bool:
 
 def _threads_below(pid: int) -> Iterator[int]:
     """Yields the threads of a process and of its descendants."""
-    with contextlib.suppress(OSError):  # the process has ended
+    with contextlib.suppress(OSError):  # the process has exited
         for thread in os.listdir(f"/proc/{pid}/task"):
             yield int(thread)
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:

@@ -140,7 +140,7 @@ class ShardLoader:
         plan, steps = self._plan_of(self.epoch), self._steps()
         # A lazy generator lets an elastic job continue in a new view without first listing all batches.
         self._upcoming.listed = plan.batches(range(self._next_step, steps), mine)
-        # A rank without shards, such as a worker that is catching up, starts no loader processes.
+        # A rank without shards, such as a worker that is catching up, does not start loader processes.
         batches = recorded_waits(iter(self._loader) if mine else iter(()), "ShardLoader")
         while self._next_step < steps:
             step = self._next_step

@@ -100,7 +100,7 @@ class GradientExchange:
         self._groups = groups
         self._check = check
         self._by_round = by_round
-        self._averages = groups.across is None  # whether the reduction within the host averages
+        self._averages = groups.across is None  # whether the reduction within the host computes averages
         self._applies_updates = shards.cuts and self._averages and applies_updates(groups.host)
         # - Facts on which the ranks have agreed
         self._anywhere: list[bool] = []  # per parameter: whether any rank has a gradient

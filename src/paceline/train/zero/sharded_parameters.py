@@ -285,7 +285,8 @@ class ShardedParameters:
     def _before_forward(self, number: int, module: nn.Module, inputs: object) -> None:
         self._gather(number)
         if torch.is_grad_enabled() and not self._is_trained(number):
-            # The unit computes no parameter gradients; gradients of its inputs mark the end of its backward pass.
+            # No gradients are computed for the unit's parameters; those of its inputs mark the end of its backward
+            # pass.
             for tensor in find_tensors(inputs):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._after_backward, number))
@@ -356,5 +357,5 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a dense tensor's memory as a flat uint8 view, which can be sent whatever its layout and dtype."""
+    """Returns a dense tensor's memory as a flat uint8 view, which can be sent regardless of layout and dtype."""
     return flat(tensor).view(torch.uint8)

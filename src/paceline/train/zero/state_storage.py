@@ -39,7 +39,7 @@ class FileMemory:
 
     Args:
         directory: the directory of the file.
-        me: this rank, for messages.
+        me: this rank, for error messages.
 
     Raises:
         OSError: a file cannot be created in the directory.
@@ -108,7 +108,7 @@ class StateStorage:
     Args:
         dtype: the dtype of the master copies; None to update the parameters themselves.
         offload: "cpu", or a directory for a memory-mapped file; None to keep the state on the parameters' device.
-        me: this rank, for messages.
+        me: this rank, for error messages.
 
     Raises:
         TypeError: `dtype` is not a floating-point dtype.

@@ -226,7 +226,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """Returns the hook for `Join`; accepts `divide_by_initial_world_size` if this object averages the gradients.
 
         Raises:
-            ValueError: the stage is 3, which gathers parameters in forward; a rank without inputs runs no forward pass.
+            ValueError: the stage is 3, which gathers parameters in forward; a rank without inputs does not run a
+                forward pass.
         """
         if self.stage == 3:
             raise ValueError(

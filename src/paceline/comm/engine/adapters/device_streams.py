@@ -21,7 +21,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
 
 
 class AcceleratorEvent:
-    """A position on a stream; any thread may use it.
+    """A position on a stream. Thread-safe.
 
     Args:
         device: the stream's device, with its index.
@@ -85,7 +85,8 @@ class AcceleratorStream:
             self._stream.wait_event(event._event)
 
     def record(self, timing: bool = False) -> AcceleratorEvent:
-        """Records an event after the work enqueued so far on this stream; with `timing`, it has a device time."""
+        """Records an event after the work enqueued so far on this stream; with `timing`, the event also records the
+        device time."""
         return _recorded(self.device, self._stream, timing)
 
     def current(self, before: Any = None) -> contextlib.AbstractContextManager[object]:
@@ -103,7 +104,7 @@ class AcceleratorStream:
 
 
 class _CurrentStream:
-    """A context manager that makes a stream current. Every call uses it, so it is cheaper than PyTorch's."""
+    """A context manager that makes a stream current. Cheaper than PyTorch's own, because every call uses it."""
 
     def __init__(self, device: torch.device, stream: Any, before: Any = None) -> None:
         self._device = device
@@ -164,7 +165,7 @@ def activated(device: torch.device) -> Iterator[None]:
 
 
 def on_stream(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[object]:
-    """Makes `stream`, a result of `current_stream`, the calling thread's current stream; None stands for the CPU."""
+    """Makes `stream`, a result of `current_stream`, the calling thread's current stream; None denotes the CPU."""
     return contextlib.nullcontext() if stream is None else _CurrentStream(device, stream)
 
 

@@ -42,7 +42,7 @@ class DeviceClock:
         self._lock = threading.Lock()
 
     def tick_of(self, event: AcceleratorEvent) -> int:
-        """Returns the tick at which an event, which was recorded with `timing` and is complete, completed."""
+        """Returns the tick at which an event completed; the event must be complete and recorded with `timing`."""
         with self._lock:
             if self._origin is None or time.monotonic_ns() - self._origin[1] > _READING_S * 1e9:
                 self._origin = self._read()
@@ -116,7 +116,7 @@ class DeviceWatch:
 def _is_over(poll: Callable[[], bool]) -> bool:
     try:
         return not poll()
-    except RuntimeError:  # an error of the device, which the program receives as well
+    except RuntimeError:  # a device error, which the program also receives
         return True
 
 

@@ -31,7 +31,7 @@ class RecordedOperation(Protocol):
         """Records that the operation starts to run."""
 
     def follow(self, device: torch.device, reached: AcceleratorEvent, ended: AcceleratorEvent | None = None) -> None:
-        """Takes the times of the start and the end from events on a device; see `RecordedWork.follow`."""
+        """Sets the start and end times from events on a device; see `RecordedWork.follow`."""
 
     def end_behind(self, ended: AcceleratorEvent) -> None:
         """Sets the event for the end if `follow` was called without it."""

@@ -26,7 +26,7 @@ _MOST_NAMED = 4
 
 
 class MemberExit(Enum):
-    """The way in which a rank ended; the value is stored under the rank's key in the store."""
+    """The way in which a rank exited; the value is stored under the rank's key in the store."""
 
     DIED = "died"
     LEFT = "left"
@@ -69,9 +69,9 @@ def announce_leave(context: EngineContext) -> None:
 
 
 def exit_of(store: Store | None, member: RankIdentity) -> MemberExit | None:
-    """Returns the way in which a rank ended, or None if it is running or its state is unknown.
+    """Returns the way in which a rank exited, or None if it is running or its state is unknown.
 
-    If there is no store, or the store has no entry for the rank, the rank counts as dead if its process has ended.
+    If there is no store, or the store has no entry for the rank, the rank counts as dead if its process has exited.
 
     Raises:
         StoreError: the store does not answer.

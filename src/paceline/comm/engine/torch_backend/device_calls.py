@@ -50,7 +50,7 @@ StartCall = Callable[[TorchGroup], StartedCall]
 """Starts a call of a process group on the current stream."""
 
 _CLOSED = CallFailure(OutcomeCode.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
-# A rank whose process has ended may have finished its part of a call, which then completes soon.
+# A rank whose process has exited may have finished its part of a call, which then completes soon.
 _GRACE_S = 1.0
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 _POLLING_S = 0.01
@@ -101,11 +101,11 @@ class StreamSettings:
 
     Attributes:
         construct: a function that constructs the process group.
-        library: the library's name, for messages.
+        library: the library's name, for error messages.
         advice: a sentence, without a period, about how to investigate an error reported by the library.
         identify: a function that returns a string that identifies a device across processes, or "" if processes may
             share it.
-        store: the store in which ranks report how they ended.
+        store: the store in which ranks report how they exited.
         is_closing: a function that returns whether the engine is being closed.
     """
 
@@ -271,7 +271,7 @@ class CallStream:
             return CallFailure(OutcomeCode.REFUSED, said=str(error))
         if (different := self._difference(at_once=True)) is not None:
             return different  # the reason why another rank has ended its process group
-        until = time.monotonic() + _GRACE_S  # a connection breaks before the process of the other rank has ended
+        until = time.monotonic() + _GRACE_S  # a connection breaks before the process of the other rank has exited
         while self._peers is not None and time.monotonic() < until:
             if gone := self._peers.gone():
                 return CallFailure(OutcomeCode.PEER_LOST, gone=self._group_ranks(gone))
@@ -353,7 +353,7 @@ class CallStream:
             return CallFailure(OutcomeCode.PEER_LOST, gone=self._group_ranks(gone))
         said = None if gone or self._group is None else self._group.error()
         if said is not None and self._error_since is None:
-            self._error_since = now  # the connection of a rank that dies breaks before its process has ended
+            self._error_since = now  # the connection of a rank that dies breaks before its process has exited
         if said is not None and self._error_since is not None and now - self._error_since > _GRACE_S:
             return self._difference(at_once=True) or CallFailure(
                 OutcomeCode.REFUSED,

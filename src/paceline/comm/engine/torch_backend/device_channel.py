@@ -43,12 +43,12 @@ _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 
 
 def connect_all(group: TorchGroup, device: torch.device) -> StartedCall:
-    """Starts a call whose effect is to connect all ranks of a process group."""
+    """Starts a call that connects all ranks of a process group."""
     return StartedCall(group.allreduce([torch.zeros(1, device=device)], c10d.AllreduceOptions()))
 
 
 def connect_pair(group: TorchGroup, device: torch.device, sends: bool) -> StartedCall:
-    """Starts a message whose effect is to connect the sender (rank 0) and the receiver."""
+    """Starts a message that connects the sender (rank 0) and the receiver."""
     with contextlib.suppress(AttributeError, RuntimeError):  # stops NCCL from creating a communicator for messages
         group.eager_connect_single_device(device)
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -65,7 +65,7 @@ class DeviceChannel(EngineChannel):
         calls: the call stream.
         watch: the engine's watch.
         rank: the group rank of this process.
-        library: the library's name and version, for messages.
+        library: the library's name and version, for error messages.
         has_float8: whether the library and the device reduce 8-bit floats.
         recorder: the recorder of the group.
     """

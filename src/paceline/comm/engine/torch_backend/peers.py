@@ -258,7 +258,7 @@ class PeerWatch:
             self._poll.register(descriptor, select.POLLIN)
 
     def gone(self) -> list[int]:
-        """Returns the indices of the watched processes that have ended; any thread may call it."""
+        """Returns the indices of the watched processes that have exited; any thread may call this."""
         with self._lock:
             ended = {descriptor for descriptor, _ in self._poll.poll(0)}
             self._gone.update(self._descriptors[descriptor] for descriptor in ended)

@@ -127,7 +127,7 @@ class OwnedProcessGroup:
         return None if error.name == "SUCCESS" else f"{error.name}"
 
     def abort(self) -> None:
-        """Ends the group at once; the results of its calls are undefined. Idempotent; any thread may call it."""
+        """Ends the group at once; the results of its calls are undefined. Idempotent; any thread may call this."""
         if not self._ended:
             self._ended = True
             run_bounded(self._end_now, time.monotonic() + _ABORTING_S, "abort")
@@ -159,7 +159,7 @@ class OwnedProcessGroup:
 def run_bounded(
     function: Callable[[], object], deadline: float, name: str, stopped: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Runs a function that might hang on a separate thread; returns whether it returned before `deadline`.
+    """Runs a function, which might hang, on a separate thread; returns whether it completed before `deadline`.
 
     Args:
         function: the function.
@@ -239,7 +239,7 @@ def _constructed(backend: str, store: TorchStore, rank: int, size: int) -> Any:
 
 
 def version_of(backend: str) -> str:
-    """Returns the name of a backend's library and, if PyTorch reports it, the version, for messages."""
+    """Returns the name of a backend's library and, if PyTorch reports it, the version, for error messages."""
     if backend != "nccl":
         return backend
     library = "RCCL" if torch.version.hip else "NCCL"

@@ -99,7 +99,7 @@ def _devices_in_use(group: ProcessGroup, indices: Sequence[int] | None) -> list[
 def monitored_barrier(group: Group = None, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
     """Synchronizes all ranks like `barrier`; on a timeout, the error lists the ranks that have not called it.
 
-    All waiting ranks raise the error, and not only rank 0 as in torch.distributed. Every collective of Paceline reports
+    All waiting ranks raise the error, not only rank 0 as in torch.distributed. Every collective of Paceline reports
     missing ranks on timeout; the message from this function begins with them.
 
     Args:

@@ -469,7 +469,7 @@ def _unpack_tensor(packed: Any, unpacker: Unpacker) -> torch.Tensor:
 
 
 def _own_device(type: str, index: int) -> torch.device:
-    """Returns this process's device for a received tensor; a negative index stands for the current device."""
+    """Returns this process's device for a received tensor; a negative index denotes the current device."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != type or index >= torch.accelerator.device_count():
         return torch.device("cpu")

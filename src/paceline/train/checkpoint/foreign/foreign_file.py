@@ -57,7 +57,7 @@ class ForeignCheckpoint(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind of checkpoint, for messages."""
+        """The kind of checkpoint, for error messages."""
 
     @property
     def tree(self) -> object:

@@ -24,7 +24,7 @@ class OutputFile(Protocol):
         """Appends bytes."""
 
     def commit(self) -> None:
-        """Makes all written bytes durable. Nothing may be written afterwards."""
+        """Makes all written bytes durable. Nothing may be written afterward."""
 
     def close(self) -> None:
         """Closes the file, committed or not. Idempotent."""
@@ -54,7 +54,7 @@ class Described(Protocol):
     """A storage location. Its methods, and those of the protocols below, may raise OSError."""
 
     def describe(self, name: str = "") -> str:
-        """Returns the full path or address of a name, for messages."""
+        """Returns the full path or address of a name, for error messages."""
 
     def free_nbytes(self) -> int | None:
         """Returns the number of bytes that may still be written, or None if it is unknown."""
@@ -140,13 +140,13 @@ _SHORT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def who(rank: int | None = None) -> str:
-    """Returns this process's name in messages."""
+    """Returns this process's name in error messages."""
     process = f"{socket.gethostname()}, pid {os.getpid()}"
     return f"this process ({process})" if rank is None else f"rank {rank} ({process})"
 
 
 def size_text(nbytes: int) -> str:
-    """Formats a size in bytes with a unit, for messages."""
+    """Formats a size in bytes with a unit, for error messages."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.1f} {unit}"

@@ -317,7 +317,7 @@ class Session:
         return Done(), b""
 
     def _write(self, write: Write) -> None:
-        """Appends to a file. Errors are reported when the file is finished, because writes get no response."""
+        """Appends to a file. Errors are reported when the file is finished, because writes do not have responses."""
         key = write.root, write.token, write.file
         left = write.nbytes
         while left:

@@ -153,7 +153,7 @@ class ReplicaTarget:
         self._clients, self._root, self._token = clients, root, token
 
     def describe(self, name: str = "") -> str:
-        """Returns the description of a file for messages."""
+        """Returns the description of a file for error messages."""
         return f"the copy in memory of {name.rpartition('/')[2] or self._root}"
 
     def free_nbytes(self) -> int | None:
@@ -207,7 +207,7 @@ class ReplicaSource:
         self._client_of = client_of
 
     def describe(self, name: str = "") -> str:
-        """Returns the description of the checkpoint or one of its files, for messages."""
+        """Returns the description of the checkpoint or one of its files, for error messages."""
         return f"{self._root} in memory" + (f": {name}" if name else "")
 
     def free_nbytes(self) -> int | None:

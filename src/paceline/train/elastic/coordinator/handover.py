@@ -4,7 +4,7 @@
    use the store of the successor's launcher for their rendezvous. If no worker has to leave, a planned view with the
    same members only changes the store.
 2. When all members have entered that view, the job state is replicated to every machine, and the successor is ordered
-   to stand as a candidate. From then on, this coordinator makes no decisions.
+   to stand as a candidate. From then on, this coordinator does not make decisions.
 3. The successor disconnects from this launcher and stands, as after the loss of a coordinator (`election.py`). Then the
    other machines are ordered to follow it.
 
@@ -130,7 +130,7 @@ class CoordinatorHandover:
 
     @property
     def has_resigned(self) -> bool:
-        """Whether the coordinator makes no more decisions."""
+        """Whether the coordinator has stopped making decisions."""
         return self.ordered_s is not None
 
 

@@ -137,7 +137,7 @@ class WorkerRecord:
 
     @property
     def absence(self) -> str:
-        """The reason for the worker's absence, for messages."""
+        """The reason for the worker's absence, for error messages."""
         if self.ended is not None:
             return f"worker {self.uid} on {self.machine.host} has ended ({self.ended})"
         if not self.machine.is_reachable:

@@ -158,7 +158,7 @@ class Rounds:
         return progress.assignments.begin(progress.number, membership.view.members)
 
     def finish(self) -> None:
-        """Runs a final round, after which no member needs the others any longer."""
+        """Runs a final round, after which the members no longer need each other."""
         self.total(lambda _: [torch.zeros(1, dtype=torch.uint8, device="cpu")])
         if self._membership.catching_up is not None:
             self._membership.catching_up.give_up("the others have finished")

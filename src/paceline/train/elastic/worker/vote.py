@@ -114,7 +114,7 @@ def vote(
     audit: Audit | None = None,
     guests: Collection[int] = (),
 ) -> list[Ballot]:
-    """Compares the members' ballots and returns them by rank. Guests do not count towards the majority.
+    """Compares the members' ballots and returns them by rank. Guests do not count toward the majority.
 
     Raises:
         OutvotedError: More than half of the members agree with each other, but this one does not.
