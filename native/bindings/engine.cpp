@@ -37,7 +37,7 @@ class HostGroup {
 
     HostGroup(const HostGroup&) = delete;
     HostGroup& operator=(const HostGroup&) = delete;
-    // In a forked child the threads that might hold the group's locks do not exist, so it cannot be destroyed there.
+    // In a forked child the threads that might hold the group's locks do not exist, so the group cannot be destroyed.
     ~HostGroup() {
         if (forked_from_member()) static_cast<void>(new std::shared_ptr<CallQueue>(queue_));
     }

@@ -69,7 +69,7 @@ class ScheduleGroup {
 
     ScheduleGroup(const ScheduleGroup&) = delete;
     ScheduleGroup& operator=(const ScheduleGroup&) = delete;
-    // In a forked child the threads that might hold the group's locks do not exist, so it cannot be destroyed there.
+    // In a forked child the threads that might hold the group's locks do not exist, so the group cannot be destroyed.
     ~ScheduleGroup() {
         if (!forked_from_member()) return;
         static_cast<void>(new std::shared_ptr<CallQueue>(queue_));

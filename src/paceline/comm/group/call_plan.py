@@ -237,7 +237,7 @@ def root_rank(
 
 
 def group_rank_of(group: ProcessGroup, rank: int) -> int:
-    """Returns the group rank of a rank of the default group.
+    """Converts a rank in the default group to a group rank.
 
     Raises:
         ValueError: the rank is not a member of the group.

@@ -125,7 +125,7 @@ class Devices:
         return opener
 
 
-_AGREED = 1 << 62  # flag for identities that members agreed on; all others are group counts
+_AGREED = 1 << 62  # flag for identities chosen by agreement; all other identities are group counts
 _FINDS_MEMBERS = _ENCRYPTS = "paceline"
 
 

@@ -76,7 +76,7 @@ def get_process_group_ranks(group: Group = None) -> list[int]:
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Returns the rank in the default group of a member of `group`.
+    """Converts a group rank in `group` to a rank in the default group.
 
     Raises:
         ValueError: the group has no such rank.
@@ -87,7 +87,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Returns the group rank of a rank of the default group.
+    """Converts a rank in the default group to a group rank in `group`.
 
     Raises:
         ValueError: the rank is not a member of the group.

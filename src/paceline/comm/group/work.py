@@ -283,7 +283,7 @@ class _UntilEvent:
 
 
 class JoinedWork(Work):
-    """Several works combined: completes when all of them are complete, and fails if one of them fails."""
+    """A combination of several `Work` objects: completes when all are complete, and fails if one fails."""
 
     def __init__(self, works: Sequence[Work], name: str, results: Sequence[torch.Tensor]) -> None:
         self._works = works
@@ -292,7 +292,7 @@ class JoinedWork(Work):
             self._streams = {**work.streams, **self._streams}
 
     def when_over(self, then: Callable[[], None]) -> None:
-        """Calls `then` when all of the works are complete."""
+        """Calls `then` when all combined `Work` objects are complete."""
         countdown = _Countdown(len(self._works), then)
         for work in self._works:
             work.when_over(countdown.step)
@@ -365,7 +365,7 @@ def join_works(
     results: Sequence[torch.Tensor],
     finish: Callable[[], None] | None = None,
 ) -> Work | None:
-    """Combines the works of one call, with None for completed parts; returns None if all parts are complete."""
+    """Combines the `Work` objects for parts of a call (None for completed parts); returns None if all are complete."""
     running = [work for work in works if work is not None]
     if not running:
         if finish is not None:

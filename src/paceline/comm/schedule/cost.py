@@ -112,7 +112,7 @@ def forced_or_best(
     forced: str | None,
     preferred: PreferredAlgorithm | None = None,
 ) -> AlgorithmChoice:
-    """Returns the choice of the forced, the preferred, or the fastest algorithm.
+    """Chooses the forced algorithm, else the preferred one, else the fastest.
 
     Args:
         operation, nbytes, world_size, n_hosts: the call.

@@ -219,7 +219,7 @@ def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
 
 
 def _fold_s(case: Case, nbytes: float, gamma: float = 0) -> float:
-    """Returns the time, in seconds, in which folded ranks send or receive their data; 0 if no rank is folded."""
+    """Returns the time, in seconds, that folded ranks need to send or receive their data; 0 if no rank is folded."""
     return message_s(case.link(1), nbytes, gamma) if case.n & (case.n - 1) else 0
 
 

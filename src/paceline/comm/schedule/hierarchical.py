@@ -188,7 +188,7 @@ def _leaders_ring(case: Case, gamma: float) -> float:
 
 
 def _through_leaders(case: Case, gamma: float = 0) -> float:
-    """Returns the time, in seconds, in which all bytes pass through a tree in the host and a tree between hosts."""
+    """Returns the time, in seconds, for passing all bytes through a tree in the host and a tree between hosts."""
     return _within(case, doubling_rounds(case.local), case.nbytes, gamma) + _between(
         case, doubling_rounds(case.n_hosts), case.nbytes, gamma
     )

@@ -118,7 +118,8 @@ OFFERS: dict[Operation, Builder] = {
 
 
 def _serve(case: Case, nbytes: float, gamma: float = 0) -> float:
-    """Returns the time, in seconds, in which the central rank exchanges `nbytes` with each other rank, sequentially."""
+    """Returns the time, in seconds, that the central rank needs to exchange `nbytes` with all other ranks, one by
+    one."""
     near, far = case.local - 1, case.n - case.local
     return near * message_s(case.model.within_host, nbytes, gamma) + far * message_s(
         case.model.between_hosts, nbytes, gamma

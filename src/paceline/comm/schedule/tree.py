@@ -67,7 +67,7 @@ def broadcast_phase(group: Sequence[int], me: int, tensor: BufferSlice) -> list[
 
 
 def gather_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]], store: Buffer) -> list[Step]:
-    """Gathers all blocks on group[0], the blocks holdings[i] from member i. All members use the buffer `store`."""
+    """Gathers all blocks on group[0]; member i contributes the blocks holdings[i]. All use the buffer `store`."""
     steps: list[Step] = []
     for child in children_of(me, len(group)):
         steps += [receive(group[child], part) for part in _carried(store, holdings, child)]
@@ -109,7 +109,7 @@ def all_reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce(topology: RankTopology) -> BlocksAndSteps:
-    """Reduces up the tree; partial sums are kept in SCRATCH, or on the root in its tensor."""
+    """Reduces up the tree; partial sums are kept in SCRATCH or, on the root, in its tensor."""
     world = rotated(range(topology.world_size), topology.root)
     me = world.index(topology.rank)
     if me == 0:

@@ -201,8 +201,8 @@ class PeerCopies:
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
 
     def _inventories(self, root: str, channel: CollectiveChannel) -> bytes:
-        """Returns the encoded inventories of this host's cache and, in a job with one rank, of the caches that it
-        lists."""
+        """Returns the encoded inventories of this host's cache and, in a job with one rank, of all caches listed
+        there."""
         found: list[Inventory] = []
         if self._own:
             with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:

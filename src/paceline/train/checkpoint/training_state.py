@@ -148,7 +148,7 @@ def keys_in_whole(module: nn.Module) -> Set[str]:
 
 
 def may_be_missing(value: object) -> bool:
-    """Returns whether a checkpoint may lack an object, which must be a module without state or pending gradients."""
+    """Returns whether a checkpoint may lack an object, as it may lack pending gradients and modules without state."""
     module = module_of(value)
     return isinstance(value, PendingGradients) or (module is not None and not keys_in_whole(module))
 

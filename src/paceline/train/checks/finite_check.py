@@ -270,7 +270,7 @@ class GradientCheck:
 
         Args:
             names: the names of their parameters, roughly in the order in which the gradients were computed.
-            tensors: the gradients, all on one device, possibly followed by tensors that belong to no parameter.
+            tensors: the gradients, all on one device, possibly followed by tensors that do not belong to a parameter.
             pieces: the address and the length in bytes of each tensor, alternating.
             dtype: the code of the tensors' dtype.
         """

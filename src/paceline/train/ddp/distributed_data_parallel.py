@@ -417,7 +417,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             weight: the weight, which must not be negative.
 
         Raises:
-            RuntimeError: this module belongs to no ElasticState.
+            RuntimeError: this module does not belong to an ElasticState.
             ValueError: the weight is negative, infinite or NaN.
         """
         if self._averages is None:
@@ -502,7 +502,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         A rank that has run out contributes zeros to the steps of the other ranks. At the end, all ranks receive the
         parameters and buffers of a rank that trained longest. Every step must consist of one forward pass and one
-        backward.
+        backward pass.
 
         Args:
             divide_by_initial_world_size: whether gradients are divided by the total number of ranks, which weights all

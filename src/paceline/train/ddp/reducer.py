@@ -16,8 +16,8 @@ Note: the lifecycle of a backward pass
        returns to IDLE.
 
     If a gradient is missing when backward ends, the remaining buckets are not reduced; the state is INCOMPLETE. Another
-    backward may compute the missing gradient (COMPLETING), for example if `backward` is called separately on two losses
-    from one forward pass. If none does, the next `Reducer.before_forward` raises an error.
+    backward pass may compute the missing gradient (COMPLETING), for example if `backward` is called separately on two
+    losses from one forward pass. If none does, the next `Reducer.before_forward` raises an error.
 
     Averaging is idempotent: gradients that are already averaged do not change. After gradients have been averaged, a
     further backward pass (through a retained graph, or through the second of two forward passes) can therefore average

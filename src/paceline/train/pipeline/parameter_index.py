@@ -66,7 +66,7 @@ def describe_undivided(names: Sequence[str], layers: Sequence[nn.Module], whole:
 
 
 def index_in_model(parameter: torch.Tensor) -> ParameterIndex | None:
-    """Returns a parameter's index in the whole model, or None if the parameter belongs to no `Pipeline`."""
+    """Returns a parameter's index in the whole model, or None if the parameter does not belong to a `Pipeline`."""
     index: ParameterIndex | None = getattr(parameter, _INDEX, None)
     return index
 

@@ -85,8 +85,7 @@ class AcceleratorStream:
             self._stream.wait_event(event._event)
 
     def record(self, timing: bool = False) -> AcceleratorEvent:
-        """Records an event after the work enqueued so far on this stream; with `timing`, the event also records the
-        device time."""
+        """Records an event after the work enqueued so far on this stream, with its device time if `timing` is set."""
         return _recorded(self.device, self._stream, timing)
 
     def current(self, before: Any = None) -> contextlib.AbstractContextManager[object]:

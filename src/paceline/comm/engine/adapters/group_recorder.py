@@ -41,7 +41,7 @@ class RecordedOperation(Protocol):
 
 
 class RecordedWork:
-    """A call or a message that has just been made; implements `RecordedOperation`.
+    """A call or a message that has just been submitted; implements `RecordedOperation`.
 
     Args:
         call: the entry in the recording.

@@ -143,7 +143,7 @@ class StagedChannel(EngineChannel):
         self._next_slot = 0
         self._sequence = 0
         self._arrived = threading.Condition()
-        self._works: deque[StagedWork] = deque()  # works with chunks that have not been issued
+        self._works: deque[StagedWork] = deque()  # calls with chunks that have not been issued
         self._unfinished: deque[tuple[StagedWork, AcceleratorEvent]] = deque()
         self._thread: threading.Thread | None = None
         self._failure: CallOutcome | None = None  # permanent once set
@@ -169,7 +169,7 @@ class StagedChannel(EngineChannel):
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Ends current and later calls; on all ranks if the inner channel supports this."""
+        """Ends current and later calls, on all ranks if the inner channel supports this."""
         self._break(CallFailure(OutcomeCode.ABORTED))
         self.inner.abort()
 
@@ -270,7 +270,7 @@ class StagedChannel(EngineChannel):
                     self._works.popleft()
 
     def _issue(self, work: StagedWork, layout: StagedLayout) -> _Chunk:
-        """Enqueues the copies of a work's next chunk to the host."""
+        """Enqueues the copies of a call's next chunk to the host."""
         number, slot = work.issued, self._next_slot
         work.issued += 1
         self._next_slot = (slot + 1) % SLOTS
@@ -403,7 +403,7 @@ class StagedChannel(EngineChannel):
         return _copied(outcome, calls=(), algorithms=())
 
     def _fail(self, work: StagedWork, outcome: CallOutcome) -> None:
-        """Ends a work and drops its remaining chunks; if the channel is broken, also ends all later works."""
+        """Fails a call and drops its remaining chunks; if the channel is broken, also fails all later calls."""
         with self._arrived:
             if self._works and self._works[0] is work:
                 self._works.popleft()
@@ -417,7 +417,7 @@ class StagedChannel(EngineChannel):
                 self._failure = failure
 
     def _give_up(self, error: Exception) -> None:
-        """Breaks the channel; on all ranks if the inner channel supports this."""
+        """Breaks the channel, on all ranks if the inner channel supports this."""
         self._break(CallFailure(OutcomeCode.REFUSED, said=str(error)))
         self.inner.abort()
 
@@ -513,7 +513,7 @@ class StagedGroup:
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Ends calls and messages; on all ranks if the inner group supports this."""
+        """Ends calls and messages, on all ranks if the inner group supports this."""
         self.channel.abort()
         self.inner.abort()
         self.messages.close(CallFailure(OutcomeCode.ABORTED))

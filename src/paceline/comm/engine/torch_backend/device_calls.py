@@ -271,7 +271,7 @@ class CallStream:
             return CallFailure(OutcomeCode.REFUSED, said=str(error))
         if (different := self._difference(at_once=True)) is not None:
             return different  # the reason why another rank has ended its process group
-        until = time.monotonic() + _GRACE_S  # a connection breaks before the process of the other rank has exited
+        until = time.monotonic() + _GRACE_S  # the connection breaks before the other rank's process exits
         while self._peers is not None and time.monotonic() < until:
             if gone := self._peers.gone():
                 return CallFailure(OutcomeCode.PEER_LOST, gone=self._group_ranks(gone))
@@ -353,7 +353,7 @@ class CallStream:
             return CallFailure(OutcomeCode.PEER_LOST, gone=self._group_ranks(gone))
         said = None if gone or self._group is None else self._group.error()
         if said is not None and self._error_since is None:
-            self._error_since = now  # the connection of a rank that dies breaks before its process has exited
+            self._error_since = now  # the connection of a dying rank breaks before its process exits
         if said is not None and self._error_since is not None and now - self._error_since > _GRACE_S:
             return self._difference(at_once=True) or CallFailure(
                 OutcomeCode.REFUSED,

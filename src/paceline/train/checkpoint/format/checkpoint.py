@@ -410,7 +410,7 @@ def export(
     """Writes tensors to a safetensors file, which becomes visible when complete and durable; returns its size in bytes.
 
     Args:
-        names: for each tensor to export, by its name in the checkpoint, the name in the file.
+        names: the tensors to export, as a mapping from their names in the checkpoint to their names in the file.
         target: the path of the file. An existing file is replaced.
         progress: a function that is called with the number of bytes written and the total size of the tensors in bytes,
             or None. Default: None.
