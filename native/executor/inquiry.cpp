@@ -100,7 +100,7 @@ std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& hold,
     Outcome outcome;
     outcome.code = Code::timed_out;
     outcome.waited_ns = search_->waited_ns();
-    // The queried ranks have not taken part in the message; the progress of all other ranks is unknown.
+    // The queried ranks have not sent or received the message; the progress of all other ranks is unknown.
     const Members members{[this](int rank) { return lanes_.name(rank); }, [](int) { return true; }, lanes_.size()};
     paceline::blame(outcome, *found, members, peers, peers);
     outcome.cause = cause_of_time_out(outcome, members);

@@ -165,7 +165,7 @@ class CollectiveCall(NamedTuple):  # native/bindings/calls.cpp reads the fields 
     | gather | 1 | n on the root, else none |
     | scatter | n on the root, else none | 1 |
     | reduce_scatter | n | 1 |
-    | all_to_all | n, each of its own size | n, each of its own size |
+    | all_to_all | n, each with its own size | n, each with its own size |
     | barrier | | |
 
     Each entry is a list of pieces that form one tensor. `count` is the number of elements of one tensor (0 for

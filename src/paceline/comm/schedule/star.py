@@ -118,8 +118,7 @@ OFFERS: dict[Operation, Builder] = {
 
 
 def _serve(case: Case, nbytes: float, gamma: float = 0) -> float:
-    """Returns the time, in seconds, that the central rank needs to exchange `nbytes` with all other ranks, one by
-    one."""
+    """Returns the time, in seconds, for exchanging `nbytes` between the central rank and each other rank in turn."""
     near, far = case.local - 1, case.n - case.local
     return near * message_s(case.model.within_host, nbytes, gamma) + far * message_s(
         case.model.between_hosts, nbytes, gamma

@@ -23,7 +23,7 @@ The operations use these buffers, where n is the world size:
 | gather | own tensor, block 0 | n equal blocks, on the root only | n equal blocks |
 | scatter | n equal blocks, on the root only | block 0 | n equal blocks |
 | reduce_scatter | n equal blocks | block 0 | n equal blocks |
-| all_to_all | n blocks, each of its own size | n blocks, each of its own size | |
+| all_to_all | n blocks, each with its own size | n blocks, each with its own size | |
 | barrier | | | |
 
 The schedules in `quantised.py` use a fourth buffer, WIRE, whose blocks are in the format in which they are sent between

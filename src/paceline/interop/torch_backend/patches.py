@@ -71,7 +71,7 @@ def replace_gloo() -> None:
 
 
 def in_place_of(asked: str) -> str | None:
-    """Returns the backend string that replaces `asked`, or None if Paceline replaces no part of it."""
+    """Returns the backend string that replaces `asked`, or None if Paceline does not replace any part of it."""
     devices = dict(c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map())
     if devices.get("cpu") != _GLOO:
         return None

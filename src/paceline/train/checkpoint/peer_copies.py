@@ -201,8 +201,8 @@ class PeerCopies:
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
 
     def _inventories(self, root: str, channel: CollectiveChannel) -> bytes:
-        """Returns the encoded inventories of this host's cache and, in a job with one rank, of all caches listed
-        there."""
+        """Returns the encoded inventory of this host's cache; in a job with one rank, also those of other hosts'
+        caches."""
         found: list[Inventory] = []
         if self._own:
             with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:

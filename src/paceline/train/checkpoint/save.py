@@ -249,7 +249,7 @@ class SaveHandle:
 
     Args:
         work: a function that writes the checkpoint.
-        name: the name of the checkpoint, for messages.
+        name: the name of the checkpoint, for error messages.
         beside: a function that another thread runs at the same time, or None. `wait` waits for both functions. It must
             not raise an error.
     """

@@ -440,7 +440,7 @@ class GradientCheck:
             self._follow_steps()
 
     def warn_pending(self) -> None:
-        """Warns about non-finite gradients that were not applied; called at exit, which they may have caused."""
+        """Warns about non-finite gradients that were not applied; called at exit, because they may be its cause."""
         with contextlib.suppress(RuntimeError):  # a device may have failed
             self._judge_outcomes()
         self._warn(self.history.applied(), applied=False)

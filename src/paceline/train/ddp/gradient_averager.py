@@ -96,7 +96,7 @@ class GradientAverager:
         self._overlap = overlap
         self._static_graph = static_graph
         self._find_unused = find_unused and not static_graph
-        self._is_recording = static_graph  # whether the first backward pass of a static graph has not ended yet
+        self._is_recording = static_graph  # whether a static graph's first backward pass is still to be recorded
 
         # - Gradient counts per parameter and per bucket
         self._expected_counts = [1] * len(self.gradients.params)  # the number of gradients that each parameter receives
@@ -212,7 +212,7 @@ class GradientAverager:
         """Records, in a static graph's first backward pass, how many gradients each parameter gets on which ranks.
 
         Returns:
-            False if no rank has a gradient for the module's parameters; the first backward pass has not run yet.
+            False if no rank has a gradient for the module's parameters, so the first backward pass is yet to run.
         """
         if not self._is_recording:
             return True

@@ -1,4 +1,4 @@
-"""Timing and participants of exchanges: two state machines that perform no I/O and read no clock.
+"""Timing and participants of exchanges: two state machines that perform no I/O and do not read the clock.
 
 `ExchangeTimetable` determines when an exchange starts and when its result is used. Exchanges are numbered from 0;
 exchange k transfers fragment k mod `fragments` in round k // `fragments`. A round lasts `every` inner steps, and its

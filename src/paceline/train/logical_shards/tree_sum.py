@@ -134,7 +134,7 @@ def unpack(flat: Flat, like: Sequence[torch.Tensor]) -> Values:
 
 
 def gradient_or_zeros(param: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """Returns a gradient detached, or a copy if its memory is shared with other tensors, or zeros if it is None."""
+    """Returns the detached gradient, a copy if other tensors share its memory, or zeros if it is None."""
     if gradient is None:
         return torch.zeros_like(param, requires_grad=False)
     return gradient.detach().clone() if shares_memory(gradient) else gradient.detach()

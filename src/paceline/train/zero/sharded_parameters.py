@@ -51,7 +51,7 @@ def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit
     for name, container in module.named_modules():
         if isinstance(container, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             for child, layer in container.named_children():
-                if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):  # these two have no forward pass
+                if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):  # these containers lack `forward`
                     layers.setdefault(id(layer), (f"{name}.{child}".lstrip("."), layer))
     layers.pop(id(module), None)
 

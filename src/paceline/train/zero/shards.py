@@ -172,7 +172,7 @@ class Shard:
 
     @torch.no_grad()
     def take_to_master(self, gradient: torch.Tensor) -> None:
-        """Adds a gradient that `beside_master` returned to the master copy's gradient, in the dtype of the copy."""
+        """Accumulates a gradient returned by `beside_master` into the master copy's gradient, in the copy's dtype."""
         assert self.master is not None
         gradient = gradient.to(self.master.dtype, copy=gradient is self.pinned)
         self.master.grad = gradient if self.master.grad is None else self.master.grad.add_(gradient)

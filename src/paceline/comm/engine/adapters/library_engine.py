@@ -206,7 +206,7 @@ class FailureDiagnosis:
     def _ask(self, history: Sequence[HeaderFields]) -> tuple[dict[int, str], bool]:
         """Returns the answers of all ranks, including this one, and whether the store is still available.
 
-        Waits, for at most `_PATIENCE_S`, until every rank has answered or is known to have ended.
+        Waits, for at most `_PATIENCE_S`, until every rank has answered or is known to have exited.
         """
         answers = {self.rank: json.dumps(list(history))}
         deadline = time.monotonic() + _PATIENCE_S

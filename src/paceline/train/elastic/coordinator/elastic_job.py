@@ -21,7 +21,7 @@ from paceline.train.elastic.protocol import (
 
 @dataclass(frozen=True)
 class CoordinatorPolicy:
-    """The coordinator's settings. Only tests need other values than the defaults. All times are in seconds.
+    """The coordinator's settings. Only tests need values other than the defaults. All times are in seconds.
 
     Attributes:
         min_workers: The number of members below which they finish their batch and wait.

@@ -23,7 +23,7 @@ class MachineRecord:
 
     Attributes:
         name: The machine's name, unique in the job.
-        host: The host name, for messages.
+        host: The host name, for error messages.
         slots: The number of workers that the launcher keeps running.
         has_begun: Whether the launcher has been ordered to start its workers.
         replaces: Whether the launcher replaces workers that end.

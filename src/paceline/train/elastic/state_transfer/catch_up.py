@@ -159,7 +159,7 @@ class RemoteLog:
             SendersLostError: No sender is left.
         """
         while not isinstance(self.next(round_number), RoundResult):
-            pass  # skips a view in the middle of a batch, which admits no worker
+            pass  # skips a view that began in the middle of a batch: it does not admit workers
         assert self._next is not None
         (item, values), self._next = self._next, None
         assert isinstance(item, RoundResult)
