@@ -165,7 +165,7 @@ class BackwardEnd:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def forget(self) -> None:
-        """Discards a registered backward that failed and will therefore never finish."""
+        """Discards a registered backward pass that failed and will therefore never finish."""
         self._task = NO_BACKWARD
 
     @eager

@@ -54,7 +54,7 @@ def mark_used(params: Iterable[torch.Tensor]) -> None:
 
 
 def is_pending(param: torch.Tensor) -> bool:
-    """Returns whether a parameter's gradient is still unused by all optimizer steps since the first `follow`."""
+    """Returns whether no optimizer step since the first `follow` has used a parameter's gradient."""
     gradient = param.grad
     return gradient is not None and getattr(gradient, _USED, None) != _version(gradient)
 

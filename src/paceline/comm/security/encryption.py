@@ -131,8 +131,8 @@ def encrypt_as_client(connection: socket.socket, secret: bytes | None, timeout_s
 
     Raises:
         AuthenticationError: the peer has another job's certificate, or does not use TLS.
-        HandshakeUnfinishedError: the peer did not answer in time, or closed the connection. ValueError: no suitable
-            OpenSSL is installed.
+        HandshakeUnfinishedError: the peer did not answer in time, or closed the connection.
+        ValueError: no suitable OpenSSL is installed.
     """
     if not is_between_machines(connection) or not _is_due(connection):
         return connection

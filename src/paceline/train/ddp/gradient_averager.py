@@ -472,7 +472,7 @@ class BucketWires:
 def choose_wire(
     wire: WireKind | None, group: ProcessGroup, excluded: Mapping[str, bool], params: Mapping[str, nn.Parameter]
 ) -> tuple[WireKind | None, Exception | None]:
-    """Returns the format to which gradients are rounded between hosts, and an error if they cannot be rounded, or None.
+    """Returns the format for rounding gradients between hosts, and the error (or None) if they cannot be rounded.
 
     Args:
         wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the

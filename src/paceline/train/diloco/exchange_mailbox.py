@@ -109,7 +109,7 @@ class ExchangeMailbox:
         self.changed.wait(seconds)
 
     def latest_offer_from(self, number: int) -> int | None:
-        """Returns the latest exchange that has started if `number` has too; otherwise FINISHED or None.
+        """Returns the latest exchange that has started if `number` has started, else FINISHED or None.
 
         The caller holds `changed`.
         """

@@ -138,7 +138,7 @@ def poll_until(done: Callable[[], bool], timeout_ns: int) -> bool:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Returns `device` with an index; if it has none, that of the calling thread's current device."""
+    """Returns `device` with an index, which defaults to that of the calling thread's current device."""
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, _module(device).current_device())

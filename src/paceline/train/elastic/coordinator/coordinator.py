@@ -375,7 +375,7 @@ class Coordinator:
         return self.retirement
 
     def _give_way(self, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders:
-        """Hands over to the successor, which handles all later events: the machines report them there as well."""
+        """Hands over to the successor, which handles all later events, because the machines also report them there."""
         self._job.orders = []
         orders = tell_others(self._job, retirement, now_s)
         self.lacks_quorum_s, self.deadline_s = None, None if retirement.is_over else deadline_s(retirement)
