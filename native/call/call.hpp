@@ -42,7 +42,7 @@ constexpr bool needs_all(Operation operation) {
 
 // Describes a rank's call to the other ranks, which compare the headers in the first round.
 struct CallHeader {
-    std::uint64_t sequence;  // number of the call in its group, from 1
+    std::uint64_t sequence;  // the call's number in its group, from 1
     std::uint64_t count;     // total number of elements; for all_to_all, the number that this rank sends (not compared)
     std::int32_t root;       // group rank, or -1 if the operation has no root
     Operation operation;

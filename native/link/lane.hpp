@@ -29,7 +29,7 @@ class Lane {
     virtual void consume(std::size_t /*nbytes*/) {}
 
     // Must be called before sleeping. Requests a wake-up from the peer when there is data to read or room to write;
-    // returns true if there already is.
+    // returns true if data or room is already available.
     virtual bool arm() { return false; }
 
     // Returns true if a response from the peer's machine has been overdue for a long time.

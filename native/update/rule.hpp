@@ -29,7 +29,7 @@ struct Options {
     bool nesterov = false;
 };
 
-// Factors computed from the options and the number of the step.
+// Factors computed from the options and the step number.
 struct Factors {
     double sign = 1;    // -1 if the objective is maximized, or 1
     double l2 = 0;      // L2 penalty: multiple of the parameter to add to its gradient

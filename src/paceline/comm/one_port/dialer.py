@@ -3,7 +3,7 @@
 PACELINE_PORT determines whether each machine of a job has a single port for all connections from other machines.
 Connections within a machine never use it: they are Unix sockets or loopback connections.
 
-The first bytes of a connection to a multiplexer contain the number of the listener. They do not authenticate the
+The first bytes of a connection to a multiplexer contain the listener's number. They do not authenticate the
 client.
 
     connecting -> multiplexer   header: magic, number; 64 bytes

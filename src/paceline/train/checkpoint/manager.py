@@ -124,7 +124,7 @@ class CheckpointManager:
         """Saves `state` if a checkpoint is due; every rank calls this in each step.
 
         Args:
-            step: the number of the completed step.
+            step: the index of the completed step.
             state: the objects, as for `paceline.save`.
             force: whether to save even if no checkpoint is due. Default: False.
 

@@ -201,8 +201,7 @@ class PeerCopies:
             sys.stderr.write(f"paceline: restored step {step} from the disk{why}\n")
 
     def _inventories(self, root: str, channel: CollectiveChannel) -> bytes:
-        """Returns the encoded inventory of this host's cache; in a job with one rank, also those of other hosts'
-        caches."""
+        """Returns the encoded inventory of this host's cache; a job with one rank adds those of other hosts."""
         found: list[Inventory] = []
         if self._own:
             with contextlib.suppress(*_UNREACHABLE), contextlib.closing(dial(self._own)) as client:

@@ -74,7 +74,7 @@ def save(
         state: the objects by name: modules (plain, or in `DistributedDataParallel` or `LogicalShards`), optimizers,
             all other objects with `state_dict` and `load_state_dict`, tensors, plain values, and dicts of these.
         path: the directory. It is created if it does not exist.
-        step: the number of the training step, which becomes part of the checkpoint's name, or None. Default: None.
+        step: the index of the training step, which becomes part of the checkpoint's name, or None. Default: None.
         keep: the number of checkpoints to keep in the directory. Default: 1.
         group: the ranks that save, or None for the default group. A process without a group saves alone. Default: None.
         asynchronous: whether to return once the state has been copied. A low-priority thread then writes the copy, and

@@ -80,7 +80,7 @@ class NonFiniteGradients:
 
     Attributes:
         rank: the rank.
-        step: the number of the backward pass; only backward passes whose gradients were averaged are counted.
+        step: the index of the backward pass; only backward passes whose gradients were averaged are counted.
         gradients: the gradients that are not finite, in the order of the module; empty if only parameters were found.
         count: the number of parameters that the module trains.
         parameters: the parameters that were already non-finite before the backward pass.
@@ -191,7 +191,7 @@ class DeviceOutcome:
     """Holds the norms of gradients, averages and parameters from one step until the device has computed them.
 
     Args:
-        step: the number of the backward pass.
+        step: the index of the backward pass.
         copies: the norms on each device, labeled with a tensor's role and position.
     """
 
@@ -350,7 +350,7 @@ class GradientCheck:
         """Completes a backward pass.
 
         Args:
-            step: the number of the backward pass.
+            step: the index of the backward pass.
             averages: the averages; None if they are in the memory of the checked gradients.
         """
         now = time.perf_counter()

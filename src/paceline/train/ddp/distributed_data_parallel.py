@@ -656,7 +656,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Excludes the named tensors from the average and the copies of future wrappers around `module`."""
+        """Excludes the named tensors from averaging and copying by future wrappers of `module`."""
         ignore_tensors(module, params_and_buffers_to_ignore)
 
     # - Copies: a deep copy keeps the process group; an unpickled module uses the default group of its new process

@@ -319,7 +319,7 @@ class OutputHooks:
         lock: the lock that is held while a hook runs, because autograd uses one thread per device.
 
     Attributes:
-        task: the autograd engine's number of the running backward pass; `on_begin` sets it.
+        task: autograd's task id of the running backward pass; `on_begin` sets it.
         unreached: the number of outputs that no backward pass has reached yet.
         in_other: whether the running backward pass has reached an output passed to `mark_unwatched`.
     """

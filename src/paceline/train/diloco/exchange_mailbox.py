@@ -19,7 +19,7 @@ class ExchangeResult:
     """The result of an exchange.
 
     Attributes:
-        exchange: the number of the exchange.
+        exchange: the exchange number.
         mean: the means over the participating ranks.
         took_part: whether this rank participated.
     """
@@ -37,7 +37,7 @@ class ExchangeMailbox:
     """Stores this rank's tensors until they are exchanged, and results until the training uses them.
 
     Args:
-        number: the number of the first exchange.
+        number: the index of the first exchange.
     """
 
     def __init__(self, number: int) -> None:

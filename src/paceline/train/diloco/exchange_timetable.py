@@ -138,7 +138,7 @@ class ArrivalTracker:
     Args:
         ranks: the number of ranks.
         grace_s: the time in seconds that an exchange waits after the first rank has arrived.
-        number: the number of the first exchange.
+        number: the index of the first exchange.
     """
 
     def __init__(self, ranks: int, grace_s: float, number: int = 0) -> None:

@@ -214,7 +214,7 @@ class Exchanges(Protocol):
     """Averages outer gradients over a set of ranks."""
 
     def start(self, number: int) -> None:
-        """Sets the number of the next exchange."""
+        """Sets the index of the next exchange."""
         ...
 
     def decided(self) -> int:
@@ -317,7 +317,7 @@ class BackgroundExchanges:
         self._next = 0
 
     def start(self, number: int) -> None:
-        """Sets the number of the next exchange.
+        """Sets the index of the next exchange.
 
         Raises:
             RuntimeError: the exchange thread is running, because not all ranks have left since it started.

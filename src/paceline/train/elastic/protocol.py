@@ -90,7 +90,7 @@ class View(_WorkerMessage, frozen=True):
     """The workers that train together from now on.
 
     Attributes:
-        generation: The number of the view, larger than that of any earlier view.
+        generation: The view number, larger than that of any earlier view.
         members: The workers' names, by rank.
         is_planned: Whether the members enter the view at the beginning of a batch rather than immediately.
         must_wait: Whether the view has fewer workers than the job needs. If so, its members finish the batch in
@@ -111,7 +111,7 @@ class StateTransfer(_WorkerMessage, frozen=True):
     They take it at the first batch boundary after every member has received this message.
 
     Attributes:
-        number: The number of the transfer, larger than the generation of any earlier view.
+        number: The transfer number, larger than the generation of any earlier view.
         receiver: The name of the receiver.
         senders: The names of the senders.
     """
@@ -191,7 +191,7 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     Attributes:
         term: The largest known term of a coordinator.
-        coordinator: The number of that coordinator's machine.
+        coordinator: That coordinator's machine number.
         fingerprint: The fingerprint of the job's members.
         complete: The generation of the last view that all its members are known to have entered, or 0.
         views: The last complete view and all later ones.
@@ -247,7 +247,7 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A launcher's report to the coordinator that it has begun to follow.
 
     Attributes:
-        number: The number of the launcher's machine.
+        number: The launcher's machine number.
         host: The machine's host name.
         slots: The number of workers that the launcher keeps running.
         first_slot: The number of the launcher's first slot in the job.
@@ -282,7 +282,7 @@ def has_quorum(members: Collection[str], dead: Collection[str], reachable: Colle
 
 
 def machine_of(uid: str) -> int:
-    """Returns the number of a worker's machine."""
+    """Returns a worker's machine number."""
     return int(uid.partition(".")[0])
 
 

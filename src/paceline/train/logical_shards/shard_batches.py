@@ -22,7 +22,7 @@ class Batch(Protocol):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """The numbers of the epoch, the step and the shard."""
+        """The epoch number, the step number and the shard number."""
 
     @property
     def weight(self) -> float:
@@ -38,7 +38,7 @@ class ShardBatch:
     """A shard's batch in one step.
 
     Attributes:
-        key: the numbers of the epoch, the step and the shard.
+        key: the epoch number, the step number and the shard number.
         weight: the batch's share of the step's samples, from 0 to 1.
         data: the data from which the loss is computed.
     """
@@ -101,7 +101,7 @@ class EpochPlan:
     """The order of samples in an epoch, and their division into steps and shards.
 
     Attributes:
-        epoch: the number of the epoch.
+        epoch: the epoch number.
         order: the indices of the samples, in the order of training.
         shards: the number of logical shards.
         batch_size: the number of samples per shard in a step.

@@ -44,7 +44,7 @@ class InputFile(Protocol):
 
 
 class Hold(Protocol):
-    """The protection of a directory from removal, which lasts until this object is closed."""
+    """Protects a directory from removal until this object is closed."""
 
     def close(self) -> None:
         """Ends the protection. Idempotent."""

@@ -91,7 +91,7 @@ class CoordinatorSearch:
     """A launcher's search for a coordinator.
 
     Attributes:
-        me: The number of the launcher's machine.
+        me: The launcher's machine number.
         timeout_s: The time after which the search gives up, in seconds.
         chance: A function that returns random numbers between 0 and 1.
         is_seeking: Whether the search is in progress.
@@ -165,7 +165,7 @@ class CoordinatorSearch:
         """Records the result of an attempt to follow machine `number`.
 
         Args:
-            number: The number of the machine.
+            number: The machine number.
             answer: The result of the attempt.
             elsewhere: The number of the machine that the launcher on `number` follows, or None.
 

@@ -91,7 +91,7 @@ class Snapshot:
     the receiver.
 
     Args:
-        number: The number of the transfer.
+        number: The transfer number.
         registry: The state of this worker.
         round_number: The next round, as in `SnapshotContents`.
         committed: The digest of the previous round's result.

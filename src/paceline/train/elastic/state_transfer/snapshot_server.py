@@ -180,7 +180,7 @@ class ServedSnapshot:
     """The resources of the child that serves a snapshot.
 
     Attributes:
-        number: The number of the transfer.
+        number: The transfer number.
         key: The key that the receiver must hold.
         contents: The description of the snapshot.
         memories: The snapshot's buffers.

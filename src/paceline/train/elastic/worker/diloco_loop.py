@@ -26,7 +26,7 @@ from paceline.train.elastic.worker.training_state import Stateful, TrainingState
 from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS
 from paceline.train.module_tensors import broadcast_tensors
 
-_FINAL = -1  # the number of the final exchange, which averages over all members
+_FINAL = -1  # the index of the final exchange, which averages over all members
 
 
 class DilocoTrainingState(TrainingState):

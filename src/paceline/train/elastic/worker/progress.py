@@ -1,4 +1,4 @@
-"""A worker's progress: the number of its next round, its partial sums, and the assignment of shards to members."""
+"""A worker's progress: its next round's number, its partial sums, and the assignment of shards to members."""
 
 from __future__ import annotations
 

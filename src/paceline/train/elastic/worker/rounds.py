@@ -59,7 +59,7 @@ class Rounds:
 
     @property
     def number(self) -> int:
-        """The number of the next round."""
+        """The next round's number."""
         return self._progress.number
 
     @property
