@@ -1,4 +1,5 @@
-// The steps that need no other rank: copies, and conversions of blocks to and from the wire format between hosts.
+// The steps that do not involve other ranks: copies, and conversions of blocks to and from the wire format between
+// hosts.
 #include <algorithm>
 #include <cstring>
 

@@ -48,7 +48,7 @@ class Group final : public Collectives {
         return *std::launder(reinterpret_cast<Control*>(controls_ + static_cast<std::size_t>(rank) * kControlBytes));
     }
     Cell& cell(int rank, std::uint32_t round) const { return control(rank).cells[round % kSlots]; }
-    // Returns the address in a rank's slot of the data that the rank stages in a round of this call.
+    // Returns the address, within a rank's slot, of the data that the rank stages in a round of this call.
     std::uint8_t* slot(int rank, std::uint32_t round) const {
         return slots_ + (static_cast<std::size_t>(rank) * kSlots + round % kSlots) * room_ +
                round / kSlots % places_ * span_;

@@ -66,14 +66,14 @@ void publish(Written<N>& written, std::uint64_t state) {
     written.entry->stamp.store(written.stamp, std::memory_order_release);
 }
 
-// Starts a change of an open entry that only this thread writes.
+// Begins to change an open entry that only this thread writes.
 template <std::size_t N>
 void reopen_own(Written<N>& written) {
     written.stamp = (written.stamp & ~kStateMask) | kWriting;
     written.entry->stamp.store(written.stamp, std::memory_order_relaxed);  // the fields follow with release
 }
 
-// Starts a change of an open entry that several threads may write; returns false if the entry has changed since
+// Begins to change an open entry that several threads may write; returns false if the entry has changed since
 // `written` was read.
 template <std::size_t N>
 bool reopen(Written<N>& written) {

@@ -32,7 +32,7 @@ def and_more(names: Sequence[object], most: int) -> str:
 
 
 def short_repr(value: object) -> str:
-    """Returns the `repr` of a simple value, and a description of the type of any other value, for a message.
+    """Returns the `repr` of a simple value, and a description of the type of any other value, for an error message.
 
     The `repr` of a tensor is avoided because it reads all values, and crashes the process if the memory has been freed.
 

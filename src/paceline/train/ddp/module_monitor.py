@@ -1,4 +1,4 @@
-"""ModuleMonitor: detects changes of a wrapped module between forward passes, and copies its buffers."""
+"""ModuleMonitor: detects changes to a wrapped module between forward passes, and copies its buffers."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class LoweredPriorities:
 
 
 def _can_undo(own: int) -> bool:
-    """Tries on a separate thread whether a lowered priority can be restored; returns the result."""
+    """Tests on a separate thread whether a lowered priority can be restored; returns the result."""
     results: list[bool] = []
 
     def attempt() -> None:

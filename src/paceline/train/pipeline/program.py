@@ -149,7 +149,7 @@ def verify_program(program: PipelineProgram, blocks: bool = False) -> VerifiedPr
         program: the program.
         blocks: whether messages block one another, as in some libraries but not in Paceline. If True, each rank's sends
             complete in order, its receives complete in order, and a send completes only when it is received. A program
-            that completes under these rules posts no receive too early.
+            that completes under these rules does not post any receive too early.
 
     Raises:
         PipelineFaultError: a check failed. The error message identifies the task or message or, if the program hangs,

@@ -258,7 +258,7 @@ class SerialChannel(EngineChannel, ABC):
         try:
             self.perform(call)
             return None
-        except Exception as error:  # an error that left the channel's thread would go unnoticed
+        except Exception as error:  # an error that escaped the channel's thread would go unnoticed
             return self._break(error, started_ns)
 
     def _note(self, operation: int, dtype: int, reduce_op: int, root: int, count: int) -> None:

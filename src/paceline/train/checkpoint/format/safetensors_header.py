@@ -104,7 +104,7 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
 
 
 def length_of(beginning: bytes | bytearray) -> int:
-    """Returns the length of a file's header in bytes, given the first 8 bytes of the file, which it includes.
+    """Reads the length of a file's header, in bytes, from the first 8 bytes of the file, which are part of the header.
 
     Raises:
         ValueError: the file is not a safetensors file.

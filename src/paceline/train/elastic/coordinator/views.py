@@ -87,7 +87,7 @@ class Views:
         return (self.term << 32) + self._count
 
     def forget(self) -> None:
-        """Resets the views after all members have ended before any round could be committed."""
+        """Resets the views if all members ended before any round could be committed."""
         self.latest, self.team = None, []
         self._rest_on_latest()
         self.since_complete = []

@@ -27,7 +27,7 @@ from paceline.train.logical_shards.tree_sum import Node, is_tree_over_ranks, nod
 
 
 class BatchAssignment(msgspec.Struct, frozen=True, array_like=True):
-    """The assignment of a batch, given by the first round of the batch, to the members that share it, by rank."""
+    """The assignment of a batch, identified by its first round, to the members that share it, listed by rank."""
 
     round: int
     members: tuple[str, ...]
