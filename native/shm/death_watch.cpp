@@ -105,7 +105,7 @@ DeathWatch::Look DeathWatch::look() const {
     return seen;
 }
 
-// Returns the sleep between two of the infrequent checks.
+// Returns how long to sleep between two infrequent checks.
 std::chrono::milliseconds DeathWatch::seldom_turn() const {
     return std::min(kTurn * (1 + directory_->size() / kManyLooking), kSeldom);
 }

@@ -1,4 +1,4 @@
-"""Queries on autograd's graph: tensors in nested outputs, parameters of outputs, and the running backward pass."""
+"""Queries on autograd's graph: tensors in nested outputs, parameters used by outputs, the running backward pass."""
 
 from __future__ import annotations
 

@@ -185,12 +185,12 @@ OFFERS: dict[Operation, Builder] = {
 
 
 def _levels(case: Case, nbytes: float, gamma: float = 0) -> float:
-    """Returns the time, in seconds, if each level of the tree moves all bytes."""
+    """Returns the time, in seconds, of a tree in which each level moves all bytes."""
     return sum(message_s(case.link(1 << level), nbytes, gamma) for level in range(doubling_rounds(case.n)))
 
 
 def _subtrees(case: Case) -> float:
-    """Returns the time, in seconds, if each level of the tree moves the blocks of a subtree."""
+    """Returns the time, in seconds, of a tree in which each level moves the blocks of a subtree."""
     widths = [1 << level for level in range(doubling_rounds(case.n))]
     return sum(message_s(case.link(width), min(width, case.n - width) * case.block) for width in widths)
 

@@ -289,7 +289,7 @@ class ReplicaCheck:
         OPTIMIZER_STEPS.follow()
 
     def end(self, step: int) -> None:
-        """Completes a backward pass whose gradients were averaged over all ranks; `step` is its number.
+        """Completes a backward pass whose gradients were averaged over all ranks; `step` is its index.
 
         Raises:
             CollectiveError: the replicas could not be compared.

@@ -72,7 +72,7 @@ class StreamReader:
     def take(self, sharding: BatchSharding, start: StreamPosition) -> list[Any]:
         """Reads the next step, which begins at `start`, and returns this rank's samples (possibly none).
 
-        Afterwards the reader is at the end of the step.
+        Afterward the reader is at the end of the step.
         """
         return self._take_own(sharding, start) if self._advances else self._take_among_all(sharding)
 

@@ -731,7 +731,7 @@ class UnevenSteps:
 
 
 class DdpJoinHook(JoinHook):
-    """Runs the collectives of a module's forward and backward on a rank that has run out of inputs."""
+    """Runs the collectives of a module's forward and backward passes on a rank that has run out of inputs."""
 
     def __init__(
         self,

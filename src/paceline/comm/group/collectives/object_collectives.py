@@ -417,7 +417,7 @@ def require_cpu(device: torch.device | str | None, call: str) -> None:
     """Checks that `device` is the CPU or None.
 
     Raises:
-        ValueError: it is another device.
+        ValueError: `device` is another device.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"{call}: device is {device}; objects travel as CPU tensors, leave device out")

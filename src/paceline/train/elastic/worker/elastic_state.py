@@ -260,7 +260,7 @@ class ElasticState:
     def skip_batch(self) -> None:
         """Participates in the other workers' step without this worker's samples.
 
-        In a DDP loop, call this instead of backward. Afterwards, the gradients are the mean over the others' samples,
+        In a DDP loop, call this instead of backward. Afterward, the gradients are the mean over the others' samples,
         and `optimizer.step()` must follow as usual. If all workers skip the batch, the gradients from before the
         forward pass are restored. After `optimizer.zero_grad()` these are None, and the optimizer does nothing. The
         skipped samples are not repeated in this epoch.
