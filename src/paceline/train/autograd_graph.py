@@ -66,7 +66,7 @@ def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
 
 
 def may_require_grad(inputs: object) -> bool:
-    """Returns whether a tensor among the inputs of a forward pass requires a gradient; True if there are too many."""
+    """Returns whether an input of a forward pass requires a gradient; True if there are too many entries to search."""
     return any(tensor is None or tensor.requires_grad for tensor in find_first_tensors(inputs))
 
 

@@ -48,7 +48,7 @@ def all_reduce(topology: RankTopology) -> BlocksAndSteps:
 
 
 def reduce_scatter(topology: RankTopology) -> BlocksAndSteps:
-    """Collects the host's sums for each rank's rail, which reduces them; with uneven hosts, leaders do both."""
+    """Sums within each host for each rail, then reduces along the rails; with uneven hosts, leaders do both."""
     n, (hosts, host, local, me) = topology.world_size, (home := find_host_position(topology))
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]

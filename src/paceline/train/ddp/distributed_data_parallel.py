@@ -361,7 +361,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context that disables averaging: backward passes of its forward passes only accumulate gradients.
+        """Returns a context that disables averaging: backward passes through its forward passes only accumulate.
 
         The backward pass through the first forward pass after the context averages the accumulated gradients.
         """

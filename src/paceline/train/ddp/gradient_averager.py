@@ -257,10 +257,11 @@ class GradientAverager:
         self._count_buckets()
 
     def average_again(self, copy_shared: bool) -> None:
-        """Averages the gradients again after a further backward pass through the same forward pass.
+        """Averages the gradients once more, after a further backward pass (REPEATING in `reducer.py`).
 
-        If gradients are missing, only those that at least one rank has are averaged. A rank without any gradient calls
-        no collective, because the backward pass may be a `torch.autograd.grad` for other tensors on this rank only.
+        If gradients are missing, only those that at least one rank has are averaged. A rank without any gradient does
+        not call a collective, because the backward pass may be a `torch.autograd.grad` for other tensors on this rank
+        only.
         """
         if self._find_unused or not self.gradients.are_incomplete():
             self.average_rest(copy_shared)
@@ -432,7 +433,7 @@ class DelegatingAverager(GradientAverager):
         return True
 
     def average_again(self, copy_shared: bool) -> None:
-        """Averages the gradients again after a further backward pass through the same forward pass.
+        """Averages the gradients once more, after a further backward pass (REPEATING in `reducer.py`).
 
         Does nothing if no parameter has a gradient: such a backward pass computed gradients of other tensors.
         """

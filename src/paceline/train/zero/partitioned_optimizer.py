@@ -242,7 +242,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         return to_state_dict(self.param_groups, self._consolidated)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a whole state, sharded or unsharded when saved; every rank loads it and keeps its own part.
+        """Loads a whole state, from a sharded or an unsharded optimizer; every rank keeps its own part.
 
         Raises:
             ValueError: the state has different parameter groups.

@@ -214,7 +214,7 @@ _THREADS = 2
 
 
 def missing_piece(name: str) -> str | None:
-    """Returns the fix if this build of torch lacks gloo, which is rare, or None."""
+    """Returns the fix if this build of torch lacks gloo (which is rare), else None."""
     if c10d.is_gloo_available():
         return None
     return "this torch was built without gloo; install one from PyPI or pytorch.org"

@@ -179,7 +179,7 @@ _PARTING_S = 5.0  # time to wait for the thread of a discarded group
 
 
 class ViewGroups:
-    """Holds the default process group of the current view, and forms the group of a planned view on arrival."""
+    """Holds the default process group of the current view, and forms the group of a planned view that arrives."""
 
     def __init__(self, connection: LauncherConnection) -> None:
         self._connection = connection
