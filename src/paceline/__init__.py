@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from os.path import exists
 
 if sys.platform != "linux":
     raise ImportError(
@@ -212,10 +213,29 @@ def __getattr__(name: str) -> object:
     if name in _MODULES or name == "parallel":  # paceline.parallel.hooks is used without a separate import
         return import_module(f"paceline.{name}")
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}{_suggestion(name)}")
     value: object = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
+
+
+_SHORT_NAMES = {"DDP": "DistributedDataParallel", "ZeRO": "ZeroRedundancyOptimizer", "init": "init_process_group"}
+
+
+def _suggestion(name: str) -> str:
+    """Returns the end of an error message about a missing name: the public name that may be meant, or nothing.
+
+    `from paceline import linux` also looks for an attribute before it imports the module, and must not be slow.
+    """
+    module = f"{__path__[0]}/{name}"
+    if name.startswith("_") or exists(module) or exists(f"{module}.py"):
+        return ""
+    from difflib import get_close_matches
+
+    names = {public.lower().replace("_", ""): public for public in __all__}
+    near = get_close_matches(name.lower().replace("_", ""), names, n=1, cutoff=0.75)
+    meant = _SHORT_NAMES.get(name) or (names[near[0]] if near else None)
+    return f"; did you mean paceline.{meant}?" if meant else ""
 
 
 def __dir__() -> list[str]:

@@ -54,7 +54,7 @@ def test_one_that_gives_up_says_why_to_all(hosts, odd, how, reason):
             assert error == "ValueError" and reason.removeprefix("ValueError: ") in message
         else:
             assert error == "RendezvousError"
-            assert f"rank {number} (h{number // 2}, pid " in message and "cannot go on: " in message, message
+            assert f"rank {number} (h{number // 2}, pid " in message and "cannot continue: " in message, message
             assert f"rank {odd} (h{odd // 2}, pid " in message and f" gave up: {reason}" in message, message
 
 

@@ -108,9 +108,9 @@ def test_a_silent_machine_is_noticed_soon(machines):
     here.network.cut_host(2)
     formed_s = here.wait_for(2)
     assert formed_s - cut_s < SOON_S, "noticed, and the others at work again"
-    here.wait(lambda: "nothing was heard of it for" in here.said(launchers[0]))
+    here.wait(lambda: "nothing was received from it for" in here.said(launchers[0]))
     here.expect(launchers[2], 1)
-    assert "where the machines meet, was lost: nothing was heard of it for" in here.said(launchers[2])
+    assert "where the machines meet, was lost: nothing was received from it for" in here.said(launchers[2])
     here.say("end")
     here.expect(launchers[0], 0)
     here.expect(launchers[1], 0)

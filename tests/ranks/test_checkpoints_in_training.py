@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path: Path, capsys: pytes
     )
     assert re.search(r"skipped the checkpoint step_0000000002: .* bytes instead of ", said)
     next((tmp_path / "step_0000000001").glob("*.safetensors")).unlink()
-    with pytest.raises(dist.CheckpointError, match="has no whole checkpoint: .*step_0000000001: .* is missing"):
+    with pytest.raises(dist.CheckpointError, match="contains no complete checkpoint: .*step_0000000001: .* is missing"):
         manager.restore({"model": model})
     manager.close()
 

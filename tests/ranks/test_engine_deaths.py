@@ -106,7 +106,7 @@ def test_a_member_that_died_ends_the_forming_of_a_later_group(ranks):
     with ranks(3).start(a_group_without_a_member) as world:
         for answer in world.join(60, expect_dead=[2])[:2]:
             text, waited_s = answer
-            assert "cannot go on: rank 2 (" in text and "died or left while the group formed" in text
+            assert "cannot continue: rank 2 (" in text and "died or left while the group formed" in text
             assert waited_s < 30
 
 

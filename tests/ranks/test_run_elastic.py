@@ -233,7 +233,7 @@ def test_a_worker_that_babbles_is_killed_and_replaced(job):
     job.wait_for("0.0.0", "0.1.0")
     job.order("babble1")
     job.wait_for("0.0.0", "0.1.1")
-    assert "is killed, since it sent b'hello', which is no message of a worker" in job.said()
+    assert "is killed, since it sent b'hello', which is not a valid message" in job.said()
     job.order("end")
     job.expect(0)
 

@@ -66,7 +66,7 @@ def test_names_that_the_locale_cannot_spell(script):
     ("flags", "complaint"),
     [
         (["--log-dir=file"], "file/j/attempt_0/0 cannot hold the workers' output (Not a directory); give --log-dir"),
-        (["missing.py"], "missing.py is not a file"),
+        (["missing.py"], "missing.py does not exist"),
         (["-m", "missing"], "No module named missing"),
         (["--no-python", "./file"], "./file cannot be executed (Permission denied)"),
     ],

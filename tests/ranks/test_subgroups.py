@@ -103,7 +103,7 @@ def divide_wrongly() -> None:
         dist.split_group()
     with pytest.raises(ValueError, match="a list of ranks is empty"):
         dist.split_group(split_ranks=[[]])
-    with pytest.raises(ValueError, match=r"rank 3 of \[0, 3\] is not there; the group has ranks 0 to 2"):
+    with pytest.raises(ValueError, match=r"rank 3 of \[0, 3\] does not exist; the group has ranks 0 to 2"):
         dist.new_subgroups_by_enumeration([[0, 3]])
     with pytest.raises(ValueError, match=r"rank 1 is in \[0, 1\] and in \[1, 2\]"):
         dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])

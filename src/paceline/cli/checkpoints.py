@@ -51,7 +51,8 @@ def inspect(options: argparse.Namespace) -> int:
         return 0
     listings = listing_of(storage)
     if not listings and not unfinished(storage):
-        print(f"paceline checkpoint inspect: {storage.describe()} is no checkpoint and has none in it", file=sys.stderr)
+        message = f"{storage.describe()} does not exist, or is not a checkpoint and contains none"
+        print(f"paceline checkpoint inspect: {message}", file=sys.stderr)
         return 2
     _show_root(storage, listings, options.json)
     return 0

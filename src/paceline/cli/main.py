@@ -199,7 +199,7 @@ def _migration_report(program: MigratedProgram) -> Iterator[str]:
         return
     reason = program.choice.reason
     way = f', with torch.distributed and its backend "paceline": {reason}' if reason else ""
-    yield f"{migrated} of {total} places come over{way}."
+    yield f"{migrated} of {total} places were migrated{way}."
 
 
 def _add_top_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -30,6 +31,8 @@ _WITHIN = "within=80gbit,0.002ms"
 _GAMMA_S_PER_BYTE = 1e-10
 _STAND_IN_BYTES_PER_S = 1e9  # assumed rate of state transfers if no link between hosts is known
 _PASSED_ON = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
+_USAGE_OF_MEASURING = "the script to measure follows the flags: paceline plan --measure -- train.py"
+_USAGE_OF_PREDICTING = "give one calibration, which `paceline plan --measure -- train.py` writes: calibration.json"
 _WORKER = "paceline.operate.plan.measure.worker"
 
 
@@ -153,12 +156,17 @@ def run(options: argparse.Namespace) -> int:
         return draw(options)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not words or (not options.measure and len(words) != 1):
-        missing = "a script behind `--`" if options.measure else "one calibration"
-        print(f"paceline plan: {missing} is needed; see `paceline plan --help`", file=sys.stderr)
+        print(f"paceline plan: {_USAGE_OF_MEASURING if options.measure else _USAGE_OF_PREDICTING}", file=sys.stderr)
+        return 2
+    if options.measure and not (Path(words[0]).is_file() and os.access(words[0], os.R_OK)):
+        print(f"paceline plan: {words[0]} is not a file that can be read; {_USAGE_OF_MEASURING}", file=sys.stderr)
         return 2
     try:
         return _measure(options, words) if options.measure else _predict(options, Path(words[0]))
-    except (CalibrationError, ValueError, OSError) as error:
+    except OSError as error:
+        print(f"paceline plan: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except (CalibrationError, ValueError) as error:
         print(f"paceline plan: {error}", file=sys.stderr)
         return 2
 
@@ -194,7 +202,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
     output.write_bytes(encode(calibration))
     print(f"{output}: {_summary(calibration)}")
     if differences := _differences(calibration.links):
-        print(f"The links between the hosts differ. Jobs that are to know it from the beginning need {differences}")
+        print(f"The links between the hosts differ. To give these values to jobs from the start, set {differences}")
     return 0
 
 

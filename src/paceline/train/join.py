@@ -96,6 +96,12 @@ class Join:
     ) -> None:
         if not joinables:
             raise ValueError("Join got no joinables; give it at least one, for example the wrapped module")
+        for joinable in joinables:
+            if not hasattr(joinable, "join_process_group"):
+                raise TypeError(
+                    f"Join got a {type(joinable).__name__}, which is not a Joinable; wrap the module in "
+                    "DistributedDataParallel first, or pass an optimizer of Paceline"
+                )
         group = joinables[0].join_process_group
         for joinable in joinables:
             if joinable.join_process_group is not group:
@@ -148,7 +154,7 @@ class Join:
         self._group.all_reduce(torch.ones(1, device=self._device))
         raise RuntimeError(
             f"rank {self._me()} ran out of inputs while other ranks have more, and throw_on_early_termination=True "
-            "says to stop then; leave it out to let them go on"
+            "requests to stop then; omit it to let them continue"
         )
 
     @staticmethod
@@ -173,6 +179,7 @@ class Join:
             if stopped.item():
                 raise RuntimeError(
                     f"rank {group.me.rank}: {int(stopped.item())} of {group.size()} ranks ran out of "
-                    "inputs, and throw_on_early_termination=True says to stop then; leave it out to go on without them"
+                    "inputs, and throw_on_early_termination=True requests to stop then; omit it to continue without "
+                    "them"
                 )
         return work

@@ -22,6 +22,16 @@ from paceline.errors import CollectiveMismatchError, and_more
 from paceline.train.module_tensors import TrackedTensors
 
 
+def require_module(module: object, function: str) -> None:
+    """Checks that an argument is a module.
+
+    Raises:
+        TypeError: the argument is not a module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{function}: module is a {type(module).__name__}; it must be a torch.nn.Module")
+
+
 def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.device | None) -> str | None:
     """Returns the error message about a GPU that does not exist on this machine, or None if all GPUs exist."""
     named = {"device_ids": device_ids, "output_device": [] if output_device is None else [output_device]}

@@ -15,6 +15,7 @@ from paceline.comm.group.default import default_group
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.queries import is_initialized
+from paceline.train.preconditions import require_module
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,7 @@ def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None)
     >>> convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))[1]
     SyncBatchNorm(2, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
     """
+    require_module(module, "convert_sync_batchnorm")
     return cast("M | SyncBatchNorm", _convert(module, process_group, {}))
 
 

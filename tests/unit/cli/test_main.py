@@ -137,3 +137,23 @@ def test_flags_behind_the_script_are_pointed_out(tmp_path, text, words, flags):
         )
         for each in said
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan"], "give one calibration, which `paceline plan --measure -- train.py` writes"),
+        (["plan", "nosuch.json"], "nosuch.json: No such file or directory"),
+        (["plan", "--measure"], "the script to measure follows the flags"),
+        (["plan", "--measure", "nosuch.py"], "nosuch.py is not a file that can be read"),
+        (["run", "nosuch.py"], "nosuch.py does not exist; give the path of a script"),
+        (["top", "nosuch"], "nosuch is neither the directory of a job nor the address of a page"),
+        (["checkpoint", "inspect", "nosuch"], "nosuch does not exist, or is not a checkpoint and contains none"),
+        (["checkpoint", "export", "nosuch", "o"], "nosuch contains no complete checkpoint"),
+    ],
+)
+def test_a_missing_file_is_named_in_one_line(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith(f"paceline {words[0]}") and error.count("\n") == 1

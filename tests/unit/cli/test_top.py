@@ -126,9 +126,9 @@ def test_the_latest_running_job_is_found(tmp_path, monkeypatch):
         assert isinstance(found, JobRun) and (found.job, found.pid) == ("new", os.getpid())
     told = json.loads((old / "job.json").read_text())
     (old / "job.json").write_text(json.dumps({**told, "state": "failed"}))
-    with pytest.raises(NoRunningJobError, match="old does not run any more: failed"):
+    with pytest.raises(NoRunningJobError, match="old is not running: failed"):
         find("old")
-    with pytest.raises(NoRunningJobError, match="elsewhere is no directory of a job"):
+    with pytest.raises(NoRunningJobError, match="elsewhere is neither the directory of a job"):
         find("elsewhere")
 
 

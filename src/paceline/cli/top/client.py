@@ -131,9 +131,11 @@ def find(target: str | None) -> PageAddress | JobRun:
             return _of(run)
         if run is not None:
             raise NoRunningJobError(
-                f"{target} does not run any more: {run.state.value}; `paceline report` shows what is left"
+                f"{target} is not running: {run.state.value}; `paceline report {target}` shows what it has recorded"
             )
-    raise NoRunningJobError(f"{target} is no directory of a job, and no address; `paceline runs` lists the jobs")
+    raise NoRunningJobError(
+        f"{target} is neither the directory of a job nor the address of a page; `paceline runs` lists the jobs"
+    )
 
 
 def _latest() -> PageAddress | JobRun:
@@ -141,7 +143,7 @@ def _latest() -> PageAddress | JobRun:
         if run.state is RunStatus.RUNNING:
             return _of(run)
     raise NoRunningJobError(
-        "no job of yours runs on this machine; give the directory of one that was told to use another by --log-dir"
+        "no job of yours runs on this machine; give the directory of a job that was started with --log-dir"
     )
 
 

@@ -371,7 +371,7 @@ def _aborted(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIden
     who = "this process" if by is me else str(by)
     return GroupAbortedError(
         f"{me}: {call} ended without a result, because {who} aborted the group. Its tensors may hold anything; make "
-        "a new group of the ranks that are to go on, and repeat the call there",
+        "a new group of the ranks that continue, and repeat the call there",
         rank=by.rank,
     )
 

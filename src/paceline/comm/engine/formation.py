@@ -173,10 +173,10 @@ class Formation:
             for topic in {self._topic, _INIT}:
                 if self.store.check([f"{topic}/gave_up"]):
                     self._has_reason = True
-                    raise RendezvousError(f"{self._me} cannot go on: {self.store.get(f'{topic}/gave_up').decode()}")
+                    raise RendezvousError(f"{self._me} cannot continue: {self.store.get(f'{topic}/gave_up').decode()}")
             if reason := check_in.reason_against(self.store):
                 self._has_reason = True
-                raise RendezvousError(f"{self._me} cannot go on: {reason}")
+                raise RendezvousError(f"{self._me} cannot continue: {reason}")
             if time.monotonic() >= deadline:
                 break
             time.sleep(_FIRST_LOOK_S)
@@ -231,13 +231,13 @@ class Formation:
 
     def _without(self, lost: RankIdentity) -> RendezvousError:
         return RendezvousError(
-            f"{self._me} cannot go on: {lost} died or left while the group formed; {check_in.ADVICE}"
+            f"{self._me} cannot continue: {lost} died or left while the group formed; {check_in.ADVICE}"
         )
 
     def _without_store(self, error: StoreConnectionError) -> RendezvousError:
         return RendezvousError(
-            f"{self._me} cannot go on: the process that serves the ranks' store (rank 0, or the launcher) ended while "
-            f"the group formed; look at its output. ({error})"
+            f"{self._me} cannot continue: the process that serves the ranks' store (rank 0, or the launcher) ended "
+            f"while the group formed; look at its output. ({error})"
         )
 
     def announce(self, error: BaseException) -> None:

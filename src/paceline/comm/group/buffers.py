@@ -56,7 +56,20 @@ def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
         return [tensors]
     if isinstance(tensors, (list, tuple)) and all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return list(tensors)
-    raise TypeError(f"{argument}: the argument must be a tensor or a list of tensors, not {type(tensors).__name__}")
+    raise TypeError(f"{argument}: the argument must be a tensor or a list of tensors, not {kind_of(tensors)}")
+
+
+def kind_of(value: object) -> str:
+    """Describes the type of a value that should have been a tensor or a list of tensors.
+
+    >>> kind_of(1.0), kind_of([1.0, 2.0]), kind_of([])
+    ('float', 'list of float', 'empty list')
+    """
+    kind = type(value).__name__
+    if not isinstance(value, (list, tuple)):
+        return kind
+    others = sorted({type(element).__name__ for element in value if not isinstance(element, torch.Tensor)})
+    return f"{kind} of {' and '.join(others)}" if others else f"empty {kind}" if not value else f"{kind} of tensors"
 
 
 def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:

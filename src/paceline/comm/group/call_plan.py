@@ -226,7 +226,7 @@ def root_rank(
     if rank is not None and group_rank is not None:
         raise ValueError(f"{call}: {name} and group_{name} exclude each other; give one of them")
     if rank is not None:
-        return group_rank_of(group, rank)
+        return group_rank_of(group, rank, call, name)
     if group_rank is None:
         group_rank = default
     if group_rank is None:
@@ -236,14 +236,22 @@ def root_rank(
     return group_rank
 
 
-def group_rank_of(group: ProcessGroup, rank: int) -> int:
+def group_rank_of(group: ProcessGroup, rank: int, call: str, name: str) -> int:
     """Converts a rank in the default group to a group rank.
 
+    Args:
+        group: the group.
+        rank: the rank.
+        call, name: the called function and its argument, for the error message.
+
     Raises:
+        TypeError: the rank is not an integer.
         ValueError: the rank is not a member of the group.
     """
     if rank not in group.ranks:
-        raise ValueError(f"rank {short_repr(rank)} is not in {group}; its members are {group.ranks}")
+        if not hasattr(rank, "__index__"):
+            raise TypeError(f"{call}: {name} is {short_repr(rank)} ({type(rank).__name__}); a rank is an integer")
+        raise ValueError(f"{call}: {name} is {rank}, which is not in {group}; its members are {group.ranks}")
     return group.ranks.index(rank)
 
 

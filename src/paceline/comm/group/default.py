@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from multiprocessing import util
 
@@ -201,8 +202,13 @@ def given_or_default(group: ProcessGroup | None) -> ProcessGroup:
     raise TypeError(_wrong_group_text(group))
 
 
-def resolve(group: Group) -> ProcessGroup | None:
+def resolve(group: Group, call: str = "") -> ProcessGroup | None:
     """Returns the group to use for a call, or None if this rank is not a member.
+
+    Args:
+        group: the group, or None for the default group.
+        call: the name of the collective, which warns that it does nothing on a rank that is not a member, or "" for no
+            warning.
 
     Raises:
         TypeError: `group` is not a Paceline group.
@@ -213,6 +219,12 @@ def resolve(group: Group) -> ProcessGroup | None:
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, NonMember):
+        if call:
+            warnings.warn(
+                f"rank {default_world().group.rank()}: {call} does nothing, because this rank is not in the group that "
+                "was passed to it. Call it only on the group's ranks, or pass another group",
+                stacklevel=3,
+            )
         return None
     raise TypeError(_wrong_group_text(group))
 

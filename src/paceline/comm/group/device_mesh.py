@@ -196,7 +196,8 @@ def init_device_mesh(
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
         raise ValueError(
-            f"init_device_mesh: mesh_dim_names {names} must be {len(shape)} different names, one a dimension"
+            f"init_device_mesh: mesh_dim_names is {names}; it must have {len(shape)} different names, one for "
+            "each dimension"
         )
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"init_device_mesh: the device type is {device_type!r}; it must be 'cpu' or 'cuda'")

@@ -35,6 +35,8 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     dtype = torch.get_default_dtype() if dtype is None else dtype
     first = size[0] if size else ()
     shape = torch.Size(first if isinstance(first, Sequence) else [length for length in size if isinstance(length, int)])
+    if any(length < 0 for length in shape):
+        raise ValueError(f"empty_shared: the size is {tuple(shape)}; no dimension may be negative")
     nbytes = shape.numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")

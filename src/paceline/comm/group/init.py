@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -40,6 +40,7 @@ from paceline.comm.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.comm.security.levels import choose_level
 from paceline.comm.store.store import HashStore, Store
 from paceline.durations import Timeout, to_seconds
+from paceline.errors import short_repr
 from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
 DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # torch uses the second name
@@ -223,6 +224,10 @@ def new_group(
     of_devices = world.engines.backend if backend is None else choose(backend)
     require_wire(wire, of_devices, world.engines.between_hosts)
     device = make_current(device_id, of_devices)
+    if timeout is not None:
+        to_seconds(timeout)  # refused on all ranks, not only on the group's
+    if ranks is not None and (isinstance(ranks, str) or not isinstance(ranks, Iterable)):
+        raise TypeError(f"new_group: ranks is {short_repr(ranks)}; it must be a list of ranks, or None for all ranks")
     chosen = list(range(world.group.size())) if ranks is None else [int(rank) for rank in ranks]
     if sort_ranks:
         chosen.sort()

@@ -92,7 +92,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     Raises:
         ValueError: the rank is not a member of the group.
     """
-    return group_rank_of(group, global_rank)
+    return group_rank_of(group, global_rank, "get_group_rank", "global_rank")
 
 
 _BEST = {"cpu": "paceline", "cuda": "nccl"}

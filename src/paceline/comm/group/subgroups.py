@@ -168,7 +168,7 @@ def _require_division(lists: list[list[int]], size: int, call: str) -> None:
             raise ValueError(f"{call}: a list of ranks is empty; leave it out")
         for rank in ranks:
             if not 0 <= rank < size:
-                raise ValueError(f"{call}: rank {rank} of {ranks} is not there; the group has ranks 0 to {size - 1}")
+                raise ValueError(f"{call}: rank {rank} of {ranks} does not exist; the group has ranks 0 to {size - 1}")
             if rank in seen:
                 raise ValueError(f"{call}: rank {rank} is in {seen[rank]} and in {ranks}; it can be in one, and once")
             seen[rank] = ranks

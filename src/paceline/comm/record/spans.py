@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 from paceline import _core
 from paceline.comm.record.layout import EventKind
 from paceline.comm.record.recorder import begin_once
+from paceline.errors import short_repr
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Batch = TypeVar("_Batch")
@@ -33,6 +34,8 @@ def number_of(name: str) -> int:
     """Returns the number that identifies a name in the recording, or 0 if recording is disabled."""
     number = _numbers.get(name)
     if number is None:
+        if not isinstance(name, str):
+            raise TypeError(f'a span is named {short_repr(name)}; its name must be a string: paceline.span("load")')
         begin_once()
         number = _core.record_name(name)
         if number:

@@ -213,7 +213,7 @@ def parse_links(text: str) -> dict[str, NetworkLink]:
     `loss=`, the percentage of lost packets; both default to 0.
 
     Raises:
-        ValueError: a part of the text is malformed, or a link has no rate.
+        ValueError: a part of the text is malformed, a link has no rate, or a number is out of range.
     """
     parts: dict[str, dict[str, float]] = {}
     current: dict[str, float] = {}
@@ -226,6 +226,11 @@ def parse_links(text: str) -> dict[str, NetworkLink]:
     for name, values in parts.items():
         if "bytes_per_s" not in values:
             raise ValueError(f"the link {name!r} in {text!r} has no rate: give one like {name}=25gbit,0.05ms")
+        if values["bytes_per_s"] <= 0 or values.get("latency_s", 0.0) < 0 or not 0 <= values.get("loss", 0.0) < 1:
+            raise ValueError(
+                f"the link {name!r} in {text!r} must have a rate above 0, a latency of at least 0, and a loss from 0 % "
+                f"to below 100 %, like {name}=25gbit,0.05ms"
+            )
     if not parts:
         raise ValueError(f"{text!r} names no link: give one like node=25gbit,0.05ms")
     return {

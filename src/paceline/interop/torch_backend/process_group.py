@@ -713,7 +713,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         me = f"rank {self._rank}: {self!r}"
         if self._absence is ClosedReason.ABORTED:
             return GroupAbortedError(
-                f"{me} was aborted by this process; go on with shrink_group, _reconfigure or a new group",
+                f"{me} was aborted by this process; continue with shrink_group, _reconfigure or a new group",
                 rank=self._named[self._rank],
             )
         if self._absence is ClosedReason.NOT_MET:

@@ -36,7 +36,7 @@ def explain_or_default(explain: Callable[[], T], default: Default) -> T | Defaul
         frame = traceback.extract_tb(error.__traceback__)[-1]
         sys.stderr.write(
             f"paceline: what was recorded could not be explained ({type(error).__name__}: {error}, in {frame.filename}:"
-            f"{frame.lineno}); this is an error of Paceline's, and the job goes on without the explanation\n"
+            f"{frame.lineno}); this is a bug in Paceline, and the job continues without the explanation\n"
         )
         return default
 
@@ -143,6 +143,6 @@ class StallReporter:
         """Records that the job continues; returns a sentence to report if a stall had been reported, or None."""
         if self.verdict is None:
             return None
-        text = f"the job goes on after {now_s - self.since_s:.0f} s"
+        text = f"the job continues after {now_s - self.since_s:.0f} s"
         self.verdict = None
         return text

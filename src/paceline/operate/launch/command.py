@@ -60,8 +60,8 @@ def explain_os_error(error: Exception) -> Exception:
         return out_of_descriptors_error(f"the launcher (pid {os.getpid()})", "its workers, about 8 for each")
     if not os.path.exists("/proc/self/stat"):
         return PacelineError(
-            f"/proc is not there, or not that of this system ({error}); the launcher watches its workers by it. Mount "
-            "it (mount -t proc proc /proc), or start the container with it"
+            f"/proc is not mounted, or belongs to another system ({error}); the launcher needs it to watch its "
+            "workers. Mount it (mount -t proc proc /proc), or start the container with it"
         )
     return error
 

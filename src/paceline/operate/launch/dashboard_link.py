@@ -216,7 +216,7 @@ class LocalActivity:
         for worker in workers:
             frames = capture_stack(worker.pid)
             text = "\n".join(f"{frame.file}:{frame.line} in {frame.function}" for frame in frames)
-            self.notes.leave(Stack(worker.number, time.monotonic(), text or "it gives no answer"))
+            self.notes.leave(Stack(worker.number, time.monotonic(), text or "it does not answer"))
         return len(workers)
 
     def start_stack_capture(self) -> None:

@@ -193,9 +193,10 @@ def _kind(options: argparse.Namespace) -> CommandKind:
     path = Path(options.script)
     if kind is CommandKind.SCRIPT and path.is_dir():
         if not any((path / name).is_file() for name in ("__main__.py", "__main__.pyc")):
-            raise OptionError(f"{options.script} is a directory without __main__.py, so there is nothing in it to run")
+            raise OptionError(f"{options.script} is a directory without __main__.py; give the path of a script")
     elif kind is CommandKind.SCRIPT and not path.is_file():
-        raise OptionError(f"{options.script} is not a file; with -m it would be a module")
+        what = "is not a file" if path.exists() else "does not exist"
+        raise OptionError(f"{options.script} {what}; give the path of a script, or -m and the name of a module")
     return kind
 
 

@@ -51,7 +51,7 @@ def slurm(request: LaunchScriptOptions) -> str:
 set -euo pipefail
 PACELINE_SECRET=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
 export PACELINE_SECRET
-# One launcher a machine; machine 0 and the port are taken from Slurm's variables.
+# One launcher for each machine; machine 0 and the port are taken from Slurm's variables.
 srun --kill-on-bad-exit=1 {shlex.join(request.run)}
 """
 

@@ -28,7 +28,7 @@ from paceline.comm.record.memory import DIRECTORY_VARIABLE, SUFFIX, directory_of
 from paceline.comm.record.memory import HANDED_VARIABLE as RECORD_FD
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 from paceline.comm.store.tcp_store import StoreServer
-from paceline.errors import WorkerError
+from paceline.errors import WorkerError, short_repr
 from paceline.linux import die_with_parent
 from paceline.operate.diagnosis.stall_detector import StallReporter, WatchedWorker, explain_or_default
 from paceline.operate.launch.watchdog import Watchdog, ending_of
@@ -66,6 +66,7 @@ def spawn(
             waits, one sentence on stderr reports the missing rank and the reason. 0 disables this.
 
     Raises:
+        TypeError: `args` is not a tuple.
         ValueError: `nprocs` is less than 1, or the processes cannot import `fn`.
         WorkerError: a process failed (with `join`); its message ends with the traceback.
     """
@@ -75,6 +76,13 @@ def spawn(
         raise ValueError(
             f"{fn.__qualname__} is defined in an interactive session, which new processes cannot import; "
             'pass start_method="fork", or put it into a module'
+        )
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"spawn: args is {short_repr(args)}; it must be a tuple, such as ({short_repr(args)},)")
+    if start_method != "fork" and "<" in getattr(fn, "__qualname__", ""):  # <locals> or <lambda>
+        raise ValueError(
+            f"spawn: {fn.__qualname__} is defined inside a function or is a lambda, which new processes cannot import; "
+            'define it at the top level of a module, or pass start_method="fork"'
         )
     context = cast(SpawnContext, multiprocessing.get_context(start_method))  # all contexts have these methods
     directory = tempfile.mkdtemp(prefix="paceline-")

@@ -80,7 +80,7 @@ def _run(job: Job, listener: ListeningEndpoint | None, secret: bytes | None, cle
                 if time.monotonic() >= until_s:
                     raise RendezvousTimeoutError(
                         f"a job runs already, but its coordinator could not be reached for "
-                        f"{job.rendezvous.join_timeout_s:.0f} s ({error}). Check that no firewall is between"
+                        f"{job.rendezvous.join_timeout_s:.0f} s ({error}). Check that no firewall blocks the connection"
                     ) from error
                 Console().say(f"the job that runs already cannot be reached ({error}); looking for it again")
                 moved = None

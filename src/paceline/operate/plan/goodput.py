@@ -217,9 +217,9 @@ def _partitions(nodes: int, times: EventTimes) -> str:
     for away in sorted({1, nodes // 4, nodes // 2} & set(range(1, nodes))):
         played = partition(nodes, away, times)
         outcome = (
-            f"the other {nodes - away} go on after {format_seconds(played.pauses_s[0])}"
+            f"the other {nodes - away} continue after {format_seconds(played.pauses_s[0])}"
             if played.pauses_s
-            else f"nobody goes on: {played.end}"
+            else f"no machine continues: {played.end}"
         )
         lines.append(f"If {away} of {nodes} nodes {'is' if away == 1 else 'are'} cut off, {outcome}.")
     return "".join(f"{line}\n" for line in lines)

@@ -201,7 +201,7 @@ def newest_spread(
     if not skipped:
         return None, {}
     raise CheckpointError(
-        f"{root.storage.describe()} has no whole checkpoint on the disks of these ranks: "
+        f"{root.storage.describe()} contains no complete checkpoint on the disks of these ranks: "
         f"{'; '.join(map(': '.join, skipped.items()))}. Start on the hosts that have them, or remove what is there"
     )
 

@@ -247,9 +247,9 @@ class CheckpointManager:
             warnings.warn(
                 f"{channel.me}: the checkpoint of step {step} is saved while the parameters {some(names)} have "
                 "gradients that no optimizer.step() has used, and a checkpoint does not hold gradients: a training "
-                "that goes on from it does without them. Save after optimizer.step() and before the next backward, or "
-                "train with an ElasticState, whose checkpoints hold them. If the loop clears them anyway, nothing is "
-                "lost",
+                "that continues from it does not have them. Save after optimizer.step() and before the next backward, "
+                "or train with an ElasticState, whose checkpoints hold them. If the loop clears them anyway, nothing "
+                "is lost",
                 RuntimeWarning,
                 stacklevel=4,
             )

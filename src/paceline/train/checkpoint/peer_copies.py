@@ -252,7 +252,7 @@ class _CacheReader:
         try:
             manifest = self._client(self._found.describers).manifest(root, self._found.token)
         except _UNREACHABLE as error:
-            raise CheckpointDamagedError(f"the manifest of the copies is gone: {error}") from error
+            raise CheckpointDamagedError(f"the manifest of the copies is missing: {error}") from error
         holders = self._found.holders
         source = ReplicaSource(
             root, self._found.token, manifest, self._found.files, lambda file: self._client(holders[file])

@@ -267,7 +267,7 @@ def require_undivided(name: str, module: nn.Module | None, value: object) -> Non
     if isinstance(holder, (nn.Module, Optimizer)) and is_divided(holder):
         raise TypeError(
             f"{name!r} belongs to a model that is divided by Pipeline or parallelize_module, in an ElasticState. An "
-            "elastic job goes on with whichever workers are left, so each must have the whole model; save the model "
+            "elastic job continues with whichever workers are left, so each must have the whole model; save the model "
             "and the optimizer of a divided one without ElasticState, and start again from the checkpoint with "
             "--max-restarts"
         )

@@ -106,8 +106,13 @@ def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the objects and values of a state with their names, including those in dicts and in an ElasticState.
 
     Raises:
-        TypeError: a name is empty or not a string.
+        TypeError: the state is not a dict, or a name is empty or not a string.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"the state is a {type(state).__name__}; it must be a dict from names to objects, such as "
+            '{"model": model, "optimizer": optimizer}'
+        )
     for key, value in state.items():
         if not isinstance(key, str) or not (key or name):
             raise TypeError(f"the state has the key {key!r} of type {type(key).__name__}; names are texts, not empty")

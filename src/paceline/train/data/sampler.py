@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Iterator, Sized
 
@@ -55,6 +56,11 @@ class DistributedSampler(Sampler[int]):
         self.epoch = 0
         self._passes = 0  # the number of iterations that passed half of the samples
         self._warned = False  # set by `set_epoch` too, since such a program needs no warning
+        if not isinstance(dataset, Sized):
+            raise TypeError(
+                f"DistributedSampler: dataset is a {type(dataset).__name__} without a length; it must be a map-style "
+                "dataset, which has __len__"
+            )
         length = len(dataset)
         if drop_last and length % num_replicas:
             self.num_samples = math.ceil((length - num_replicas) / num_replicas)
@@ -78,8 +84,12 @@ class DistributedSampler(Sampler[int]):
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch, which determines the order of the next iteration."""
-        self.epoch = epoch
+        """Sets the epoch, which determines the order of the next iteration.
+
+        Raises:
+            TypeError: `epoch` is not an integer.
+        """
+        self.epoch = operator.index(epoch)
         self._warned = True
 
     def _read(self, indices: list[int]) -> Iterator[int]:
@@ -105,10 +115,12 @@ def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """Returns `num_replicas` and `rank`, or the default group's size and rank where they are None.
 
     Raises:
-        ValueError: `rank` is not from 0 to `num_replicas` - 1.
+        ValueError: `num_replicas` is less than 1, or `rank` is not from 0 to `num_replicas` - 1.
     """
     num_replicas = get_world_size() if num_replicas is None else num_replicas
     rank = get_rank() if rank is None else rank
+    if num_replicas < 1:
+        raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1")
     if not 0 <= rank < num_replicas:
         raise ValueError(f"rank is {rank}; with num_replicas {num_replicas} it must be from 0 to {num_replicas - 1}")
     return num_replicas, rank

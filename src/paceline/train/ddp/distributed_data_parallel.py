@@ -55,6 +55,7 @@ from paceline.train.module_tensors import TrackedTensors, broadcast_tensors, col
 from paceline.train.preconditions import (
     rank_facts,
     reduces_during_backward,
+    require_module,
     require_same_module,
     unsupported_reason,
     warn_of_too_many_threads,
@@ -184,6 +185,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         checks: bool | int | None = None,
         wire: WireKind | None = None,
     ) -> None:
+        require_module(module, "DistributedDataParallel")
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self.device_ids = [to_device(device) for device in device_ids or ()]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.comm.group.process_group import ProcessGroup
+from paceline.errors import short_repr
 from paceline.train.checks.check_settings import choose_checks
 from paceline.train.checks.replica_check import ReplicaCheck
 from paceline.train.join import Joinable, JoinHook
@@ -70,8 +71,13 @@ def require_one_evaluation(optimizer_class: type[Optimizer], group: ProcessGroup
     """Checks that an optimizer can be divided among ranks.
 
     Raises:
-        TypeError: the optimizer evaluates the loss several times in a step.
+        TypeError: `optimizer_class` is not a class of optimizers, or it evaluates the loss several times in a step.
     """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(
+            f"rank {group.me.rank}: optimizer_class is {short_repr(optimizer_class)}; it must be a class derived from "
+            "torch.optim.Optimizer, such as torch.optim.AdamW, whose arguments follow"
+        )
     if inspect.signature(optimizer_class.step).parameters["closure"].default is inspect.Parameter.empty:
         raise TypeError(
             f"rank {group.me.rank}: {optimizer_class.__name__} evaluates the loss several times in a step, for which "

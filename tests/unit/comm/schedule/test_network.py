@@ -25,7 +25,8 @@ def test_links_are_read_as_people_write_them():
         ("node=0.05ms", "the link 'node' .* has no rate"),
         ("node=1gbit,loss=high", "'loss=high' is neither"),
         ("node=xgbit", "'xgbit' is neither"),
-        ("node=1gbit,loss=100%", "is not a valid link"),
+        ("node=1gbit,loss=100%", "must have a rate above 0"),
+        ("node=0gbit,0ms", "must have a rate above 0"),
     ],
 )
 def test_what_is_no_link_is_refused_with_the_reason(text, why):

@@ -70,7 +70,7 @@ def test_what_another_ranks_death_brings_about_is_a_consequence(text):
     "text",
     [
         "rank 0 (h0, pid 1): barrier() as call 7 ended without a result, because this process aborted the group. Its",
-        "rank 0: <ProcessGroup> was aborted by this process; go on with shrink_group",
+        "rank 0: <ProcessGroup> was aborted by this process; continue with shrink_group",
     ],
 )
 def test_a_rank_that_aborted_the_group_itself_is_no_consequence(text):

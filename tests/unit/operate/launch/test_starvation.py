@@ -90,7 +90,7 @@ def test_a_silent_meeting_is_lost_once_its_machine_is(monkeypatch):
         told = []
         wait_until(lambda: told.extend(client.receive()) or told)
         assert len(asked) == 3 and asked == sorted(asked)
-        assert isinstance(told[0], JobEnded) and "was lost: nothing was heard of it for" in told[0].reason
+        assert isinstance(told[0], JobEnded) and "was lost: nothing was received from it for" in told[0].reason
     finally:
         client.close()
         server.close(0.0)

@@ -105,7 +105,7 @@ def test_a_verdict_is_said_once_and_its_end_too():
     assert said.resumed(0.0) is None
     assert [said.tell(first, 0.0), said.tell(replace(first, sentence="later"), 0.0)] == ["busy", None]
     assert said.tell(Diagnosis(Cause.STOPPED, (1,), "stopped"), 0.0) == "stopped"
-    assert said.resumed(42.0) == "the job goes on after 42 s"
+    assert said.resumed(42.0) == "the job continues after 42 s"
     assert said.resumed(43.0) is None
 
 
@@ -201,7 +201,7 @@ def test_the_end_of_a_stall_is_told_once():
     sightings, seen = nodes(1), scene()
     [(_, first)] = sightings.reported("a", of_node(seen, range(4)), 1.0)
     assert sightings.reported("a", of_node(seen, range(4)), 9.0) == []
-    assert sightings.reported("a", SnapshotReport(""), 21.0) == [("a", UserMessage("the job goes on after 32 s"))]
+    assert sightings.reported("a", SnapshotReport(""), 21.0) == [("a", UserMessage("the job continues after 32 s"))]
     assert sightings.reported("a", SnapshotReport(""), 22.0) == []
     assert first.text.startswith("step 6: ranks 0-2 wait")
 

@@ -113,7 +113,9 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch):
     file.write(b"one")
     file.write(b"two")
     file.close()
-    assert said == [f"{tmp_path}/stdout.log: No space left on device; what follows is not kept there, the job goes on"]
+    assert said == [
+        f"{tmp_path}/stdout.log: No space left on device; the rest of the output is not kept there; the job continues"
+    ]
 
 
 def test_cores_are_shared_unless_the_user_has_chosen():
@@ -144,4 +146,4 @@ def test_a_number_of_workers_that_is_none_is_refused(number, capsys):
 
 def test_a_script_that_is_not_there_is_named(capsys):
     assert main(["run", "nowhere.py"]) == 2
-    assert "nowhere.py is not a file" in capsys.readouterr().err
+    assert "nowhere.py does not exist; give the path of a script" in capsys.readouterr().err

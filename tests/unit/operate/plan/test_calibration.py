@@ -140,7 +140,7 @@ def test_the_report_needs_nothing_else():
 
 def test_a_plan_without_a_calibration_says_so(capsys, tmp_path):
     assert main(["plan"]) == 2
-    assert "one calibration is needed" in capsys.readouterr().err
+    assert "give one calibration" in capsys.readouterr().err
     assert main(["plan", "--measure"]) == 2
     assert "a script behind `--` is needed" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "none.json")]) == 2

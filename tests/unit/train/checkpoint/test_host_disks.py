@@ -110,7 +110,9 @@ def test_without_a_host_the_newest_that_is_whole_is_taken(tmp_path, capfd):
     shutil.rmtree(newest)
     assert restored(tmp_path, "aabb", LAYOUTS[1], expected) == [1] * 4
     assert "rank_00002_000.safetensors is on no disk that these ranks see" in capfd.readouterr().err
-    with pytest.raises(dist.CheckpointError, match=r"has no whole checkpoint on .*is on no disk .*Start on the hosts"):
+    with pytest.raises(
+        dist.CheckpointError, match=r"contains no complete checkpoint on .*is on no disk .*Start on the hosts"
+    ):
         restored(tmp_path, "aaaa", LAYOUTS[1], expected)
     assert restored(tmp_path, "cccc", LAYOUTS[1], expected) == [None] * 4
 

@@ -309,5 +309,5 @@ def test_directories_that_cannot_be_synced_are_accepted(tmp_path, monkeypatch):
 
 def test_an_empty_place_has_no_checkpoint(tmp_path):
     assert Root(tmp_path / "none").newest_whole() == (None, [])
-    with pytest.raises(CheckpointError, match="has no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
         open_checkpoint(tmp_path)

@@ -129,7 +129,7 @@ def _key(rank: int) -> str:
 _PATIENCE_S = 2.0
 _PAUSE_S = 0.02
 _LEFT = "left"
-_ENDED = "ended (it died or left; the store, which could tell, is gone)"
+_ENDED = "ended (it died or left; the store, which recorded the reason, has ended)"
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 

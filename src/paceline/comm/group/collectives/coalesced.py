@@ -37,7 +37,7 @@ def all_reduce_coalesced(
 ) -> Work | None:
     """Reduces each of `tensors` over all ranks, in place."""
     call = "all_reduce_coalesced"
-    chosen = resolve(group)
+    chosen = resolve(group, "all_reduce_coalesced")
     if chosen is None:
         return None
     listed = as_list(tensors, call)
@@ -61,7 +61,7 @@ def broadcast_coalesced(
     Each underlying broadcast contains tensors of up to `buffer_size` bytes in total, or a single larger tensor.
     """
     call = "broadcast_coalesced"
-    chosen = resolve(group)
+    chosen = resolve(group, "broadcast_coalesced")
     if chosen is None:
         return None
     if buffer_size <= 0:
@@ -83,7 +83,7 @@ def all_gather_coalesced(
 ) -> Work | None:
     """Copies rank r's `input_tensor_list[i]` to `output_tensor_lists[r][i]` on all ranks, for every rank r."""
     call = "all_gather_coalesced"
-    chosen = resolve(group)
+    chosen = resolve(group, "all_gather_coalesced")
     if chosen is None:
         return None
     inputs = as_list(input_tensor_list, call)
@@ -112,7 +112,7 @@ def all_gather_into_tensor_coalesced(
         ValueError: an output is not contiguous or does not have `world_size` times as many elements as its input.
     """
     call = "all_gather_into_tensor_coalesced"
-    chosen = resolve(group)
+    chosen = resolve(group, "all_gather_into_tensor_coalesced")
     if chosen is None:
         return None
     inputs = as_list(input_tensors, call)
@@ -140,7 +140,7 @@ def reduce_scatter_coalesced(
 ) -> Work | None:
     """Reduces the ranks' `input_tensor_lists[i][r]` into rank r's `output_tensors[i]`."""
     call = "reduce_scatter_coalesced"
-    chosen = resolve(group)
+    chosen = resolve(group, "reduce_scatter_coalesced")
     if chosen is None:
         return None
     outputs = as_list(output_tensors, call)
@@ -165,7 +165,7 @@ def reduce_scatter_tensor_coalesced(
         ValueError: an input is not contiguous or does not have `world_size` times as many elements as its output.
     """
     call = "reduce_scatter_tensor_coalesced"
-    chosen = resolve(group)
+    chosen = resolve(group, "reduce_scatter_tensor_coalesced")
     if chosen is None:
         return None
     inputs = as_list(input_tensors, call)

@@ -72,7 +72,7 @@ def barrier(
         isinstance(device_ids, (list, tuple)) and all(type(index) is int for index in device_ids)
     ):
         raise TypeError(f"barrier: device_ids is {short_repr(device_ids)}; it must be a list of indices, such as [0]")
-    chosen = resolve(group)
+    chosen = resolve(group, "barrier")
     if chosen is None:
         return None
     work_on_devices = [StreamWork(device) for device in _devices_in_use(chosen, device_ids)]
@@ -113,7 +113,7 @@ def monitored_barrier(group: Group = None, timeout: Timeout | None = None, wait_
             used.
         PeerLostError: a rank died or left. The group can no longer be used.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "monitored_barrier")
     if chosen is not None:
         chosen.monitored_barrier(timeout, wait_all_ranks)
 
@@ -137,7 +137,7 @@ def broadcast(
     Raises:
         ValueError: the source is missing, given twice, or not in the group.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "broadcast")
     if chosen is None:
         return None
     return chosen.broadcast(tensor, root_rank(chosen, src, group_src, "broadcast", "src"), async_op, timeout)
@@ -163,7 +163,7 @@ def reduce(
     Raises:
         ValueError: the destination is missing, given twice, or not in the group.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "reduce")
     if chosen is None:
         return None
     return chosen.reduce(tensor, root_rank(chosen, dst, group_dst, "reduce", "dst"), op, async_op, timeout)
@@ -189,7 +189,7 @@ def gather(
     Raises:
         ValueError: `gather_list` is missing or has the wrong length on the destination, or is passed on another rank.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "gather")
     if chosen is None:
         return None
     return chosen.gather(gather_list, tensor, root_rank(chosen, dst, group_dst, "gather", "dst", 0), async_op, timeout)
@@ -215,7 +215,7 @@ def scatter(
     Raises:
         ValueError: `scatter_list` is missing or has the wrong length on the source, or is passed on another rank.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "scatter")
     if chosen is None:
         return None
     return chosen.scatter(
@@ -246,7 +246,7 @@ def all_reduce(
         op: the reduction: a `ReduceOp`, a `PremulSum`, or a reduction of torch. The default is SUM.
         group, async_op, timeout, wire: see the rules in the module's docstring.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "all_reduce")
     return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout, False, wire)
 
 
@@ -268,7 +268,7 @@ def all_gather(
     Raises:
         ValueError: `tensor_list` does not have one entry for each rank, or an entry has a different number of elements.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "all_gather")
     return None if chosen is None else chosen.all_gather(tensor_list, tensor, async_op, timeout, wire)
 
 
@@ -290,7 +290,7 @@ def all_gather_into_tensor(
     Raises:
         ValueError: `output_tensor` has a different number of elements, or is not contiguous.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "all_gather_into_tensor")
     if chosen is None:
         return None
     if async_op is False and timeout is None and chosen.try_fast_all_gather(output_tensor, input_tensor):
@@ -333,7 +333,7 @@ def reduce_scatter(
     Raises:
         ValueError: `input_list` does not have one entry for each rank, or an entry has a different number of elements.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "reduce_scatter")
     return None if chosen is None else chosen.reduce_scatter(output, input_list, op, async_op, timeout, wire)
 
 
@@ -358,7 +358,7 @@ def reduce_scatter_tensor(
     Raises:
         ValueError: `input` has a different number of elements, or is not contiguous.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "reduce_scatter_tensor")
     if chosen is None:
         return None
     if async_op is False and timeout is None and chosen.try_fast_reduce_scatter(output, input, op):
@@ -399,7 +399,7 @@ def all_to_all(
     Raises:
         ValueError: a list does not have one entry for each rank, or the two entries for this rank differ in size.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "all_to_all")
     return None if chosen is None else chosen.all_to_all(output_tensor_list, input_tensor_list, async_op, timeout)
 
 
@@ -423,7 +423,7 @@ def all_to_all_single(
     Raises:
         ValueError: the split sizes do not add up to the number of rows, or the rows cannot be divided evenly.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "all_to_all_single")
     if chosen is None:
         return None
     is_even = not (output_split_sizes or input_split_sizes)
@@ -444,7 +444,7 @@ def explain(operation: str, nbytes: int, group: Group = None) -> str:
     Raises:
         ValueError: there is no such operation, or this rank is not in the group.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "explain")
     if chosen is None:
         raise ValueError("explain: this rank is not in the group")
     return chosen.explain(operation, nbytes)

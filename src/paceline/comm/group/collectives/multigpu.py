@@ -71,7 +71,7 @@ def broadcast_multigpu(
 ) -> Work | None:
     """Broadcasts the source's `tensor_list[src_tensor]` to all tensors of all ranks."""
     call = "broadcast_multigpu"
-    chosen = resolve(group)
+    chosen = resolve(group, "broadcast_multigpu")
     if chosen is None:
         return None
     _require_alike(tensor_list, call, "tensor_list")
@@ -91,7 +91,7 @@ def all_reduce_multigpu(
 ) -> Work | None:
     """Reduces all tensors of all ranks, and writes the result to each of them."""
     call = "all_reduce_multigpu"
-    chosen = resolve(group)
+    chosen = resolve(group, "all_reduce_multigpu")
     if chosen is None:
         return None
     _require_alike(tensor_list, call, "tensor_list")
@@ -113,7 +113,7 @@ def reduce_multigpu(
 ) -> Work | None:
     """Reduces all tensors of all ranks into the destination's `tensor_list[dst_tensor]`; others are not modified."""
     call = "reduce_multigpu"
-    chosen = resolve(group)
+    chosen = resolve(group, "reduce_multigpu")
     if chosen is None:
         return None
     _require_alike(tensor_list, call, "tensor_list")
@@ -138,7 +138,7 @@ def all_gather_multigpu(
     `i` is the index of one of this rank's devices, and `n` is their number, which is the same on every rank.
     """
     call = "all_gather_multigpu"
-    chosen = resolve(group)
+    chosen = resolve(group, "all_gather_multigpu")
     if chosen is None:
         return None
     _require_alike(input_tensor_list, call, "input_tensor_list")
@@ -172,7 +172,7 @@ def reduce_scatter_multigpu(
     `i` is the index of a device, and `n` is the number of devices, which is the same on every rank.
     """
     call = "reduce_scatter_multigpu"
-    chosen = resolve(group)
+    chosen = resolve(group, "reduce_scatter_multigpu")
     if chosen is None:
         return None
     _require_alike(output_tensor_list, call, "output_tensor_list")

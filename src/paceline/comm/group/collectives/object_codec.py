@@ -321,7 +321,7 @@ def _advice_for(value: object) -> str:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return (
-        f"a {name}, which does not travel between ranks; {_instead_of(value)}, or pass allow_pickle=True on every rank "
+        f"a {name}, which cannot be sent between ranks; {_instead_of(value)}, or pass allow_pickle=True on every rank "
         "if you trust them all (a pickle can run any code where it is read)"
     )
 

@@ -66,7 +66,7 @@ def all_gather_object(
         ValueError: `object_list` does not have one entry for each rank.
     """
     call = "all_gather_object"
-    chosen = resolve(group)
+    chosen = resolve(group, "all_gather_object")
     if chosen is None:
         return
     _require_entries(object_list, chosen.size(), call, "object_list", "one for each rank")
@@ -96,7 +96,7 @@ def gather_object(
             rank.
     """
     call = "gather_object"
-    chosen = resolve(group)
+    chosen = resolve(group, "gather_object")
     if chosen is None:
         return
     root = root_rank(chosen, dst, group_dst, call, "dst", 0)
@@ -135,7 +135,7 @@ def broadcast_object_list(
         ValueError: `device` is not the CPU.
     """
     call = "broadcast_object_list"
-    chosen = resolve(group)
+    chosen = resolve(group, "broadcast_object_list")
     if chosen is None:
         return
     require_cpu(device, call)
@@ -182,7 +182,7 @@ def scatter_object_list(
         ValueError: the output list is empty, or the source's input list does not have one entry for each rank.
     """
     call = "scatter_object_list"
-    chosen = resolve(group)
+    chosen = resolve(group, "scatter_object_list")
     if chosen is None:
         return
     root = root_rank(chosen, src, group_src, call, "src", 0)
@@ -225,7 +225,7 @@ def send_object_list(
         ValueError: `device` is not the CPU, or the destination is invalid (see `send`).
     """
     call = "send_object_list"
-    chosen = resolve(group)
+    chosen = resolve(group, "send_object_list")
     if chosen is None:
         return
     require_cpu(device, call)
@@ -262,7 +262,7 @@ def recv_object_list(
         ValueError: `device` is not the CPU, or the source is invalid (see `recv`).
     """
     call = "recv_object_list"
-    chosen = resolve(group)
+    chosen = resolve(group, "recv_object_list")
     if chosen is None:
         return -1
     require_cpu(device, call)

@@ -301,7 +301,7 @@ def all_reduce_init(
     wire: WireLike = None,
 ) -> PersistentCall:
     """Returns a persistent `all_reduce`. With a `wire`, each call compensates for the rounding in the previous one."""
-    chosen = resolve(group)
+    chosen = resolve(group, "all_reduce_init")
     if chosen is None:
         return no_op_call("all_reduce")
     listed = as_list(tensor, "all_reduce")
@@ -320,7 +320,7 @@ def all_gather_init(
     tensor_list: Sequence[Tensors], tensor: Tensors, group: Group = None, timeout: Timeout | None = None
 ) -> PersistentCall:
     """Returns a persistent `all_gather`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "all_gather_init")
     if chosen is None:
         return no_op_call("all_gather")
     return _all_gather("all_gather", chosen, tensor_list, tensor, timeout)
@@ -330,7 +330,7 @@ def all_gather_into_tensor_init(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, timeout: Timeout | None = None
 ) -> PersistentCall:
     """Returns a persistent `all_gather_into_tensor`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "all_gather_into_tensor_init")
     if chosen is None:
         return no_op_call("all_gather_into_tensor")
     name = "all_gather_into_tensor"
@@ -362,7 +362,7 @@ def reduce_scatter_init(
     timeout: Timeout | None = None,
 ) -> PersistentCall:
     """Returns a persistent `reduce_scatter`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "reduce_scatter_init")
     if chosen is None:
         return no_op_call("reduce_scatter")
     return _reduce_scatter("reduce_scatter", chosen, output, input_list, op, timeout)
@@ -376,7 +376,7 @@ def reduce_scatter_tensor_init(
     timeout: Timeout | None = None,
 ) -> PersistentCall:
     """Returns a persistent `reduce_scatter_tensor`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "reduce_scatter_tensor_init")
     if chosen is None:
         return no_op_call("reduce_scatter_tensor")
     parts = parts_by_rank(input, output.numel(), chosen, "reduce_scatter_tensor", "input")
@@ -407,7 +407,7 @@ def all_to_all_init(
     timeout: Timeout | None = None,
 ) -> PersistentCall:
     """Returns a persistent `all_to_all`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "all_to_all_init")
     if chosen is None:
         return no_op_call("all_to_all")
     return _all_to_all("all_to_all", chosen, output_tensor_list, input_tensor_list, timeout)
@@ -422,7 +422,7 @@ def all_to_all_single_init(
     timeout: Timeout | None = None,
 ) -> PersistentCall:
     """Returns a persistent `all_to_all_single`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "all_to_all_single_init")
     if chosen is None:
         return no_op_call("all_to_all_single")
     outputs = rows_by_rank(output, output_split_sizes or None, chosen, "all_to_all_single", "output")
@@ -448,7 +448,7 @@ def _all_to_all(
 
 def barrier_init(group: Group = None, timeout: Timeout | None = None) -> PersistentCall:
     """Returns a persistent `barrier`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "barrier_init")
     if chosen is None:
         return no_op_call("barrier")
 
@@ -466,7 +466,7 @@ def broadcast_init(
     timeout: Timeout | None = None,
 ) -> PersistentCall:
     """Returns a persistent `broadcast`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "broadcast_init")
     if chosen is None:
         return no_op_call("broadcast")
     root = root_rank(chosen, src, group_src, "broadcast", "src")
@@ -487,7 +487,7 @@ def reduce_init(
     timeout: Timeout | None = None,
 ) -> PersistentCall:
     """Returns a persistent `reduce`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "reduce_init")
     if chosen is None:
         return no_op_call("reduce")
     root = root_rank(chosen, dst, group_dst, "reduce", "dst")
@@ -508,7 +508,7 @@ def gather_init(
     timeout: Timeout | None = None,
 ) -> PersistentCall:
     """Returns a persistent `gather`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "gather_init")
     if chosen is None:
         return no_op_call("gather")
     root = root_rank(chosen, dst, group_dst, "gather", "dst", 0)
@@ -529,7 +529,7 @@ def scatter_init(
     timeout: Timeout | None = None,
 ) -> PersistentCall:
     """Returns a persistent `scatter`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "scatter_init")
     if chosen is None:
         return no_op_call("scatter")
     root = root_rank(chosen, src, group_src, "scatter", "src", 0)
@@ -550,7 +550,7 @@ def send_init(
     timeout: Timeout | None = None,
 ) -> PersistentCall:
     """Returns a persistent `send`."""
-    chosen = resolve(group)
+    chosen = resolve(group, "send_init")
     if chosen is None:
         return no_op_call("send")
     listed = as_list(tensor, "send")
@@ -568,7 +568,7 @@ def recv_init(
     timeout: Timeout | None = None,
 ) -> PersistentCall:
     """Returns a persistent `recv`; the source must be specified."""
-    chosen = resolve(group)
+    chosen = resolve(group, "recv_init")
     if chosen is None:
         return no_op_call("recv")
     listed = as_list(tensor, "recv")

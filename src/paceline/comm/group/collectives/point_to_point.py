@@ -44,7 +44,7 @@ def send(
     timeout: Timeout | None = None,
 ) -> None:
     """Sends `tensor` to rank `dst`; returns when the tensor may be modified again."""
-    chosen = resolve(group)
+    chosen = resolve(group, "send")
     if chosen is None:
         return
     peer = peer_rank(chosen, dst, group_dst, "send", "dst")
@@ -65,7 +65,7 @@ def recv(
     Returns:
         The sender's rank in the default group, or -1 on a rank that is not in `group`.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "recv")
     if chosen is None:
         return -1
     listed = as_list(tensor, "recv")
@@ -90,7 +90,7 @@ def isend(
     Returns:
         A `Work`, or None on a rank that is not in `group`. `tensor` must not be modified before the work is complete.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "isend")
     if chosen is None:
         return None
     peer = peer_rank(chosen, dst, group_dst, "isend", "dst")
@@ -112,7 +112,7 @@ def irecv(
         A `Work` whose `source_rank()` is the sender's group rank, or None on a rank that is not in `group`. `tensor`
         must not be accessed before the work is complete.
     """
-    chosen = resolve(group)
+    chosen = resolve(group, "irecv")
     if chosen is None:
         return None
     anyone = src is None and group_src is None
@@ -149,7 +149,7 @@ class P2POp:
         self.tag = checked_tag(tag, "P2POp")
         self.peer = peer
         self.group_peer = group_peer
-        chosen = resolve(group)
+        chosen = resolve(group, "irecv")
         if chosen is not None:
             self.group_peer = peer_rank(chosen, peer, group_peer, "P2POp", "peer")
             self.peer = chosen.ranks[self.group_peer]
@@ -170,6 +170,10 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         ValueError: the list is empty.
         TypeError: an entry is not a `P2POp`.
     """
+    if not isinstance(p2p_op_list, (list, tuple)):
+        raise TypeError(
+            f"batch_isend_irecv: the argument is a {type(p2p_op_list).__name__}; it must be a list of P2POp objects"
+        )
     if not p2p_op_list:
         raise ValueError("batch_isend_irecv: the list is empty; it must have at least one P2POp")
     for op in p2p_op_list:

@@ -281,7 +281,7 @@ class CoordinatorClient:
         if is_new:
             self._say_at_s = time.monotonic() + _SAY_AFTER_S
             self._queue.put(
-                NotifyOrder(f"the coordinator at {peer} was lost ({why}); looking for one, the workers go on")
+                NotifyOrder(f"the coordinator at {peer} was lost ({why}); looking for another; the workers continue")
             )
         self._begin(self._seek)
 

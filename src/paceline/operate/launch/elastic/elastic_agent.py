@@ -213,7 +213,7 @@ class ElasticAgent(Launcher):
         now_s = time.monotonic()
         match message:
             case None:
-                self._say(f"{member} is killed, since it sent {datagram[:80]!r}, which is no message of a worker")
+                self._say(f"{member} is killed, since it sent {datagram[:80]!r}, which is not a valid message")
                 member.signal(signal.SIGKILL)
                 return
             case Ready():

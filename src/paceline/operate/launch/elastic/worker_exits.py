@@ -112,7 +112,7 @@ class WorkerExits:
     def _verdict(self, member: PoolWorker, code: int, fate: ExitCause, failure: WorkerFailure | None) -> str:
         """Returns a sentence about a worker's exit. For a failure, this is the diagnosis that other jobs use."""
         if fate is ExitCause.RELEASED:
-            return f"{member} has ended, since the others went on without it"
+            return f"{member} has ended, because the others continued without it"
         if failure is None or member.life.is_fenced or fate not in (ExitCause.FAILED, ExitCause.KILLED):
             return f"{member} {describe_exit(member.life, failure)}"
         number, recording = member.number, self._recordings.get(member.uid)

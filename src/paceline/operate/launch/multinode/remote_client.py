@@ -131,7 +131,7 @@ class ServerConnection:
                 silent_s = max(self._silence_s, time.monotonic() - self._heard_s)
                 if self._bears_starvation and is_starved(self._connection, silent_s, self._silence_s / 2):
                     continue
-                self._lost(DisconnectReason.SILENT, f"nothing was heard of it for {silent_s:.2g} s")
+                self._lost(DisconnectReason.SILENT, f"nothing was received from it for {silent_s:.2g} s")
                 return
             except (OSError, ValueError) as error:  # a ValueError indicates an invalid message
                 is_recent = time.monotonic() - self._heard_s <= self._silence_s
@@ -191,7 +191,9 @@ _ADVICE: dict[type[Exception], str] = {
         "Check the name. In Kubernetes the pods have names if there is a headless Service with "
         "publishNotReadyAddresses: true, which `paceline launch-script k8s` prints"
     ),
-    Exception: ("Check that the launcher of machine 0 runs, that the address is its, and that no firewall is between"),
+    Exception: (
+        "Check that the launcher of machine 0 runs, that the address is its, and that no firewall blocks the connection"
+    ),
 }
 
 

@@ -115,7 +115,7 @@ def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: floa
             seconds.
         limit_s: The maximum silence, in seconds.
     """
-    text = f"nothing was heard of it for {silent_s:.1f} s"
+    text = f"nothing was received from it for {silent_s:.1f} s"
     if elsewhere_s and min(elsewhere_s) > limit_s / 2:
         text += f", nor of any other machine: {socket.gethostname()}, where they meet, may be the one that is cut off"
     return text

@@ -48,6 +48,7 @@ _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _OWN_FILES = (
     "paceline/operate/launch/workers/bootstrap.py",
     "paceline/operate/launch/workers/template.py",
+    "paceline/operate/plan/measure/worker.py",
     "<frozen runpy>",
     "runpy.py",
 )

@@ -152,7 +152,7 @@ class LogFile:
                 data = data[self._file.write(data) :]
         except OSError as error:
             self._file.close()
-            self._say(f"{self._path}: {error.strerror}; what follows is not kept there, the job goes on")
+            self._say(f"{self._path}: {error.strerror}; the rest of the output is not kept there; the job continues")
 
     def close(self) -> None:
         """Closes the file; idempotent."""

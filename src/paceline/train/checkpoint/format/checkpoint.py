@@ -312,7 +312,7 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
         except CheckpointDamagedError as error:  # a concurrent save may also have removed the checkpoint
             damaged[name] = str(error)
     faults = "; ".join(f"{listing.name}: {listing.fault or damaged[listing.name]}" for listing in listings)
-    raise CheckpointError(f"{storage.describe()} has no whole checkpoint" + (f" ({faults})" if faults else ""))
+    raise CheckpointError(f"{storage.describe()} contains no complete checkpoint" + (f" ({faults})" if faults else ""))
 
 
 def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:

@@ -361,7 +361,7 @@ def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
         return False
     job.lacks_quorum = True
     away = [worker for worker in job.views.undecided() if not worker.is_here]
-    _must_end(job, away, "the others are too few to go on without them", now_s)
+    _must_end(job, away, "the others are too few to continue without them", now_s)
     return True
 
 
@@ -376,14 +376,14 @@ def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
     if job.ending_s is None and not job.views.is_allowed():
         away = [worker for worker in job.views.concerned if worker.may_return]
         job.lacks_quorum = True
-        return _must_end(job, away, "the others are too few to go on without them", now_s)
+        return _must_end(job, away, "the others are too few to continue without them", now_s)
     if all(worker.trains for worker in job.views.concerned) and job.breaks.are_too_many(job.policy, now_s):
         reasons = "; ".join(f"worker {uid}: {reason}" for uid, reason in job.breaks.reasons.items())
         again = f"The workers' connections broke more than {job.policy.most_breaks} times without a round between"
         job.end(EndOrder(1, f"{again}, though all workers live. They report: {reasons}"))
         return True
     job.held = None
-    job.say(f"{len(sources)} workers go on: {why}" if len(sources) > 1 else f"1 worker goes on: {why}")
+    job.say(f"{len(sources)} workers continue: {why}" if len(sources) > 1 else f"1 worker continues: {why}")
     job.give([worker for worker in sources if worker.leaving is None] or sources, is_planned=False)
     return True
 
@@ -424,7 +424,7 @@ def _nobody_left(job: ElasticJob, now_s: float) -> bool:
         job.fingerprint = job.held = None
         return True
     ends = "; ".join(worker.absence for worker in members if not worker.is_here)
-    gone = f"The job's state is lost, since every worker that held it is gone: {ends}."
+    gone = f"The job's state is lost, because every worker that held it has ended: {ends}."
     job.end(EndOrder(1, f"{gone} Start again from a checkpoint."))
     return True
 

@@ -216,8 +216,8 @@ class ElasticAverager:
         if self._rounds_of_batch == 0:
             self._model.require_averaged()
             raise RuntimeError(
-                f"worker {self._name or '0'}: the loop went on to the next batch, but the last one had no backward, "
-                "for which the other ranks wait. Call state.skip_batch() instead of backward, and then "
+                f"worker {self._name or '0'}: the loop continued with the next batch, but the last one had no "
+                "backward, for which the other ranks wait. Call state.skip_batch() instead of backward, and then "
                 "optimizer.step() like the other ranks"
             )
 

@@ -209,6 +209,11 @@ class ElasticState:
     ) -> None:
         if "epoch" in others:
             raise ValueError("ElasticState got epoch=, which is its own name for the number of the epoch; use another")
+        if not isinstance(getattr(model, "module", None), torch.nn.Module):
+            raise TypeError(
+                f"ElasticState: model is a {type(model).__name__}; it must be a LogicalShards, a "
+                "DistributedDataParallel or a DiLoCo, which holds the module"
+            )
         _require_own_parameters(model.module, others)
         GRADIENT_USE.follow()
         self._model = model
