@@ -190,8 +190,7 @@ class Engines:
     def count_local_group(self, ranks: Sequence[int]) -> int:
         """Returns the identity for the next group of `ranks`, from a count kept only by the group's members."""
         self._counted_by_members[tuple(ranks)] += 1
-        named = f"{list(ranks)} {self._counted_by_members[tuple(ranks)]}"
-        return agreed_identity(int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big"))
+        return identity_named(f"{list(ranks)} {self._counted_by_members[tuple(ranks)]}")
 
     def openers(
         self,
@@ -305,8 +304,12 @@ def require_ports(engine: str, rank: int, members: Sequence[RankIdentity]) -> No
 
 def staged_identity(identity: int, index: int) -> int:
     """Returns the identity of the CPU group that stages tensors for the `index`-th device of the group `identity`."""
-    named = f"staged {identity} {index}"
-    return agreed_identity(int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big"))
+    return identity_named(f"staged {identity} {index}")
+
+
+def identity_named(name: str) -> int:
+    """Returns the identity for a group whose members have agreed on a unique name."""
+    return agreed_identity(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
 
 
 def agreed_identity(number: int) -> int:

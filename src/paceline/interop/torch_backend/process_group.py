@@ -608,8 +608,10 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         key = f"shrunk/{'.'.join(str(rank) for rank in sorted(ranks_to_exclude))}"
         attempt = self._store.add(f"{key}/{self._rank}", 1)
         named = range(len(staying)) if self._is_default() else [self._named[rank] for rank in staying]
-        store = PrefixStore(f"{key}/{attempt}", self._store)
-        meeting = GroupRendezvous(store, staying.index(self._rank), len(staying), self._timeout, named, self._name)
+        occasion = f"{key}/{attempt}"
+        store = PrefixStore(occasion, self._store)
+        rank, size = staying.index(self._rank), len(staying)
+        meeting = GroupRendezvous(store, rank, size, self._timeout, named, self._name, occasion)
         group = type(self)(meeting, form_group(meeting, expected=expected))
         group.report_backend_as(self._backend)
         return group
@@ -640,11 +642,12 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
             )
         if opts.hints:
             raise ValueError(f"the backend 'paceline' has no hints; got {', '.join(sorted(opts.hints))}")
-        rank, store = order.index(self._handle), PrefixStore(f"reconfigure/{opts.uuid}", self._store)
+        occasion = f"reconfigure/{opts.uuid}"
+        rank, store = order.index(self._handle), PrefixStore(occasion, self._store)
         self._claim(store, opts.uuid, order)
         self._close(ClosedReason.NOT_MET)
         named = range(len(order)) if self._is_default() else [handle.rank for handle in order]
-        meeting = GroupRendezvous(store, rank, len(order), self._timeout, named, self._name)
+        meeting = GroupRendezvous(store, rank, len(order), self._timeout, named, self._name, occasion)
         members = [handle.member(number) for number, handle in enumerate(order)]
         self._adopt(meeting, form_group(meeting, opts.timeout, members))
         self._failure = OutcomeCode.OK

@@ -18,7 +18,7 @@ from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.formation import Formation
 from paceline.comm.engine.registry import choose
 from paceline.comm.group.default import World
-from paceline.comm.group.engines import Engines
+from paceline.comm.group.engines import Engines, identity_named
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.one_port.dialer import chosen_port
 from paceline.comm.security.levels import chosen_level
@@ -48,7 +48,9 @@ class GroupRendezvous:
         size: The number of ranks.
         timeout: The timeout for calls on the group.
         named: The rank of each member in torch's default group, used in error messages.
-        name: The group's name, used in error messages.
+        name: The group's name, used in error messages and to identify the group in recordings.
+        occasion: A text that distinguishes the group from other groups with its name and members; the same on all
+            members.
     """
 
     store: Any
@@ -57,6 +59,12 @@ class GroupRendezvous:
     timeout: timedelta
     named: Sequence[int]
     name: str
+    occasion: str = ""
+
+    @property
+    def identity(self) -> int:
+        """The number that identifies the group in recordings, the same on all members."""
+        return identity_named(f"{self.name} {list(self.named)} {self.occasion}")
 
 
 def form_group(
@@ -87,7 +95,16 @@ def form_group(
             RankIdentity(named, member.host, member.pid, member.process)
             for named, member in zip(meeting.named, engines.members, strict=True)
         ]
-        group = ProcessGroup(opened, members, rank, patience, meeting.name, openers=openers, advice=OTHER_DEVICES)
+        group = ProcessGroup(
+            opened,
+            members,
+            rank,
+            patience,
+            meeting.name,
+            openers=openers,
+            advice=OTHER_DEVICES,
+            identity=meeting.identity,
+        )
         undo.callback(group.close)
         group.barrier()
         group.set_timeout(meeting.timeout)
