@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 
+#include "bindings/call_site.hpp"
 #include "wire/wire.hpp"
 
 namespace nb = nanobind;
@@ -221,6 +222,7 @@ nb::object report(Outcome outcome) {
 
 nb::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once) {
     Outcome outcome;
+    note_call_site();
     {
         std::optional<nb::gil_scoped_release> released;
         const std::function<void()> release = [&released] { released.emplace(); };
@@ -231,6 +233,12 @@ nb::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once) {
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     return report(std::move(outcome));
+}
+
+std::shared_ptr<Work> submit_call(const std::shared_ptr<CallQueue>& queue, Call call) {
+    note_call_site();
+    const nb::gil_scoped_release release;
+    return queue->submit(std::move(call));
 }
 
 void abort_calls(std::shared_ptr<CallQueue> queue) {

@@ -70,6 +70,9 @@ nanobind::object report(Outcome outcome);
 // `may_be_over_at_once` is set.
 nanobind::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once = false);
 
+// Queues the call behind earlier calls.
+std::shared_ptr<Work> submit_call(const std::shared_ptr<CallQueue>& queue, Call call);
+
 // Have no effect if the queue's group has been closed.
 void abort_calls(std::shared_ptr<CallQueue> queue);
 int failure_of(std::shared_ptr<CallQueue> queue);

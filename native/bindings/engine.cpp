@@ -91,9 +91,7 @@ class HostGroup {
     std::shared_ptr<Work> submit(nb::handle fields) {
         Call call = to_call(fields);
         find_region(sound(call));
-        const std::shared_ptr<CallQueue> queue = this->queue();
-        const nb::gil_scoped_release release;
-        return queue->submit(std::move(call));
+        return submit_call(queue(), std::move(call));
     }
 
     PreparedCall* prepare(nb::handle fields) const {

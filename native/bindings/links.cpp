@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "bindings/bindings.hpp"
+#include "bindings/call_site.hpp"
 #include "bindings/calls.hpp"
 #include "bindings/prepared_call.hpp"
 #include "bindings/tls.hpp"
@@ -90,9 +91,7 @@ class ScheduleGroup {
     std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, nb::handle fields,
                                  std::int64_t predicted_ns) {
         Call call = by_schedule(std::move(schedule), fields, predicted_ns);
-        const std::shared_ptr<CallQueue> queue = this->queue();
-        const nb::gil_scoped_release release;
-        return queue->submit(std::move(call));
+        return submit_call(queue(), std::move(call));
     }
 
     Message send(int peer, int tag, int dtype, const FlatPieces& tensor, std::int64_t timeout_ns, bool background) {
@@ -175,6 +174,7 @@ class ScheduleGroup {
         const Stream stream = to_stream(tensor);
         std::shared_ptr<Messenger> messenger = messenger_;
         std::shared_ptr<Request> request;
+        note_call_site();
         {
             const nb::gil_scoped_release release;
             request = begin(*messenger, stream);

@@ -29,9 +29,7 @@ nb::object PreparedCall::run(std::int64_t timeout_ns) {
 
 std::shared_ptr<Work> PreparedCall::submit(std::int64_t timeout_ns) {
     const std::shared_ptr<CallQueue> queue = begin(timeout_ns);
-    Call call = call_;
-    const nb::gil_scoped_release release;
-    return queue->submit(std::move(call));
+    return submit_call(queue, call_);
 }
 
 void register_prepared_calls(nb::module_& module) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "bindings/call_site.hpp"
 #include "record/recorder.hpp"
 #include "record/snapshot.hpp"
 
@@ -25,7 +26,7 @@ using record::Recorder;
 class RecordedCall {
   public:
     RecordedCall(std::uint32_t group, int operation, int dtype, int reduce_op, std::uint64_t sequence,
-                 std::uint64_t count, int root, bool is_async, std::int64_t tag) {
+                 std::uint64_t count, int root, bool is_async, std::int32_t tag) {
         Recorder* const recorder = Recorder::active();
         if (recorder == nullptr || group == 0) return;
         fields_.group = group;
@@ -38,6 +39,7 @@ class RecordedCall {
         fields_.is_async = is_async;
         fields_.tag = tag;
         fields_.arrived = record::ticks();
+        note_call_site();
         written_ = recorder->add(fields_, false);
     }
 
@@ -126,7 +128,7 @@ nb::bytes snapshot(int fd) {
 
 void register_record(nb::module_& module) {
     nb::class_<RecordedCall>(module, "RecordedCall")
-        .def(nb::init<std::uint32_t, int, int, int, std::uint64_t, std::uint64_t, int, bool, std::int64_t>())
+        .def(nb::init<std::uint32_t, int, int, int, std::uint64_t, std::uint64_t, int, bool, std::int32_t>())
         .def("start", &RecordedCall::start, nb::arg("tick") = 0)
         .def("end", &RecordedCall::end, nb::arg("outcome"), nb::arg("shm_nbytes") = 0, nb::arg("tcp_nbytes") = 0,
              nb::arg("last_arrived") = -1, nb::arg("tick") = 0);
@@ -142,6 +144,7 @@ void register_record(nb::module_& module) {
         Recorder* const recorder = Recorder::active();
         return recorder == nullptr ? 0 : recorder->name(text);
     });
+    module.def("name_user_files_by", &name_user_files_by, nb::arg("name_of"));
     module.def("record_step", [](std::uint64_t step) { if_active<&Recorder::set_step>(step); });
     module.def("record_group", &open_group);
     module.def("record_group_closed", [](std::uint32_t serial) { if_active<&Recorder::close_group>(serial); });

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <system_error>
+#include <utility>
 
 namespace paceline::record {
 namespace {
@@ -19,6 +20,7 @@ constexpr std::uint64_t kFirstGapNs = 1'000'000;
 constexpr std::uint64_t kLongestGapNs = 10'000'000'000;
 
 thread_local std::uint32_t this_thread = 0;
+thread_local std::uint32_t next_site = 0;
 
 template <std::size_t N>
 void write_text(Text<N>& to, std::string_view text) {
@@ -55,6 +57,10 @@ std::atomic<Recorder*> Recorder::paused_{nullptr};
 std::uint32_t thread_number() {
     if (this_thread == 0) this_thread = static_cast<std::uint32_t>(syscall(SYS_gettid));
     return this_thread;
+}
+
+void set_next_site(std::uint32_t site) {
+    next_site = site;
 }
 
 bool Recorder::begin(int fd, const Identity& identity) {
@@ -259,6 +265,7 @@ std::uint64_t Recorder::tick_at(std::int64_t monotonic_ns) const {
 WrittenCall Recorder::add(CallFields& fields, bool is_over) {
     fields.step = static_cast<std::uint32_t>(header().step.load(std::memory_order_relaxed));
     fields.thread = thread_number();
+    fields.site = std::exchange(next_site, 0);
     WrittenCall written = claim(header().calls_begun, recording_.calls);
     if (!written) return written;
     fill(*written.entry, fields);

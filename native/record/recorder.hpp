@@ -109,4 +109,7 @@ class Recorder {
 // Returns the kernel's id of the calling thread.
 std::uint32_t thread_number();
 
+// Sets `CallFields::site` of the call that this thread adds next; later calls have none unless it is set again.
+void set_next_site(std::uint32_t site);
+
 }  // namespace paceline::record

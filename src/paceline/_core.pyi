@@ -300,6 +300,12 @@ def time_reduction(nbytes: int) -> float: ...
 
 RECORDING_NBYTES: int
 
+def name_user_files_by(name_of: Callable[[str], str | None]) -> None:
+    """Sets the function that returns the name under which a file is recorded, or None if it is not the user's.
+
+    Until then, the lines that make calls are not recorded.
+    """
+
 class RecordedCall:
     """The record of a call in an engine outside the core, from its creation until `end`."""
 

@@ -112,7 +112,7 @@ class EventKind(IntEnum):
 
 
 MAGIC = int.from_bytes(b"PLRECORD", "little")
-VERSION = 1
+VERSION = 2
 
 NBYTES = 1671168
 
@@ -136,10 +136,10 @@ NAME_NBYTES = 64
 GROUP = struct.Struct("<QIIiIQIIQQQ")
 """stamp, serial number, size, own rank, name, identity, listed members, engine name, ticks of opening and closing, 0"""
 GROUP_NBYTES = 512
-CALL = struct.Struct("<QIBBBBQQiBBBBQQQQQiIIIqQQq")
+CALL = struct.Struct("<QIBBBBQQiBBBBQQQQQiIIIiIQQq")
 """stamp; group, operation, dtype, reduction, algorithm; sequence; count; root, state, outcome, asynchronous flag,
 unused; ticks of arrival, start and end; bytes sent through shared memory and over TCP; last rank to arrive, first
-missing rank; step, thread; tag; tick at which all ranks had arrived; bit mask of missing ranks, starting at the first
+missing rank; step, thread; tag; call site (see `site_of`); tick at which all ranks had arrived; bit mask of missing ranks, starting at the first
 one; predicted nanoseconds (0: no prediction)"""
 EVENT = struct.Struct("<QIIQQqqQII")
 """stamp; kind, name; ticks of start and end; `first`, `second`; tick at which a bucket was sent; step, thread"""
@@ -148,6 +148,8 @@ LINK = struct.Struct("<QIiQQQQQQQIIIIII")
 received; segments sent; latest delivery rate in bytes per second; microseconds with data in flight, and microseconds
 limited by the other rank's receive window; round-trip time, its variation and its minimum in microseconds;
 retransmitted segments; milliseconds for which an answer has been pending; number of connections"""
+
+LINE_BITS = 22  # of a call site
 
 WORD_NBYTES = 8
 WRITING = 1
@@ -163,6 +165,11 @@ def state_of(stamp: int) -> int:
 def index_of(stamp: int) -> int:
     """Returns the entry's index among all entries that have ever been written, starting at 0."""
     return stamp >> 8
+
+
+def site_of(site: int) -> tuple[int, int]:
+    """Returns the number of the file's name and the line of a call site, or (0, 0) if the call has none."""
+    return site >> LINE_BITS, site & ((1 << LINE_BITS) - 1)
 
 
 def first_stamp(index: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from paceline import _core
 from paceline.comm.record.memory import handed_memory, is_switched_off, own_memory
+from paceline.comm.record.user_files import name_if_users
 
 _WORKER_VARIABLE = "PACELINE_WORKER"
 _BOOT_FILE = "/proc/sys/kernel/random/boot_id"
@@ -28,6 +29,7 @@ def begin() -> None:
     _has_tried = True
     if _core.is_recording() or is_switched_off():
         return
+    _core.name_user_files_by(name_if_users)
     identity = (os.environ.get(_WORKER_VARIABLE, ""), socket.gethostname(), _boot_id(), _time_namespace())
     with contextlib.suppress(OSError), handed_memory() as fd:  # training continues if the recording cannot start
         if fd is not None and _core.begin_recording(fd, *identity):

@@ -18,7 +18,7 @@ from paceline.operate.diagnosis.finding import (
     beginning,
     during,
     lasting,
-    line_of,
+    line_of_call,
     named,
     verb,
     waiting,
@@ -86,8 +86,8 @@ class RankAbsence:
 
 def _explain_absence(rank: RankState) -> RankAbsence:
     if rank.ending is not None:
-        cause = Cause.LEFT if rank.ending.manner is ExitReason.FINISHED else _OWN_FAULTS.get(rank.ending.manner)
-        return RankAbsence(cause or Cause.EXITED, _end_of(rank))
+        cause = Cause.LEFT if _has_left(rank) else _OWN_FAULTS.get(rank.ending.manner)
+        return RankAbsence(cause or Cause.EXITED, f"has ended ({rank.ending.how})")
     process, place = rank.process, rank.place
     if process is not None and process.state is ProcessState.ENDED:
         return RankAbsence(Cause.KILLED, "has ended")
@@ -109,14 +109,6 @@ def _explain_absence(rank: RankState) -> RankAbsence:
     return RankAbsence(Cause.USER_CODE, where)
 
 
-def _end_of(rank: RankState) -> str:
-    assert rank.ending is not None
-    if rank.ending.manner is ExitReason.FINISHED:
-        last = max((call.sequence for call in rank.calls), default=0)
-        return f"has come to the end of its script{f' after call {last}' if last else ''}"
-    return f"has ended ({rank.ending.how})"
-
-
 def _work(process: ProcessActivity) -> str:
     if process.waited_share > max(0.2, process.cores):
         return f"it waits for a core {min(1.0, process.waited_share):.0%} of the time"
@@ -125,9 +117,10 @@ def _work(process: ProcessActivity) -> str:
     return "it goes from line to line" if process.moves else "it reads or writes files"
 
 
-def _diagnose_mismatch(snapshot: JobSnapshot, found: CallMismatch) -> Diagnosis:
+def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -> Diagnosis:
     strays = named(found.strays, snapshot.word)
-    where, elsewhere = _where(snapshot, found.strays), _where(snapshot, found.regular)
+    where = _where(snapshot, found.strays, group, found.sequence)
+    elsewhere = _where(snapshot, found.regular, group, found.sequence)
     start = beginning(snapshot, found.strays) if found.step is None else f"step {found.step}: "
     if found.is_guess:
         sentence = (
@@ -148,9 +141,9 @@ def _diagnose_mismatch(snapshot: JobSnapshot, found: CallMismatch) -> Diagnosis:
     return Diagnosis(_CAUSE_OF_MISMATCH[found.slip], found.strays, sentence)
 
 
-def _where(snapshot: JobSnapshot, ranks: Sequence[int]) -> str:
+def _where(snapshot: JobSnapshot, ranks: Sequence[int], group: str, sequence: int) -> str:
     """Returns the line in the user's program that made the call, if it is the same on these ranks."""
-    lines = {line_of(rank) for rank in snapshot.ranks if rank.rank in ranks} - {""}
+    lines = {line_of_call(rank, group, sequence) for rank in snapshot.ranks if rank.rank in ranks} - {""}
     return f" ({lines.pop()})" if len(lines) == 1 else ""
 
 
@@ -192,7 +185,7 @@ def _mismatched(snapshot: JobSnapshot) -> Diagnosis | None:
         latest = [max((call.sequence for call in own if call.is_open), default=None) for own in histories.values()]
         numbers = [number for number in latest if number is not None]
         if numbers and (found := difference(histories, min(numbers))) is not None:
-            verdict, counted = _diagnose_mismatch(snapshot, found), miscount(histories)
+            verdict, counted = _diagnose_mismatch(snapshot, group, found), miscount(histories)
             if counted is None or found.slip in (Slip.OTHER_SHAPE, Slip.OTHER_CALL):
                 return verdict
             sentence = f"{verdict.sentence.rpartition(':')[0]}: {_count(counted, snapshot.word)}"
@@ -286,15 +279,27 @@ def _count(found: Miscount, word: str) -> str:
 
 
 def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
-    """Diagnoses ranks whose script ended while others wait: they made too few calls, or a few waiters made too many."""
-    start = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; "
-    if len(wait.absent) > len(wait.waiters):
-        absent = named(wait.absent, snapshot.word)
-        sentence = f"{start}{absent} {verb(len(wait.absent), 'have')} come to the end of the script without it"
+    """Diagnoses ranks that ended while others wait: they made too few calls, or a few waiters made too many."""
+    start = beginning(snapshot, wait.waiters)
+    left = [each.rank for each in snapshot.ranks if each.rank in wait.absent and _has_left(each)]
+    if len(left) > len(wait.waiters):
+        sentence = (
+            f"{start}{waiting(snapshot, wait)}; {named(left, snapshot.word)} {verb(len(left), 'have')} come to the end "
+            "of the script without it"
+        )
         return Diagnosis(Cause.TWICE, wait.waiters, sentence)
-    tie = len(wait.absent) == len(wait.waiters)
-    sentence = f"{start}{absence(snapshot, rank, _explain_absence(rank).doing)}: it made fewer calls"
-    return Diagnosis(Cause.SKIPPED, tuple(sorted({*wait.waiters, *wait.absent})) if tie else wait.absent, sentence)
+    last = max(rank.calls, key=lambda call: call.arrived_s, default=None)
+    where = f" ({last.line})" if last is not None and last.line else ""
+    after = f" after {last}{where}" if last is not None else ""
+    sentence = (
+        f"{start}{named(left, snapshot.word)} ended too early, with exit code 0{after}: {waiting(snapshot, wait)}. Look "
+        "for a loop that runs fewer times there, or for an exit before the last call"
+    )
+    return Diagnosis(Cause.LEFT, tuple(left), sentence)
+
+
+def _has_left(rank: RankState) -> bool:
+    return rank.ending is not None and rank.ending.manner is ExitReason.FINISHED
 
 
 def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:

@@ -64,6 +64,11 @@ class Diagnosis:
     is_certain: bool = True
 
     @property
+    def is_early_exit(self) -> bool:
+        """Whether a rank ended before the others, without an error."""
+        return self.cause is Cause.LEFT
+
+    @property
     def is_failure(self) -> bool:
         """Whether a rank failed on its own, in which case the states of other ranks do not matter."""
         return self.cause in FAILURES
@@ -86,6 +91,12 @@ def named(ranks: Sequence[int], word: str = "rank") -> str:
         texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
     more = f" and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""
     return f"{word}{'s' if len(set(ranks)) > 1 else ''} {', '.join(texts[:_MOST_NAMED])}{more}"
+
+
+def reminder(verdict: Diagnosis, word: str = "rank") -> str:
+    """Returns a short reference to a diagnosis that was printed before."""
+    who = f" ({named(verdict.blamed, word)})" if verdict.blamed else ""
+    return f"the cause was explained above: {verdict.cause.value}{who}"
 
 
 def lasting(seconds: float) -> str:
@@ -135,7 +146,7 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
     waiters = [rank for rank in snapshot.ranks if rank.rank in who]
     have_ended = all(rank.ending is not None for rank in waiters)
     word = "waited" if have_ended else verb(len(who), "wait")
-    line = next((line for rank in waiters if (line := line_of(rank))), "")
+    line = wait.call.line or next((line for rank in waiters if (line := line_of(rank))), "")
     where = f" ({line})" if line else ""
     return f"{named(who, snapshot.word)} {word} in {wait.call}{of}{where}"
 
@@ -145,6 +156,16 @@ def line_of(rank: RankState) -> str:
     if rank.place is not None and rank.place.line:
         return rank.place.line
     return rank.ending.line if rank.ending is not None else ""
+
+
+def line_of_call(rank: RankState, group: str, sequence: int) -> str:
+    """Returns the line in the user's program that made a call; "" if unknown.
+
+    If the line was not recorded, the rank must still be in the call, whose line is then the rank's current one.
+    """
+    made = (call for call in rank.calls if (call.group, call.sequence) == (group, sequence) and not call.is_message)
+    line = next((call.line for call in made if call.line), "")
+    return line or line_of(rank)
 
 
 def absence(snapshot: JobSnapshot, rank: RankState, doing: str) -> str:

@@ -40,6 +40,7 @@ class RankCall:
         come_s: the time at which this rank detected that all ranks had arrived, or None.
         missing: the ranks in the group that had not arrived when the call failed.
         tcp_nbytes: the number of bytes that the rank sent over the network for the call.
+        line: the line of the user's program that made the call, such as "train.py:71"; "" if unknown.
         device: the type of device that runs the call, such as "cuda"; "" for the CPU.
         reached_s: the time at which the device reached the call, having completed all earlier work; None if it has not.
     """
@@ -54,6 +55,7 @@ class RankCall:
     come_s: float | None = None
     missing: tuple[int, ...] = ()
     tcp_nbytes: int = 0
+    line: str = ""
     device: str = ""
     reached_s: float | None = None
 

@@ -155,6 +155,7 @@ class CallRecord:
         thread: the kernel thread id of the caller.
         tag: the tag of a message; None for collectives.
         predicted_s: the duration that the engine predicted, or None.
+        line: the line of the user's program that made the call, such as "train.py:71", or None if unknown.
     """
 
     index: int
@@ -181,6 +182,7 @@ class CallRecord:
     thread: int
     tag: int | None
     predicted_s: float | None = None
+    line: str | None = None
 
     @property
     def is_over(self) -> bool:

@@ -335,9 +335,11 @@ class _Parser:
         (stamp, group, operation, dtype, reduction, algorithm, sequence, count, root, state, outcome, is_async) = (
             fields[:12]
         )
-        (_, arrived, started, ended, shm, tcp, last, first, step, thread, tag, complete, missing, predicted_ns) = (
+        (_, arrived, started, ended, shm, tcp, last, first, step, thread, tag, site, *rest) = (
             fields[12:]
         )
+        complete, missing, predicted_ns = rest
+        file, line = layout.site_of(site)
         time_of = self._clock.monotonic_ns
         return CallRecord(
             index=layout.index_of(stamp),
@@ -364,6 +366,7 @@ class _Parser:
             thread=thread,
             tag=tag if operation in (SEND, RECEIVE) else None,
             predicted_s=predicted_ns / 1e9 if predicted_ns else None,
+            line=f"{name}:{line}" if (name := self._name(file)) else None,
         )
 
     def _event(self, fields: tuple[int, ...]) -> EventRecord:
@@ -465,6 +468,7 @@ def _rank_call(call: CallRecord, group: GroupRecord) -> RankCall:
         come_s=None if call.complete_ns is None else call.complete_ns * _NS,
         missing=call.missing,
         tcp_nbytes=call.tcp_nbytes,
+        line=call.line or "",
         device=device,
         reached_s=call.started_ns * _NS if device and call.started_ns is not None else None,
     )

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from paceline.comm.record.user_files import is_users
 from paceline.linux import pidfd_open, pidfd_send_signal
 from paceline.operate.diagnosis.job_snapshot import Frame, ProcessActivity, ProcessState, StackLocation
 
@@ -30,10 +31,6 @@ _MOST_THREADS = 16
 _THREAD_S = 0.1  # time limit for a response from one other thread; most have no Python frames
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$')
-_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir)) + os.sep
-_PACKAGES = ("/site-packages/", "/dist-packages/")
-_STANDARD = re.compile(r"/lib(?:64)?/python3(?:\.\d+)?/|/lib/python3\d+\.zip/")
-_OWN_START = ("paceline/operate/launch/workers/bootstrap.py", "paceline/operate/launch/workers/template.py", "runpy.py")
 _LOADERS = (
     "torch/utils/data/",
     "paceline/train/data/",
@@ -89,7 +86,7 @@ def place_of(frames: Sequence[Frame]) -> StackLocation | None:
     """Returns the program location for this stack, in terms of the user's code; None if the stack is empty."""
     if not frames:
         return None
-    depth = next((index for index, frame in enumerate(frames) if _is_users(frame)), None)
+    depth = next((index for index, frame in enumerate(frames) if is_users(frame.file)), None)
     is_call = any(_is_in(frame, _CALLS) for frame in frames[:depth])
     loader = next((frame for frame in reversed(frames[:depth]) if _is_in(frame, _LOADERS)), None)
     if depth is None:
@@ -105,14 +102,6 @@ def place_of(frames: Sequence[Frame]) -> StackLocation | None:
     else:
         what = "" if user.function == "<module>" else user.function
     return StackLocation(what, line, is_loader=is_data, is_call=is_call)
-
-
-def _is_users(frame: Frame) -> bool:
-    """Returns whether a frame belongs to the user, and not to Python, an installed package or Paceline."""
-    file = frame.file
-    if file.startswith(("<", _PACKAGE)) or file.endswith(_OWN_START):
-        return False
-    return not any(part in file for part in _PACKAGES) and not _STANDARD.search(file)
 
 
 def _is_in(frame: Frame, parts: Sequence[str]) -> bool:

@@ -264,9 +264,15 @@ class WorkerGroupLauncher(Launcher):
             self._explain(failure)
 
     def _explain(self, failure: WorkerFailure) -> None:
-        """Takes a snapshot immediately if a failure may have caused others, because workers can be slow to end."""
-        is_cause = failure.manner != "CONSEQUENCE" and not failure.is_interrupt
-        if is_cause and not self._has_explained and self._stopped_by is None:
+        """Takes a snapshot immediately if the cause of a failure may be known, because workers can be slow to end.
+
+        A failure that another rank caused is explained if a rank has left early: here or, on several machines, there.
+        """
+        generation = self._generation
+        assert generation is not None
+        has_left = any(worker.exit_code == 0 for worker in generation.workers)
+        is_cause = failure.manner != "CONSEQUENCE" or has_left or len(self._world) > len(generation.workers)
+        if is_cause and not failure.is_interrupt and not self._has_explained and self._stopped_by is None:
             self._has_explained = True
             self._watcher.start_failure_snapshot()
 

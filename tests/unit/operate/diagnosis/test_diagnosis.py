@@ -230,8 +230,31 @@ def test_a_rank_without_a_recording_is_named():
 def test_a_loop_that_ran_fewer_times_is_found():
     plans = [loop(_HEADERS[:1], _STEPS - (rank == 2), marks=False) for rank in range(3)]
     verdict = diagnose(play(plans))
-    assert (verdict.cause, verdict.blamed) == (Cause.SKIPPED, (2,))
-    assert "end of its script" in verdict.sentence
+    assert (verdict.cause, verdict.blamed) == (Cause.LEFT, (2,))
+    assert verdict.sentence.startswith("rank 2 ended too early, with exit code 0 after all_reduce(float32, 4096) call 7")
+
+
+def test_of_two_ranks_the_one_that_left_early_is_blamed():
+    plans = [loop(_HEADERS[:1], _STEPS - (rank == 1), marks=False) for rank in range(2)]
+    verdict = diagnose(play(plans))
+    assert (verdict.cause, verdict.blamed) == (Cause.LEFT, (1,))
+    assert "rank 0 waits in all_reduce(float32, 4096) call 8" in verdict.sentence
+
+
+def test_a_call_is_named_with_the_line_that_made_it():
+    """A root need not wait for the other ranks, so it may have gone on to its next call."""
+    plans = _plans(2, _HEADERS[:2])
+    plans[0][8] = replace(plans[0][8], header=_HEADERS[3])
+    seen = play(plans)
+
+    def with_lines(rank: RankState) -> RankState:
+        made = tuple(replace(call, line=f"train.py:{100 * rank.rank + call.sequence}") for call in rank.calls)
+        return replace(rank, calls=made, place=StackLocation("all_gather_object", "other.py:7", is_call=True))
+
+    verdict = diagnose(replace(seen, ranks=tuple(map(with_lines, seen.ranks))))
+    assert verdict.blamed == (0,)
+    assert "broadcast(float32, 128, root 0) as call 9 (train.py:9)" in verdict.sentence
+    assert "(train.py:109)" in verdict.sentence and "other.py" not in verdict.sentence
 
 
 def test_the_first_of_several_failures_is_blamed():

@@ -15,6 +15,7 @@ import torch
 from launching import wait_until
 
 import paceline
+from paceline.comm.record import user_files
 from paceline.operate.diagnosis import worker_process
 from paceline.operate.diagnosis.job_snapshot import Frame, ProcessState
 from paceline.operate.launch.workers import bootstrap, failures
@@ -73,25 +74,13 @@ _ROOTS = {"paceline": Path(paceline.__file__).parents[1], "torch": Path(torch.__
 @pytest.mark.parametrize(
     "path",
     sorted(
-        {*worker_process._OWN_START, *worker_process._LOADERS, *worker_process._CALLS, *failures._OWN_FILES}
+        {*user_files._OWN_START, *worker_process._LOADERS, *worker_process._CALLS, *failures._OWN_FILES}
         - {"runpy.py", "<frozen runpy>"}
     ),
 )
 def test_the_files_by_which_frames_are_recognised_exist(path):
     found = _ROOTS[path.partition("/")[0]] / path
     assert found.is_dir() if path.endswith("/") else found.is_file(), f"{path} was moved; stacks show our own frames"
-
-
-@pytest.mark.parametrize("package", [worker_process._PACKAGE, failures._PACKAGE])
-def test_all_of_paceline_counts_as_installed(package):
-    assert package == os.path.join(os.path.dirname(os.path.abspath(paceline.__file__)), "")
-
-
-def test_no_frame_of_paceline_is_the_users():
-    ours = [str(path) for path in _ROOTS["paceline"].glob("paceline/**/*.py")]
-    assert len(ours) > 300
-    assert not [file for file in ours if worker_process._is_users(Frame(file, 1, "run"))]
-    assert worker_process._is_users(Frame("/home/me/train.py", 1, "run"))
 
 
 def test_an_empty_stack_says_nothing():

@@ -77,8 +77,11 @@ def test_a_rank_that_aborted_the_group_itself_is_no_consequence(text):
     assert not failure(0, f"paceline.errors.GroupAbortedError: {text}").is_consequence
 
 
-def test_a_consequence_that_comes_alone_is_told_as_the_cause():
-    assert report([failure(0, "PeerLostError: rank 1 was lost")]).startswith("rank 0 failed first")
+def test_a_consequence_that_comes_alone_is_not_told_as_the_cause():
+    alone = failure(0, "PeerLostError: rank 1 was lost")
+    assert report([alone]).startswith("rank 0 failed because of another rank (h0, pid 100, exit code 1):")
+    told = report_parts([alone], is_in_view=lambda text, _: text == "PeerLostError: rank 1 was lost")
+    assert told[-1].endswith("PeerLostError: rank 1 was lost; its traceback is above"), "its own frames are in view"
 
 
 def test_signals_are_named_and_those_without_a_name_numbered():

@@ -34,6 +34,7 @@ from paceline.operate.launch import watchdog
 from paceline.operate.launch.multinode.diagnosis_collector import (
     FAILURE_LAST_PATIENCE_S,
     FAILURE_PATIENCE_S,
+    HOLD_S,
     LAST_PATIENCE_S,
     PATIENCE_S,
     DiagnosisCollector,
@@ -228,7 +229,8 @@ def failed(seen, ranks, stray=None):
 def test_a_failure_is_told_as_soon_as_all_nodes_have_looked():
     sightings, seen = nodes(), scene()
     assert sightings.reported("b", failed(seen, [2, 3], 3), 1.0) == [("a", RequestSnapshot(is_failure=True))]
-    [(node, told)] = sightings.reported("a", failed(seen, [0, 1]), 1.1)
+    assert sightings.reported("a", failed(seen, [0, 1]), 1.1) == []
+    [(node, told)] = sightings.tick(sightings.deadline_s)
     assert (node, told.blamed, told.is_last) == ("a", (3,), False)
     assert "rank 3 failed: ValueError: bad (train.py:5)" in told.text and "ranks 0-2 wait in" in told.text
     assert sightings.reported("a", failed(seen, [0, 1], 1), 1.2) == [], "one failure of a generation is told at once"
@@ -238,7 +240,50 @@ def test_a_failure_is_told_without_a_node_that_does_not_look():
     sightings, seen = nodes(), scene()
     sightings.reported("b", failed(seen, [2, 3], 3), 1.0)
     assert sightings.tick(1.0 + FAILURE_PATIENCE_S / 2) == []
-    [(_, told)] = sightings.tick(1.0 + FAILURE_PATIENCE_S)
+    assert sightings.tick(1.0 + FAILURE_PATIENCE_S) == []
+    [(_, told)] = sightings.tick(sightings.deadline_s)
+    assert "rank 3 failed: ValueError: bad (train.py:5)" in told.text
+
+
+def finished(seen, ranks, left, lost):
+    """What is seen of these ranks of which `left` has ended with exit code 0, and `lost` has failed because of that."""
+    endings = {
+        left: RankExitStatus(ExitReason.FINISHED, seen.now_s - 1),
+        lost: RankExitStatus(ExitReason.CONSEQUENCE, seen.now_s, "PeerLostError: rank 3 left the group"),
+    }
+    shown = tuple(replace(seen.ranks[rank], ending=endings.get(rank)) for rank in ranks)
+    return machine_snapshot.encode(MachineSnapshot(seen.now_s, shown))
+
+
+def test_a_rank_that_left_early_is_told_before_the_job_ends():
+    sightings, seen = nodes(), scene()
+    sightings.inner.failures = (WorkerFailure(0, 1, 1, 0.0, Record(0.0, "PeerLostError", "PeerLostError: rank 3")),)
+    sightings.reported("a", SnapshotReport(finished(seen, [0, 1], 3, 0), is_failure=True), 1.0)
+    assert sightings.reported("b", SnapshotReport(finished(seen, [2, 3], 3, 0), is_failure=True), 1.1) == []
+    [(_, told)] = sightings.tick(1.1 + HOLD_S)
+    assert told.text.startswith("step 6: rank 3 ended too early, with exit code 0 after all_reduce(float32, 4096) call 5")
+    assert told.blamed == (3,)
+    (_, last), _ = sightings.ended("b", "", 60.0)
+    assert last.text == "the cause was explained above: a rank's script ended before the others' (rank 3)"
+
+
+def test_a_job_that_ends_soon_is_explained_only_once():
+    sightings, seen = nodes(1), scene()
+    sightings.inner.failures = (WorkerFailure(3, 1, 1, 0.0, Record(0.0, "ValueError", "ValueError: bad")),)
+    assert sightings.reported("a", failed(seen, range(4), 3), 1.0) == []
+    (_, told), (_, end) = sightings.ended("a", "", 1.0 + HOLD_S / 2)
+    assert told.is_last and "rank 3 failed: ValueError: bad (train.py:5)" in told.text
+    assert isinstance(end, JobEnded)
+    assert sightings.tick(1.0 + HOLD_S) == []
+
+
+def test_a_cause_is_told_after_a_consequence_that_told_nothing():
+    sightings, seen = nodes(1), scene()
+    lost = RankExitStatus(ExitReason.CONSEQUENCE, seen.now_s, "PeerLostError")
+    sightings.reported("a", SnapshotReport(ended(seen, range(4), 0, lost), is_failure=True), 1.0)
+    assert sightings.tick(9.0) == []
+    sightings.reported("a", failed(seen, range(4), 3), 10.0)
+    [(_, told)] = sightings.tick(10.0 + HOLD_S)
     assert "rank 3 failed: ValueError: bad (train.py:5)" in told.text
 
 
@@ -268,7 +313,8 @@ def test_a_cause_that_is_seen_late_is_told():
     lost = RankExitStatus(ExitReason.CONSEQUENCE, seen.now_s, "PeerLostError")
     sightings.reported("a", SnapshotReport(ended(seen, [0, 1], 0, lost), is_failure=True), 1.0)
     assert sightings.tick(1.0 + FAILURE_PATIENCE_S) == []
-    [(_, told)] = sightings.reported("b", failed(seen, [2, 3], 3), 3.0)
+    assert sightings.reported("b", failed(seen, [2, 3], 3), 3.0) == []
+    [(_, told)] = sightings.tick(3.0 + HOLD_S)
     assert "rank 3 failed: ValueError: bad (train.py:5)" in told.text
 
 
@@ -281,7 +327,8 @@ def test_an_error_that_was_wrapped_waits_for_its_cause():
     ending = RankExitStatus(ExitReason.EXCEPTION, seen.now_s - 1, "RuntimeError: training failed", "train.py:99")
     sightings.reported("a", SnapshotReport(ended(seen, [0, 1], 0, ending), is_failure=True), 1.0)
     assert sightings.tick(1.0 + FAILURE_PATIENCE_S) == []
-    [(_, told)] = sightings.tick(1.0 + FAILURE_LAST_PATIENCE_S)
+    assert sightings.tick(1.0 + FAILURE_LAST_PATIENCE_S) == []
+    [(_, told)] = sightings.tick(1.0 + FAILURE_LAST_PATIENCE_S + HOLD_S)
     assert "rank 0 failed: RuntimeError" in told.text, "nothing else is known"
 
 

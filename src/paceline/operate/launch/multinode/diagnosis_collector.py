@@ -94,6 +94,7 @@ class DashboardRelay(ControllerMiddleware):
         return orders
 
 
+HOLD_S = 1.0  # time for a job to end before a failure's diagnosis is printed; if it ends, the diagnosis is printed last
 PATIENCE_S = 4.0  # time to wait for other nodes' snapshots of a stall
 LAST_PATIENCE_S = 10.0  # longer wait if the cause may be on a missing node that is not lost
 FAILURE_PATIENCE_S = 0.3  # time to wait for snapshots after a failure, which nodes take immediately
@@ -150,6 +151,14 @@ class SnapshotCollection:
         return is_later
 
 
+@dataclass(frozen=True)
+class HeldDiagnosis:
+    """The diagnosis of a failure, to be printed at `due_s` unless the job ends before."""
+
+    verdict: Diagnosis
+    due_s: float
+
+
 @dataclass
 class DiagnosisCollector(ControllerMiddleware):
     """A controller that also handles snapshots; `inner` makes all other decisions.
@@ -160,17 +169,20 @@ class DiagnosisCollector(ControllerMiddleware):
 
     word: str = "rank"
     _stall: SnapshotCollection | None = None
-    _failure: SnapshotCollection | None = None  # at most one per generation
+    _failure: SnapshotCollection | None = None  # at most two per generation: one for the consequence, one for the cause
     _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # final snapshots of ended workers, by node
     _said: StallReporter = field(default_factory=StallReporter)
-    _has_failed: bool = False  # whether a worker in this generation has failed
+    _has_failed: bool = False  # whether a worker in this generation has failed on its own
+    _has_looked: bool = False  # whether a failure in this generation has been examined, whatever its cause
+    _held: HeldDiagnosis | None = None  # the diagnosis of a failure, until it is printed
+    _explained: Diagnosis | None = None  # the diagnosis of a failure that has been printed
     _has_ended: bool = False
 
     @property
     def deadline_s(self) -> float | None:
         """The time at which `tick` must be called, or None."""
         rounds = [collection.deadline_s for collection in (self._stall, self._failure) if collection is not None]
-        own_s = min(rounds, default=None)
+        own_s = min([*rounds, *([self._held.due_s] if self._held is not None else [])], default=None)
         known = [time_s for time_s in (self.inner.deadline_s, own_s) if time_s is not None]
         return min(known, default=None)
 
@@ -209,8 +221,10 @@ class DiagnosisCollector(ControllerMiddleware):
             if self._failure is not None:
                 self._failure.add(node, arrived)
         elif sighting.is_failure:
-            if not self._has_failed:
-                self._has_failed = True
+            is_new = not (self._has_failed if _has_cause(picture) else self._has_looked)
+            self._has_failed = self._has_failed or _has_cause(picture)
+            if is_new and self._failure is None:
+                self._has_looked = True
                 look = RequestSnapshot(is_failure=True, is_deep=_is_of_calls(picture))
                 self._failure, orders = self._round(
                     node, look, now_s + FAILURE_PATIENCE_S, now_s + FAILURE_LAST_PATIENCE_S
@@ -235,6 +249,9 @@ class DiagnosisCollector(ControllerMiddleware):
 
     def _conclude(self, now_s: float) -> Orders:
         """Diagnoses complete collections and returns the resulting messages."""
+        if self._held is not None and now_s >= self._held.due_s:
+            self._explained, self._held = self._held.verdict, None
+            return [*self._tell_verdict(self._explained, now_s), *self._conclude(now_s)]
         if self._failure is not None and self._failure.is_over(now_s):
             return self._conclude_failure(self._failure, now_s)
         if self._stall is None or not self._stall.is_over(now_s):
@@ -247,15 +264,19 @@ class DiagnosisCollector(ControllerMiddleware):
         return [] if verdict is None or not stalls else self._tell_verdict(verdict, min(stalls))
 
     def _conclude_failure(self, finished: SnapshotCollection, now_s: float) -> Orders:
-        """Diagnoses a failure, or extends the wait if the cause may be on a missing node."""
+        """Diagnoses a failure, or extends the wait if the cause may be on a missing node.
+
+        If no rank has failed on its own, only a rank that left early is reported; the cause may still be reported.
+        """
         verdict = self._verdict(finished.pictures, now_s)
-        is_known = verdict is not None and verdict.is_failure and verdict.is_certain
+        is_known = verdict is not None and (verdict.is_failure or verdict.is_early_exit) and verdict.is_certain
         if not is_known and finished.goes_on():
             return []
         self._failure = None
-        if verdict is None or not (verdict.is_failure or (verdict.is_fault and not finished.missing)):
-            return []
-        return self._tell_verdict(verdict, now_s)
+        is_whole = verdict is not None and verdict.is_fault and not finished.missing and self._has_failed
+        if verdict is not None and (is_known or verdict.is_failure or is_whole):
+            self._held = HeldDiagnosis(verdict, now_s + HOLD_S)
+        return []
 
     def _tell_verdict(self, verdict: Diagnosis, since_s: float) -> Orders:
         """Returns the message with a diagnosis, unless it repeats the previous message."""
@@ -280,19 +301,21 @@ class DiagnosisCollector(ControllerMiddleware):
         """Inserts a final diagnosis before the orders that end a job: the cause of its failure, or the stragglers."""
         if any(isinstance(order, Start) for _, order in orders):
             self._stall = self._failure = None
-            self._has_failed = False
+            self._has_failed = self._has_looked = False
+            self._held = self._explained = None
             self._last.clear()
             self._said = StallReporter()
         ends = [(node, order) for node, order in orders if isinstance(order, JobEnded)]
         if self._has_ended or not ends:
             return orders
         self._has_ended = True
+        held, self._held = self._held, None
         told = [
-            (node, UserMessage(text, is_last=True)) for text in self._last_words(ends[0][1], now_s) for node, _ in ends
+            (node, UserMessage(text, is_last=True)) for text in self._last_words(ends[0][1], held, now_s) for node, _ in ends
         ]
         return [*told, *orders]
 
-    def _last_words(self, end: JobEnded, now_s: float) -> list[str]:
+    def _last_words(self, end: JobEnded, held: HeldDiagnosis | None, now_s: float) -> list[str]:
         """Returns the sentences to report at the end of a job."""
         if end.code == 0:
             from paceline.operate.diagnosis.stragglers import describe_slowdowns
@@ -301,10 +324,17 @@ class DiagnosisCollector(ControllerMiddleware):
             return explain_or_default(lambda: describe_slowdowns(pictures, self.word), [])
         seen = self._failure.pictures if self._failure is not None else {}
         verdict = self._verdict({**seen, **self._last}, now_s) if seen or (self._last and end.failures) else None
+        if verdict is None:
+            verdict = held.verdict if held is not None else self._explained
         # Without a reported failure, the job ended because a node was lost. A rank that failed earlier is still
         # reported.
         if verdict is None or not (verdict.is_failure or (verdict.is_fault and end.failures)):
             return []
+        before = self._explained
+        if before is not None and (before.cause, before.blamed) == (verdict.cause, verdict.blamed):
+            from paceline.operate.diagnosis.finding import reminder
+
+            return [reminder(verdict, self.word)]
         return [verdict.sentence]
 
     def _forget(self, node: str) -> None:
@@ -312,6 +342,14 @@ class DiagnosisCollector(ControllerMiddleware):
         for collection in (self._stall, self._failure):
             if collection is not None:
                 collection.missing.discard(node)
+
+
+def _has_cause(picture: MachineSnapshot) -> bool:
+    """Returns whether a rank failed, and not only because of another rank."""
+    from paceline.operate.diagnosis.job_snapshot import ExitReason
+
+    harmless = (ExitReason.FINISHED, ExitReason.CONSEQUENCE)
+    return any(rank.ending is not None and rank.ending.manner not in harmless for rank in picture.ranks)
 
 
 def _is_of_calls(picture: MachineSnapshot) -> bool:

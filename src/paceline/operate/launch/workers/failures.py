@@ -22,6 +22,7 @@ from types import TracebackType
 
 import msgspec
 
+from paceline.comm.record.user_files import is_users
 from paceline.comm.security.untrusted_peers import Int64
 from paceline.operate.launch.workers.placement import format_cpulist
 
@@ -39,7 +40,6 @@ _CONSEQUENCE_TEXTS = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|ncclRemoteError|ncclSystemError|Socket Timeout|"
     r"NCCL communicator was aborted|[Ww]atchdog|recvValue failed|failed to recv, got 0 bytes|Timed out waiting .* recv",
 )
-_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)) + os.sep
 _LONGEST_TEXT = 1 << 16
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 _MOST_SENT, _TAIL_CHARACTERS = 256, 1000  # limits for failures in a message, and for all texts but the cause's
@@ -113,7 +113,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def line(self) -> str:
         """The line in the user's own code that raised the exception, such as `train.py:71`, or ""."""
         frames = [] if self.record is None else _FRAME.findall(self.record.text)
-        own = [(file, number) for file, number in frames if not _is_installed(file)]
+        own = [(file, number) for file, number in frames if is_users(file)]
         return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
 
 
@@ -172,7 +172,9 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
     """
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
-    line = f"{word} {failure.rank} failed first ({failure.host}, pid {failure.pid}, {failure.how})"
+    # If all failures have their cause in another rank, that rank did not fail: it left early, or was lost.
+    failed = f"failed because of another {word}" if failure.is_consequence else "failed first"
+    line = f"{word} {failure.rank} {failed} ({failure.host}, pid {failure.pid}, {failure.how})"
     if failure.record is not None and printed_by is not None:
         where = "its traceback is above" if printed_by == failure.rank else f"see {word} {printed_by}'s traceback above"
         return f"{line}: {failure.summary}; {where}{log}"
@@ -228,7 +230,7 @@ def report_parts(
     failed = {failure.rank for failure in failures}
     ended = [str(rank) for rank in ranks if rank not in failed]
     if ended:
-        parts.append(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
+        parts.append(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) did not fail")
     if likewise:
         numbers = format_cpulist({failure.rank for failure in likewise}).replace(",", ", ")
         parts.append(f"{word}s {numbers} failed likewise")
@@ -236,7 +238,11 @@ def report_parts(
 
 
 def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, str], bool]) -> bool:
-    return failure.record is not None and is_in_view(failure.record.text, f"{word} {failure.rank}")
+    if failure.record is None:
+        return False
+    # Of an error that another rank caused, only the user's frames are printed (`print_uncaught`).
+    text = last_line(failure.record.text) if failure.is_consequence else failure.record.text
+    return is_in_view(text, f"{word} {failure.rank}")
 
 
 def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
@@ -303,7 +309,7 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
     shown = traceback.TracebackException(kind, error, _without_own(trace))
     text = "".join(shown.format())
     if _is_consequence(kind.__name__, text):
-        ours = [frame for frame in shown.stack if not _is_installed(frame.filename)]
+        ours = [frame for frame in shown.stack if is_users(frame.filename)]
         shown.stack = traceback.StackSummary.from_list(ours)
         shown.__cause__ = shown.__context__ = None
         text = "".join(shown.format()).replace("Traceback (", "Another rank's failure led to this (", 1)
@@ -327,11 +333,6 @@ def _is_first_to_print(text: str) -> bool:
     except OSError:  # e.g. the disk is full
         pass
     return True
-
-
-def _is_installed(file: str) -> bool:
-    """Returns whether a file belongs to Python, an installed package or Paceline, and not to the user."""
-    return "site-packages" in file or file.startswith(("<", sys.base_prefix, _PACKAGE))
 
 
 def _without_own(trace: TracebackType | None) -> TracebackType | None:

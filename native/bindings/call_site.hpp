@@ -1,0 +1,17 @@
+// The call site: the line of the user's program that makes a call. It is recorded when the call is made, because a rank
+// may have gone on to other lines by the time that the call turns out to be wrong.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace paceline::bindings {
+
+// Finds the innermost frame of this thread whose file belongs to the user, and records its line with the call that the
+// thread makes next. Has no effect if the recorder is off. The caller holds the interpreter lock.
+void note_call_site();
+
+// Sets the function that returns the name under which a file is recorded, or None if the file is not the user's. Until
+// then, no call sites are recorded.
+void name_user_files_by(nanobind::object name_of);
+
+}  // namespace paceline::bindings

@@ -1,0 +1,36 @@
+"""The user's files are told from those of Python, installed packages and Paceline."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline
+from paceline.comm.record import user_files
+
+
+def test_all_of_paceline_counts_as_installed():
+    package = os.path.join(os.path.dirname(os.path.abspath(paceline.__file__)), "")
+    assert user_files._PACKAGE == package
+    ours = [str(path) for path in Path(package).glob("**/*.py")]
+    assert len(ours) > 300
+    assert not [file for file in ours if user_files.is_users(file)]
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("/home/me/train.py", "train.py"),
+        ("/usr/src/app/train.py", "train.py"),
+        ("/home/me/torch/train.py", "train.py"),
+        ("/usr/lib/python3.11/threading.py", None),
+        ("/home/me/venv/lib/python3.12/site-packages/lightning/trainer.py", None),
+        ("<string>", None),
+        (torch.__file__, None),
+    ],
+)
+def test_only_the_users_files_have_names(file, name):
+    assert user_files.name_if_users(file) == name
