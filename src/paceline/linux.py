@@ -1,7 +1,7 @@
 """Linux system calls that some builds of Python lack, and helpers for process death and file descriptors.
 
 Python's own function is used if it exists; the builds from conda and uv target older systems and lack some functions.
-The system call numbers used here are the same on every architecture.
+Except for `_STDIN_CALLS`, the system call numbers used here are the same on every architecture.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE = 1, 2, 4, 8
 F_OFD_SETLK, F_OFD_SETLKW = 37, 38
 
+_STDIN_CALLS = {"x86_64": (0, 23, 270), "aarch64": (63, 72)}  # the numbers of read, and of select and pselect6
 _PR_SET_PDEATHSIG = 1
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN, _PIDFD_GETFD = 424, 434, 438
 
@@ -119,3 +120,17 @@ def _checked(result: int, name: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
     return result
+
+
+def waits_for_stdin(pid: int, root: str = "/proc") -> bool:
+    """Returns whether the main thread of a process waits for input on descriptor 0; False if unknown."""
+    try:
+        with open(f"{root}/{pid}/syscall") as file:
+            words = file.read().split()
+    except OSError:
+        return False
+    read, *selects = _STDIN_CALLS.get(os.uname().machine, (-1,))
+    if len(words) < 2 or not words[0].isdecimal():  # the process is running, or in no system call
+        return False
+    # A line editor selects among the descriptors below its first argument, 1.
+    return (int(words[0]), int(words[1], 16)) in [(read, 0), *((select, 1) for select in selects)]

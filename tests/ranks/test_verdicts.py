@@ -129,7 +129,8 @@ def test_a_hang_is_explained_live_and_afterwards(said, tmp_path, capsys, fault, 
 
 
 @pytest.mark.parametrize(
-    ("fault", "groups"), [("deadlock", ["(no. 2 of 2)", "(no. 1 of 2)"]), ("deadlock of plug-in", ["group 2", "group 1"])]
+    ("fault", "groups"),
+    [("deadlock", ["(no. 2 of 2)", "(no. 1 of 2)"]), ("deadlock of plug-in", ["group 2", "group 1"])],
 )
 def test_two_groups_that_wait_for_each_other_are_named(said, fault, groups):
     told = said(fault, "deadlock: ")

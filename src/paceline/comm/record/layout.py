@@ -139,8 +139,8 @@ GROUP_NBYTES = 512
 CALL = struct.Struct("<QIBBBBQQiBBBBQQQQQiIIIiIQQq")
 """stamp; group, operation, dtype, reduction, algorithm; sequence; count; root, state, outcome, asynchronous flag,
 unused; ticks of arrival, start and end; bytes sent through shared memory and over TCP; last rank to arrive, first
-missing rank; step, thread; tag; call site (see `site_of`); tick at which all ranks had arrived; bit mask of missing ranks, starting at the first
-one; predicted nanoseconds (0: no prediction)"""
+missing rank; step, thread; tag; call site (see `site_of`); tick at which all ranks had arrived; bit mask of missing
+ranks, starting at the first one; predicted nanoseconds (0: no prediction)"""
 EVENT = struct.Struct("<QIIQQqqQII")
 """stamp; kind, name; ticks of start and end; `first`, `second`; tick at which a bucket was sent; step, thread"""
 LINK = struct.Struct("<QIiQQQQQQQIIIIII")

@@ -31,6 +31,8 @@ from paceline.operate.diagnosis.job_snapshot import (
     ProcessState,
     RankCall,
     RankState,
+    StackLocation,
+    is_idle,
 )
 from paceline.operate.diagnosis.slow_links import find_silent_links, find_slow_link
 from paceline.operate.diagnosis.wait_graph import CallWait, find_deadlock, roots, waits_of
@@ -39,6 +41,7 @@ from paceline.operate.diagnosis.wait_graph import CallWait, find_deadlock, roots
 # exactly the same moment, so a call may have ended on a machine that took its snapshot slightly earlier.
 _SETTLED_S = 5.0
 
+_PLURALS = {"is": "are", "waits": "wait", "has": "have"}
 _OTHERS_FAULTS = ("peer_lost", "timed_out", "aborted")
 
 _OWN_FAULTS = {
@@ -67,6 +70,7 @@ def diagnose(snapshot: JobSnapshot) -> Diagnosis | None:
         or _deadlocked(snapshot, waits)
         or _missed(snapshot, waits)
         or _unfinished(snapshot, waits)
+        or _idle(snapshot)
     )
 
 
@@ -102,19 +106,30 @@ def _explain_absence(rank: RankState) -> RankAbsence:
     if place is None and process is None:
         return RankAbsence(Cause.UNKNOWN, "left nothing that could be read")
     where = f"is {place}" if place is not None else "is in a place that is not known"
-    if process is not None and process.is_busy:
-        return RankAbsence(Cause.BUSY, f"{where} and works there ({_work(process)})", is_fault=False)
+    if process is not None and process.reads_stdin:
+        remedy = " (type it, or start the job with `< /dev/null` to do without)"
+        return RankAbsence(Cause.INPUT, f"waits for input{f' at {place.line}' if place and place.line else ''}{remedy}")
+    if process is not None and process.is_busy_at(place or StackLocation()):
+        return RankAbsence(Cause.BUSY, f"{where} and works there ({_work(process, place)})", is_fault=False)
     if place is not None and place.is_loader:
         return RankAbsence(Cause.LOADER, where)
     return RankAbsence(Cause.USER_CODE, where)
 
 
-def _work(process: ProcessActivity) -> str:
+def _work(process: ProcessActivity, place: StackLocation | None) -> str:
+    if place is not None and place.activity == "compiles":
+        return "it compiles"
     if process.waited_share > max(0.2, process.cores):
         return f"it waits for a core {min(1.0, process.waited_share):.0%} of the time"
     if process.cores >= 0.2 or process.state is ProcessState.RUNS:
         return f"it uses {process.cores:.1f} cores"
-    return "it goes from line to line" if process.moves else "it reads or writes files"
+    if process.moves:
+        return "it goes from line to line"
+    if process.child:
+        return f"it runs other programs, such as {process.child}"
+    if place is not None and place.activity and process.disk_bytes_s < 1 << 17:
+        return f"it {place.activity}"
+    return "it reads or writes files"
 
 
 def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -> Diagnosis:
@@ -292,8 +307,8 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
     where = f" ({last.line})" if last is not None and last.line else ""
     after = f" after {last}{where}" if last is not None else ""
     sentence = (
-        f"{start}{named(left, snapshot.word)} ended too early, with exit code 0{after}: {waiting(snapshot, wait)}. Look "
-        "for a loop that runs fewer times there, or for an exit before the last call"
+        f"{start}{named(left, snapshot.word)} ended too early, with exit code 0{after}: {waiting(snapshot, wait)}. "
+        "Look for a loop that runs fewer times there, or for an exit before the last call"
     )
     return Diagnosis(Cause.LEFT, tuple(left), sentence)
 
@@ -323,6 +338,34 @@ def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
     advice = _where_to_look([by_rank[number] for number in wait.waiters])
     sentence = f"{start}; all {wait.members} have come, and it has not ended for {lasting(took_s)}: {advice}"
     return Diagnosis(Cause.NO_PROGRESS, (), sentence)
+
+
+def _idle(snapshot: JobSnapshot) -> Diagnosis | None:
+    """Describes a job in which no rank makes a call and none works, such as one whose ranks all wait for a file."""
+    running = [rank for rank in snapshot.ranks if rank.ending is None]
+    if len(running) < len(snapshot.ranks) or not all(is_idle(rank) for rank in running):
+        return None
+    found = {rank.rank: _explain_absence(rank) for rank in running}
+    doings: dict[str, list[int]] = {}
+    for number, absence_of in found.items():
+        doings.setdefault(absence_of.doing, []).append(number)
+    parts = [
+        f"{named(numbers, snapshot.word)} {doing if len(numbers) == 1 else _in_plural(doing)}"
+        for doing, numbers in doings.items()
+    ]
+    since_s = max((rank.since_s for rank in running if rank.since_s is not None), default=snapshot.now_s)
+    still = [number for number, absence_of in found.items() if absence_of.cause not in (Cause.USER_CODE, Cause.UNKNOWN)]
+    sentence = (
+        f"{beginning(snapshot, list(found))}no {snapshot.word} has made a call or worked for "
+        f"{lasting(snapshot.now_s - since_s)}: {'; '.join(parts)}"
+    )
+    blamed = tuple(still) if len(still) < len(running) else ()
+    return Diagnosis(found[still[0]].cause if still else Cause.IDLE, blamed, sentence, is_fault=False)
+
+
+def _in_plural(doing: str) -> str:
+    first, _, rest = doing.partition(" ")
+    return f"{_PLURALS.get(first, first)} {rest}"
 
 
 def _unfinished_on_devices(snapshot: JobSnapshot, wait: CallWait, ranks: Sequence[RankState]) -> Diagnosis:

@@ -26,6 +26,8 @@ class Cause(Enum):
     LOADER = "a rank waits for its data"
     USER_CODE = "a rank is stuck in its program"
     BUSY = "a rank is at work elsewhere"
+    INPUT = "a rank waits for input"
+    IDLE = "no rank makes calls or works"
     DEADLOCK = "calls of several groups wait for each other"
     SKIPPED = "a rank skipped a call, or made it later"
     ORDER = "a rank made calls in another order"

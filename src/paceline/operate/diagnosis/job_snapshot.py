@@ -96,12 +96,14 @@ class StackLocation:
         line: the innermost line in the user's program, such as `train.py:71`; empty if there is none.
         is_loader: whether the rank waits for data.
         is_call: whether the rank is inside a Paceline or torch.distributed call.
+        activity: what the library function does, such as "compiles"; "" if unknown.
     """
 
     what: str = ""
     line: str = ""
     is_loader: bool = False
     is_call: bool = False
+    activity: str = ""
 
     def __str__(self) -> str:
         if not self.what:
@@ -133,9 +135,12 @@ class ProcessActivity:
     Attributes:
         state: the process's state at the second sample.
         cores: the average number of cores that the process and its children used.
-        disk_bytes_s: the rate at which the process and its children read from and wrote to disks, in bytes per second.
-        waited_share: the fraction of time for which the process was runnable but had no core.
+        disk_bytes_s: the rate at which the process and its children read and wrote files, in bytes per second.
+        waited_share: the fraction of time for which threads that compute were runnable but had no core.
         moves: whether the process's stack changed.
+        child: the name of a child process that started or ended, such as "cc1plus", or "".
+        wakes_hz: how often the main thread went to sleep, per second.
+        reads_stdin: whether the main thread waited for input on its standard input, in both samples.
     """
 
     state: ProcessState
@@ -143,12 +148,24 @@ class ProcessActivity:
     disk_bytes_s: float = 0.0
     waited_share: float = 0.0
     moves: bool = False
+    child: str = ""
+    wakes_hz: float = 0.0
+    reads_stdin: bool = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether the process is working: it computes, waits for a core, or accesses a disk."""
+        """Whether the process is working: it or a child computes, waits for a core, accesses files, or has started."""
         is_at_disk = self.disk_bytes_s >= 1 << 17 or self.state is ProcessState.WAITS_FOR_DISK
-        return self.cores + self.waited_share >= 0.2 or self.state is ProcessState.RUNS or is_at_disk or self.moves
+        is_at_work = self.cores + self.waited_share >= 0.2 or self.state is ProcessState.RUNS
+        return is_at_work or is_at_disk or self.moves or bool(self.child)
+
+    def is_busy_at(self, place: StackLocation) -> bool:
+        """Whether the process is working, given its location, where less may count as work."""
+        works_a_little = self.cores + self.waited_share >= 0.01 and place.activity in (
+            "compiles",
+            "waits for a child process",
+        )
+        return self.is_busy or works_a_little or (self.wakes_hz >= 5 and place.activity == "uses the network")
 
 
 class ExitReason(Enum):
@@ -266,3 +283,11 @@ class JobSnapshot:
     now_s: float
     ranks: tuple[RankState, ...]
     word: str = "rank"
+
+
+def is_idle(rank: RankState) -> bool:
+    """Returns whether a running rank has made calls, but now neither is in one nor works."""
+    if rank.process is None or rank.ending is not None or rank.phase is not None or not rank.calls:
+        return False
+    is_in_call = any(call.ended_s is None for call in rank.calls)
+    return not is_in_call and not rank.process.is_busy_at(rank.place or StackLocation())

@@ -16,7 +16,15 @@ import msgspec
 from paceline.comm.security.untrusted_peers import decode_untrusted
 from paceline.operate.diagnosis import worker_process
 from paceline.operate.diagnosis.clock_offset import shifted
-from paceline.operate.diagnosis.job_snapshot import STILL, Frame, JobSnapshot, ProcessActivity, RankCall, RankState
+from paceline.operate.diagnosis.job_snapshot import (
+    STILL,
+    Frame,
+    JobSnapshot,
+    ProcessActivity,
+    RankCall,
+    RankState,
+    is_idle,
+)
 from paceline.operate.diagnosis.recording_reader import (
     MOST_CALLS,
     NoRecordingError,
@@ -37,7 +45,8 @@ class MachineSnapshot:
     Attributes:
         taken_s: the time of the snapshot on the machine's monotonic clock, which all times in `ranks` also use.
         ranks: the states of the ranks.
-        stalled_since_s: the start time of the longest overdue call, or None.
+        stalled_since_s: the start time of the longest overdue call, or of a time in which all ranks were idle; None if
+            there is neither.
     """
 
     taken_s: float
@@ -77,18 +86,23 @@ def job_snapshot_of(snapshots: Iterable[MachineSnapshot], word: str = "rank") ->
 
 
 def snapshot_if_stalled(
-    workers: Sequence[WatchedWorker], patience: StallThreshold, is_asked: bool, look_s: float = LOOK_S
+    workers: Sequence[WatchedWorker],
+    patience: StallThreshold,
+    is_asked: bool,
+    look_s: float = LOOK_S,
+    may_be_idle: bool = False,
 ) -> MachineSnapshot | None:
-    """Takes a snapshot over `look_s` seconds, or returns None immediately if no call is overdue.
+    """Takes a snapshot over `look_s` seconds, or returns None if no call is overdue and the ranks are not idle.
 
     Args:
         workers: the workers on this machine.
         patience: the threshold that applies to a call's duration at the end of the snapshot.
         is_asked: whether to take the snapshot even if no call is overdue.
         look_s: the time between the two samples of each process, in seconds.
+        may_be_idle: whether no worker has recorded anything for long enough to report that.
     """
     soon = StallThreshold(patience.floor_s - look_s, patience.ceiling_s - look_s)
-    if not is_asked and not any(_waits_too_long(worker, soon) for worker in workers):
+    if not is_asked and not may_be_idle and not any(_waits_too_long(worker, soon) for worker in workers):
         return None
     began_s = time.monotonic()
     first = {worker.pid: worker_process.sample(worker.pid) for worker in workers}
@@ -101,7 +115,8 @@ def snapshot_if_stalled(
         moves = bool(frames and earlier) and frames != earlier  # empty if the stack was not received in time
         is_still = process.state in STILL
         ranks.append(worker_state(worker, replace(process, moves=moves), frames or (() if is_still else earlier)))
-    return MachineSnapshot(time.monotonic(), tuple(ranks), _stalled_since_s(ranks, soon))
+    snapshot = MachineSnapshot(time.monotonic(), tuple(ranks), _stalled_since_s(ranks, soon, may_be_idle))
+    return snapshot if is_asked or snapshot.stalled_since_s is not None else None
 
 
 def _waits_too_long(worker: WatchedWorker, patience: StallThreshold) -> bool:
@@ -136,11 +151,14 @@ def _recorded(worker: WatchedWorker, most_calls: int = MOST_CALLS) -> RankState:
     return RankState(worker.number, os.uname().nodename, worker.pid)
 
 
-def _stalled_since_s(ranks: Sequence[RankState], patience: StallThreshold) -> float | None:
-    """Returns the start time of the longest overdue call, or None."""
+def _stalled_since_s(ranks: Sequence[RankState], patience: StallThreshold, may_be_idle: bool) -> float | None:
+    """Returns the start time of the longest overdue call or, without one, of a time in which all ranks were idle."""
     now_s = time.monotonic()
     calls = [call for rank in ranks if (call := overdue(rank, now_s, patience)) is not None]
-    return min((call.arrived_s for call in calls), default=None)
+    if calls:
+        return min(call.arrived_s for call in calls)
+    is_stalled = may_be_idle and all(is_idle(rank) for rank in ranks)
+    return max((rank.since_s or now_s for rank in ranks), default=None) if is_stalled else None
 
 
 def _stack(pid: int, sample: worker_process.ProcessSample | None, timeout_s: float = 1.0) -> tuple[Frame, ...]:

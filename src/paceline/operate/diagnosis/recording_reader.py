@@ -335,9 +335,7 @@ class _Parser:
         (stamp, group, operation, dtype, reduction, algorithm, sequence, count, root, state, outcome, is_async) = (
             fields[:12]
         )
-        (_, arrived, started, ended, shm, tcp, last, first, step, thread, tag, site, *rest) = (
-            fields[12:]
-        )
+        (_, arrived, started, ended, shm, tcp, last, first, step, thread, tag, site, *rest) = fields[12:]
         complete, missing, predicted_ns = rest
         file, line = layout.site_of(site)
         time_of = self._clock.monotonic_ns

@@ -72,6 +72,11 @@ class StallThreshold:
         """Returns a threshold with this ceiling and a proportional floor."""
         return cls(ceiling_s * FLOOR_S / CEILING_S, ceiling_s)
 
+    @property
+    def idle_s(self) -> float:
+        """The duration after which it is reported that no rank makes calls or works."""
+        return 2 * self.ceiling_s
+
     def limit_s(self, durations_s: Sequence[float]) -> float:
         """Returns the threshold for a call, given the durations of earlier calls of the same kind."""
         if len(durations_s) < _FEWEST:

@@ -15,12 +15,12 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from paceline.comm.record.user_files import is_users
-from paceline.linux import pidfd_open, pidfd_send_signal
+from paceline.linux import pidfd_open, pidfd_send_signal, waits_for_stdin
 from paceline.operate.diagnosis.job_snapshot import Frame, ProcessActivity, ProcessState, StackLocation
 
 SIGNAL = signal.SIGRTMAX - 7  # rarely used by programs; keep in sync with `operate/launch/workers/bootstrap.py`
@@ -44,7 +44,18 @@ _CALLS = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
 )
+_COMPILERS = (
+    "torch/_dynamo/",
+    "torch/_inductor/",
+    "torch/_functorch/",
+    "torch/utils/cpp_extension.py",
+    "triton/compiler/",
+    "triton/runtime/",
+)
+_CHILD_WAITS = ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/pool.py")
+_NETWORK = ("/socket.py", "/ssl.py")
 _THREAD_WAITS = ("/threading.py", "/concurrent/futures/_base.py", "/queue.py")
+_ACTIVITIES = {"compiles": _COMPILERS, "waits for a child process": _CHILD_WAITS, "uses the network": _NETWORK}
 _LAST_FUNCTIONS = ("<module>", "_bootstrap")
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -55,6 +66,7 @@ _STATES = {
     "t": ProcessState.TRACED,
 }
 _ENDED = "ZXx"
+_LEAST_CORES = 0.01  # a thread that uses less only looks for news now and then
 _SWAPPING_FAULTS_S = 50.0  # rate of major page faults that indicates a memory shortage, per second
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -88,9 +100,13 @@ def place_of(frames: Sequence[Frame]) -> StackLocation | None:
         return None
     depth = next((index for index, frame in enumerate(frames) if is_users(frame.file)), None)
     is_call = any(_is_in(frame, _CALLS) for frame in frames[:depth])
+    within = frames if depth is None else frames[:depth]
+    activity = next((name for name, files in _ACTIVITIES.items() if any(_is_in(f, files) for f in within)), "")
     loader = next((frame for frame in reversed(frames[:depth]) if _is_in(frame, _LOADERS)), None)
     if depth is None:
-        return StackLocation(_library_function(frames[-1]), is_loader=loader is not None, is_call=is_call)
+        return StackLocation(
+            _library_function(frames[-1]), is_loader=loader is not None, is_call=is_call, activity=activity
+        )
     user = frames[depth]
     line = f"{PurePath(user.file).name}:{user.line}"
     is_data = loader is not None or any(_is_in(frame, _LOADERS) for frame in frames[depth:])
@@ -101,7 +117,7 @@ def place_of(frames: Sequence[Frame]) -> StackLocation | None:
         what = _library_function(frames[depth - 1])
     else:
         what = "" if user.function == "<module>" else user.function
-    return StackLocation(what, line, is_loader=is_data, is_call=is_call)
+    return StackLocation(what, line, is_loader=is_data, is_call=is_call, activity=activity)
 
 
 def _is_in(frame: Frame, parts: Sequence[str]) -> bool:
@@ -122,11 +138,14 @@ class ProcessSample:
     at_s: float
     letter: str  # state of the process in /proc/PID/stat
     cpu_s: float
-    disk_bytes: int
+    file_bytes: int  # read from and written to disks or, if that is more, by system calls
     major_faults: int
     swapped_kib: int
-    ready_s: float  # time for which the main threads were runnable but had no core
+    threads: Mapping[int, tuple[int, int]]  # nanoseconds for which each had a core, and was runnable without one
+    children: frozenset[tuple[int, str]]  # the ids and names of all descendants
+    switches: int  # how often the main thread has gone to sleep
     is_frozen: bool
+    reads_stdin: bool = False
 
 
 def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
@@ -134,21 +153,27 @@ def sample(pid: int, root: Path = Path("/proc")) -> ProcessSample | None:
     fields = _stat(root, pid)
     if not fields:
         return None
-    cpu_ticks, disk_bytes, ready_s = 0, 0, 0.0
-    for member in [pid, *_descendants(root, pid)]:
+    cpu_ticks, file_bytes = 0, 0
+    times: dict[int, tuple[int, int]] = {}
+    descendants = _descendants(root, pid)
+    for member in [pid, *descendants]:
         own = _stat(root, member)
         cpu_ticks += sum(map(int, own[11:15])) if own else 0
-        disk_bytes += _disk_bytes(root, member)
-        ready_s += _ready_s(root, member)
+        file_bytes += _file_bytes(root, member)
+        times |= {thread: _run_times(root, member, thread) for thread in [member, *threads(member, root)]}
+    status = _read(root / str(pid) / "status")
     return ProcessSample(
         time.monotonic(),
         fields[0],
         cpu_ticks / _TICKS,
-        disk_bytes,
+        file_bytes,
         int(fields[9]),
-        _number(_read(root / str(pid) / "status"), "VmSwap:"),
-        ready_s,
+        _number(status, "VmSwap:"),
+        times,
+        frozenset((child, _read(root / str(child) / "comm").strip()) for child in descendants),
+        _number(status, "voluntary_ctxt_switches:"),
         _is_frozen(root, pid),
+        waits_for_stdin(pid, str(root)),
     )
 
 
@@ -164,8 +189,30 @@ def between(first: ProcessSample | None, last: ProcessSample | None) -> ProcessA
         state = ProcessState.FROZEN
     elif last.swapped_kib and faults > _SWAPPING_FAULTS_S and cores < 0.5:
         state = ProcessState.SWAPS
-    disk = max(0.0, (last.disk_bytes - first.disk_bytes) / seconds)
-    return ProcessActivity(state, cores, disk, min(1.0, max(0.0, (last.ready_s - first.ready_s) / seconds)))
+    started = sorted(name for _, name in last.children ^ first.children if name)
+    return ProcessActivity(
+        state,
+        cores,
+        max(0.0, (last.file_bytes - first.file_bytes) / seconds),
+        min(1.0, _waited_ns(first, last) * 1e-9 / seconds),
+        child=started[0] if started else "",
+        wakes_hz=max(0.0, (last.switches - first.switches) / seconds),
+        reads_stdin=first.reads_stdin and last.reads_stdin,
+    )
+
+
+def _waited_ns(first: ProcessSample, last: ProcessSample) -> int:
+    """Returns the time for which the threads that compute were runnable but had no core.
+
+    Threads that only look for news now and then also wait for a core if the machine is busy, and are left out.
+    """
+    least_ns = _LEAST_CORES * (last.at_s - first.at_s) * 1e9
+    waited_ns = 0
+    for thread, (ran_ns, ready_ns) in last.threads.items():
+        before_ran_ns, before_ready_ns = first.threads.get(thread, (0, 0))
+        if ran_ns - before_ran_ns >= least_ns:
+            waited_ns += ready_ns - before_ready_ns
+    return waited_ns
 
 
 def threads(pid: int, root: Path = Path("/proc")) -> list[int]:
@@ -195,9 +242,11 @@ def _descendants(root: Path, pid: int) -> list[int]:
     return found
 
 
-def _disk_bytes(root: Path, pid: int) -> int:
+def _file_bytes(root: Path, pid: int) -> int:
+    """Returns the bytes read and written. Those of file systems on other machines are only counted by system calls."""
     text = _read(root / str(pid) / "io")
-    return _number(text, "read_bytes:") + _number(text, "write_bytes:")
+    at_disk = _number(text, "read_bytes:") + _number(text, "write_bytes:")
+    return max(at_disk, _number(text, "rchar:") + _number(text, "wchar:"))
 
 
 def _number(text: str, name: str) -> int:
@@ -207,9 +256,9 @@ def _number(text: str, name: str) -> int:
     return 0
 
 
-def _ready_s(root: Path, pid: int) -> float:
-    fields = _read(root / str(pid) / "schedstat").split()
-    return int(fields[1]) * 1e-9 if len(fields) > 1 else 0.0
+def _run_times(root: Path, pid: int, thread: int) -> tuple[int, int]:
+    fields = _read(root / str(pid) / "task" / str(thread) / "schedstat").split()
+    return (int(fields[0]), int(fields[1])) if len(fields) > 1 else (0, 0)
 
 
 def _is_frozen(root: Path, pid: int) -> bool:

@@ -97,15 +97,21 @@ class Watchdog:
                 self._has_reported = False
                 self._report("", False)
         elif now_s >= self._next_look_s:
-            self.start_snapshot(is_requested=False)
+            quiet = self._activity.quiet(now_s, self.threshold.idle_s - self._look_s)
+            self.start_snapshot(is_requested=False, may_be_idle=len(quiet) == len(workers))
 
-    def start_snapshot(self, is_requested: bool) -> None:
-        """Starts a snapshot unless one is in progress. If `is_requested`, reports the snapshot even without a stall."""
+    def start_snapshot(self, is_requested: bool, may_be_idle: bool = False) -> None:
+        """Starts a snapshot unless one is in progress.
+
+        Args:
+            is_requested: Whether to report the snapshot even without a stall.
+            may_be_idle: Whether no worker has recorded anything for a long time.
+        """
 
         def take(workers: Sequence[WatchedWorker]) -> MachineSnapshot | None:
             from paceline.operate.diagnosis.machine_snapshot import snapshot_if_stalled
 
-            return snapshot_if_stalled(workers, self.threshold, is_requested, self._look_s)
+            return snapshot_if_stalled(workers, self.threshold, is_requested, self._look_s, may_be_idle)
 
         if not self._is_paused:
             self._begin(take, is_failure=False)

@@ -14,7 +14,7 @@ from paceline.comm.record import user_files
 
 def test_all_of_paceline_counts_as_installed():
     package = os.path.join(os.path.dirname(os.path.abspath(paceline.__file__)), "")
-    assert user_files._PACKAGE == package
+    assert package == user_files._PACKAGE
     ours = [str(path) for path in Path(package).glob("**/*.py")]
     assert len(ours) > 300
     assert not [file for file in ours if user_files.is_users(file)]

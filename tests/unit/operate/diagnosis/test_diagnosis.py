@@ -196,6 +196,69 @@ def test_a_rank_that_works_is_not_accused(process, why):
     assert f"works there ({why})" in verdict.sentence
 
 
+_SUBPROCESS = StackLocation("subprocess.run", "train.py:7", activity="waits for a child process")
+_COMPILE = StackLocation("eval_frame.compile_wrapper", "train.py:8", activity="compiles")
+_DOWNLOAD = StackLocation("socket.readinto", "train.py:9", activity="uses the network")
+
+
+@pytest.mark.parametrize(
+    ("place", "process", "why"),
+    [
+        (_SUBPROCESS, ProcessActivity(ProcessState.SLEEPS, child="cc1plus"), "it runs other programs, such as cc1plus"),
+        (_SUBPROCESS, ProcessActivity(ProcessState.SLEEPS, cores=0.02), "it waits for a child process"),
+        (_COMPILE, ProcessActivity(ProcessState.SLEEPS, cores=0.02), "it compiles"),
+        (_DOWNLOAD, ProcessActivity(ProcessState.SLEEPS, wakes_hz=40.0), "it uses the network"),
+    ],
+)
+def test_a_rank_whose_work_shows_little_is_not_accused(place, process, why):
+    like = RankState(0, place=place, process=process)
+    verdict = diagnose(play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(0, 4), like=like))
+    assert (verdict.cause, verdict.is_fault) == (Cause.BUSY, False)
+    assert f"works there ({why})" in verdict.sentence
+
+
+@pytest.mark.parametrize("place", [_SUBPROCESS, _COMPILE, _DOWNLOAD])
+def test_a_rank_whose_work_shows_nothing_is_accused(place):
+    like = RankState(0, place=place, process=IDLE)
+    verdict = diagnose(play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(0, 4), like=like))
+    assert (verdict.cause, verdict.blamed) == (Cause.USER_CODE, (0,))
+
+
+def test_a_rank_that_waits_for_input_is_named_so():
+    process = ProcessActivity(ProcessState.SLEEPS, reads_stdin=True)
+    like = RankState(0, place=StackLocation("", "train.py:6"), process=process)
+    verdict = diagnose(play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(0, 4), like=like))
+    assert (verdict.cause, verdict.blamed) == (Cause.INPUT, (0,))
+    assert "rank 0 is not there: it waits for input at train.py:6" in verdict.sentence
+
+
+def _between_calls(**places: RankState) -> JobSnapshot:
+    """Two ranks that have made the same calls, and are now in no call."""
+    seen = play([loop(_HEADERS[:1], _STEPS, marks=False) for _ in range(2)])
+    ranks = tuple(
+        replace(rank, process=like.process, place=like.place, since_s=seen.now_s - 31, ending=None)
+        for rank, like in zip(seen.ranks, places.values(), strict=True)
+    )
+    return replace(seen, ranks=ranks)
+
+
+def test_ranks_that_neither_call_nor_work_are_described():
+    at = StackLocation("queue.get", "train.py:6")
+    same = diagnose(_between_calls(one=RankState(0, place=at, process=IDLE), two=RankState(1, place=at, process=IDLE)))
+    assert (same.cause, same.blamed, same.is_fault) == (Cause.IDLE, (), False)
+    assert same.sentence == "no rank has made a call or worked for 31 s: ranks 0, 1 are in queue.get (train.py:6)"
+    stopped = RankState(1, place=at, process=ProcessActivity(ProcessState.STOPPED))
+    differs = diagnose(_between_calls(one=RankState(0, place=at, process=IDLE), two=stopped))
+    assert (differs.cause, differs.blamed) == (Cause.STOPPED, (1,))
+    assert "rank 0 is in queue.get (train.py:6); rank 1 is stopped by a signal" in differs.sentence
+
+
+def test_ranks_of_which_one_works_are_left_in_peace():
+    at, works = StackLocation("evaluate", "train.py:6"), ProcessActivity(ProcessState.RUNS, cores=1.0)
+    seen = _between_calls(one=RankState(0, place=at, process=IDLE), two=RankState(1, place=at, process=works))
+    assert diagnose(seen) is None
+
+
 def test_messages_that_wait_for_each_other_are_a_deadlock():
     sends = [Planned(CallSignature("recv", "float32", 4, peer=1 - rank)) for rank in range(2)]
     verdict = diagnose(_receiving(sends))
@@ -231,7 +294,9 @@ def test_a_loop_that_ran_fewer_times_is_found():
     plans = [loop(_HEADERS[:1], _STEPS - (rank == 2), marks=False) for rank in range(3)]
     verdict = diagnose(play(plans))
     assert (verdict.cause, verdict.blamed) == (Cause.LEFT, (2,))
-    assert verdict.sentence.startswith("rank 2 ended too early, with exit code 0 after all_reduce(float32, 4096) call 7")
+    assert verdict.sentence.startswith(
+        "rank 2 ended too early, with exit code 0 after all_reduce(float32, 4096) call 7"
+    )
 
 
 def test_of_two_ranks_the_one_that_left_early_is_blamed():

@@ -190,3 +190,58 @@ def test_the_work_of_children_counts():
 
         wait_until(a_child_is_busy)
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_processes_that_come_and_go_are_work_even_if_each_is_short():
+    code = "import subprocess\nwhile True: subprocess.run(['sleep', '0.02'])"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
+
+        def child() -> str:
+            first = worker_process.sample(process.pid)
+            time.sleep(0.1)
+            return worker_process.between(first, worker_process.sample(process.pid)).child
+
+        wait_until(lambda: child() == "sleep")
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="the numbers of system calls are not known")
+def test_a_process_that_waits_for_input_is_seen():
+    program = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as process:
+
+        def reads_stdin() -> bool:
+            taken = worker_process.sample(process.pid)
+            return worker_process.between(taken, taken).reads_stdin
+
+        wait_until(reads_stdin)
+        process.stdin.write(b"\n")
+    with subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE) as process:
+        assert not worker_process.sample(process.pid).reads_stdin
+        process.kill()
+
+
+def _sample(at_s, threads):
+    return worker_process.ProcessSample(at_s, "S", 0.0, 0, 0, 0, threads, frozenset(), 0, False)
+
+
+def test_only_threads_that_compute_are_said_to_wait_for_a_core():
+    first = _sample(0.0, {1: (0, 0), 2: (0, 0)})
+    looks_for_news = worker_process.between(first, _sample(1.0, {1: (1_000_000, 400_000_000), 2: (0, 0)}))
+    assert looks_for_news.waited_share == 0.0 and not looks_for_news.is_busy
+    computes = worker_process.between(first, _sample(1.0, {1: (0, 0), 2: (100_000_000, 900_000_000)}))
+    assert computes.waited_share == pytest.approx(0.9) and computes.is_busy
+
+
+@pytest.mark.parametrize(
+    ("file", "activity"),
+    [
+        (f"{_SITE}/torch/_dynamo/eval_frame.py", "compiles"),
+        ("/usr/lib/python3.11/subprocess.py", "waits for a child process"),
+        ("/usr/lib/python3.11/socket.py", "uses the network"),
+        ("/usr/lib/python3.11/queue.py", ""),
+    ],
+)
+def test_the_activity_follows_from_the_library(file, activity):
+    frames = [Frame(file, 1, "run"), Frame("/home/me/train.py", 7, "main")]
+    assert worker_process.place_of(frames).activity == activity

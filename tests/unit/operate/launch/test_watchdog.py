@@ -261,7 +261,9 @@ def test_a_rank_that_left_early_is_told_before_the_job_ends():
     sightings.reported("a", SnapshotReport(finished(seen, [0, 1], 3, 0), is_failure=True), 1.0)
     assert sightings.reported("b", SnapshotReport(finished(seen, [2, 3], 3, 0), is_failure=True), 1.1) == []
     [(_, told)] = sightings.tick(1.1 + HOLD_S)
-    assert told.text.startswith("step 6: rank 3 ended too early, with exit code 0 after all_reduce(float32, 4096) call 5")
+    assert told.text.startswith(
+        "step 6: rank 3 ended too early, with exit code 0 after all_reduce(float32, 4096) call 5"
+    )
     assert told.blamed == (3,)
     (_, last), _ = sightings.ended("b", "", 60.0)
     assert last.text == "the cause was explained above: a rank's script ended before the others' (rank 3)"

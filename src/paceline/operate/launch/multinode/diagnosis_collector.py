@@ -311,7 +311,9 @@ class DiagnosisCollector(ControllerMiddleware):
         self._has_ended = True
         held, self._held = self._held, None
         told = [
-            (node, UserMessage(text, is_last=True)) for text in self._last_words(ends[0][1], held, now_s) for node, _ in ends
+            (node, UserMessage(text, is_last=True))
+            for text in self._last_words(ends[0][1], held, now_s)
+            for node, _ in ends
         ]
         return [*told, *orders]
 

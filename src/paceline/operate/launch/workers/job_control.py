@@ -11,9 +11,8 @@ import os
 import signal
 import termios
 from collections.abc import Sequence
-from pathlib import Path
 
-_READ = {"x86_64": 0, "aarch64": 63}  # system call number of read()
+from paceline.linux import waits_for_stdin
 
 
 class Signals:
@@ -130,12 +129,3 @@ class Keyboard:
         """Restores the terminal's attributes after a worker ended inside a line editor without resetting them."""
         if self._before is not None and self.attributes() != self._before:
             self.set(self._before)
-
-
-def waits_for_stdin(pid: int) -> bool:
-    """Returns whether process `pid` is reading its stdin; False if unknown."""
-    try:
-        words = Path(f"/proc/{pid}/syscall").read_text().split()
-    except OSError:
-        return False
-    return len(words) > 1 and words[0] == str(_READ.get(os.uname().machine)) and int(words[1], 16) == 0
