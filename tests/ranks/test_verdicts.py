@@ -51,6 +51,8 @@ for step in range(20):
     if step == 10 and rank == 1:
         if fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "leave":
+            os._exit(0)
         if fault == "loader":
             for _ in DataLoader(Stuck(), batch_size=2, num_workers=1):
                 pass
@@ -161,13 +163,20 @@ def require_cause(directory, capsys, cause: str) -> None:
         assert (found["ranks"], found["world_size"]) == (1 if missing else 2, 2)
 
 
+def require_told_once(told: str, sentence: str) -> None:
+    """The cause is in the last line; of a job that takes long to end, the last line refers to one before."""
+    assert told.count(sentence) == 1
+    last = told.splitlines()[-1]
+    assert sentence in last or ("the cause was explained above" in last and "(rank 1)" in last)
+
+
 def test_calls_that_do_not_fit_are_told_last(said, tmp_path, capsys):
-    assert "rank 1 called all_reduce(float32, 77) as call 32" in said("shape").splitlines()[-1]
+    require_told_once(said("shape"), "rank 1 called all_reduce(float32, 77) as call 32")
     require_cause(tmp_path / "runs" / "job", capsys, "OTHER_SHAPE")
 
 
 def test_an_exception_is_told_last_and_a_signals_is_none(said, tmp_path, capsys):
-    assert "rank 1 failed: ValueError: bad sample (script.py:" in said("raise").splitlines()[-1]
+    require_told_once(said("raise"), "rank 1 failed: ValueError: bad sample (script.py:")
     directory = tmp_path / "runs" / "job"
     shutil.copytree(directory, tmp_path / "copy")
     require_cause(tmp_path / "copy", capsys, "EXCEPTION")
@@ -179,8 +188,14 @@ def test_an_exception_is_told_last_and_a_signals_is_none(said, tmp_path, capsys)
         (directory / "job.json").write_text(json.dumps({**facts, "state": state}))
         main(["analyze", "--json", str(directory)])
         causes[state] = [each["cause"] for each in json.loads(capsys.readouterr().out)["verdicts"]]
-    assert causes["failed"] == ["SKIPPED"], "rank 1 had ended, and rank 0 missed it"
+    assert causes["failed"] == ["LEFT"], "rank 1 had ended, and rank 0 missed it"
     assert causes["stopped"] != causes["failed"], "its end says nothing"
+
+
+def test_a_rank_that_leaves_early_is_the_headline(said):
+    told = said("leave")
+    require_told_once(told, "rank 1 ended too early, with exit code 0 after barrier() call 31 (script.py:")
+    assert "rank 0 failed because of another rank (" in told and "failed first" not in told
 
 
 def test_an_exception_is_told_before_its_process_ends(said):

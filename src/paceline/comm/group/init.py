@@ -266,7 +266,8 @@ def open_group(
     world = default_world()
     chosen = world.engines.backend if backend is None else choose(backend)
     timeout_s = world.timeout_s if timeout is None else to_seconds(timeout)
-    group = open_on(world.engines, chosen, ranks, timeout_s, name, algorithm, identity, wire)
+    with recorder.recorded_formation(name, identity, list(ranks).index(world.engines.rank), ranks):
+        group = open_on(world.engines, chosen, ranks, timeout_s, name, algorithm, identity, wire)
     world.subgroups.append(group)
     return group
 

@@ -42,6 +42,7 @@ REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "pre
 
 SEND = 32
 RECEIVE = 33
+FORMATION = 34  # of a group, recorded as its call 0
 OPERATIONS = {
     1: "all_reduce",
     2: "broadcast",
@@ -54,6 +55,7 @@ OPERATIONS = {
     9: "barrier",
     SEND: "send",
     RECEIVE: "recv",
+    FORMATION: "new_group",
 }
 
 OUTCOMES = {

@@ -9,15 +9,20 @@ import atexit
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline import _core
+from paceline.comm.record.layout import FORMATION, OUTCOMES, REDUCTIONS
 from paceline.comm.record.memory import handed_memory, is_switched_off, own_memory
 from paceline.comm.record.user_files import name_if_users
+from paceline.errors import RendezvousError, RendezvousTimeoutError
 
 _WORKER_VARIABLE = "PACELINE_WORKER"
 _BOOT_FILE = "/proc/sys/kernel/random/boot_id"
 _TIME_NAMESPACE_FILE = "/proc/self/ns/time"
+
+_FORMATION_ENGINE = "formation"  # not that of the group, so that both are not taken for two groups of one name
+_CODES = {outcome: code for code, outcome in OUTCOMES.items()}
 
 _has_tried = False
 _rank: int | None = None
@@ -78,6 +83,31 @@ def open_group(name: str, engine: str, identity: int, rank: int, ranks: Sequence
 def close_group(serial: int) -> None:
     """Records that a group has ended."""
     _core.record_group_closed(serial)
+
+
+@contextlib.contextmanager
+def recorded_formation(name: str, identity: int, rank: int, ranks: Sequence[int]) -> Iterator[None]:
+    """Records the formation of a group as the call `new_group`, so that a diagnosis finds the ranks that wait in it.
+
+    Args:
+        name, identity, rank, ranks: the group, as in `open_group`.
+    """
+    begin()
+    serial = open_group(name, _FORMATION_ENGINE, identity, rank, ranks)
+    call = _core.RecordedCall(serial, FORMATION, 0, len(REDUCTIONS), 0, 0, -1, False, -1)
+    outcome = "interrupted"
+    try:
+        yield
+        outcome = "ok"
+    except RendezvousTimeoutError:
+        outcome = "timed_out"
+        raise
+    except RendezvousError:
+        outcome = "peer_lost"
+        raise
+    finally:
+        call.end(_CODES[outcome])
+        close_group(serial)
 
 
 def _boot_id() -> str:

@@ -21,6 +21,7 @@ from paceline.comm.group.default import World
 from paceline.comm.group.engines import Engines, identity_named
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.one_port.dialer import chosen_port
+from paceline.comm.record import recorder
 from paceline.comm.security.levels import chosen_level
 from paceline.comm.security.secret import job_secret
 from paceline.durations import to_seconds
@@ -80,7 +81,12 @@ def form_group(
     Raises:
         RendezvousError, AuthenticationError: the rendezvous failed.
     """
-    rank, size, patience = meeting.rank, meeting.size, patience or max(meeting.timeout, _SHORTEST_PATIENCE)
+    with recorder.recorded_formation(meeting.name, meeting.identity, meeting.rank, meeting.named):
+        return _formed(meeting, patience or max(meeting.timeout, _SHORTEST_PATIENCE), expected)
+
+
+def _formed(meeting: GroupRendezvous, patience: timedelta, expected: Sequence[RankIdentity]) -> World:
+    rank, size = meeting.rank, meeting.size
     store, patience_s = StoreFromTorch(meeting.store, patience), to_seconds(patience)
     backend = choose("paceline")
     with contextlib.ExitStack() as undo:

@@ -18,11 +18,14 @@ _LOOKS_AHEAD = 16
 
 
 def match_calls(ranks: Sequence[RankState]) -> list[dict[int, RankCall]]:
-    """Returns successful collectives with at least two recorded calls, keyed by rank, in order of completion."""
+    """Returns successful collectives with at least two recorded calls, keyed by rank, in order of completion.
+
+    Messages and the formation of groups are left out.
+    """
     calls: dict[tuple[str, int], dict[int, RankCall]] = defaultdict(dict)
     for rank in ranks:
         for call in rank.calls:
-            if not call.is_open and not call.is_message:
+            if not call.is_open and call.sequence:
                 calls[call.group, call.sequence][rank.rank] = call
     matched = [by_rank for by_rank in calls.values() if len(by_rank) > 1]
     return sorted(matched, key=lambda by_rank: max(call.ended_s or 0.0 for call in by_rank.values()))

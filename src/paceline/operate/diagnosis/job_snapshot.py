@@ -31,7 +31,7 @@ class RankCall:
 
     Attributes:
         group: the identity of the group, equal on all of its ranks. Error messages use `GroupMembership.name` instead.
-        sequence: the number of the call in the group.
+        sequence: the number of the call in the group, from 1; 0 for messages and for the formation of the group.
         header: the arguments of the call.
         arrived_s: the time at which the rank made the call.
         ended_s: the time at which the call ended, or None.
@@ -75,7 +75,7 @@ class RankCall:
         return self.header.peer >= 0
 
     def __str__(self) -> str:
-        return f"{self.header}" if self.is_message else f"{self.header} call {self.sequence}"
+        return f"{self.header} call {self.sequence}" if self.sequence else f"{self.header}"
 
 
 @dataclass(frozen=True)
@@ -214,11 +214,19 @@ class RankExitStatus:
 
 @dataclass(frozen=True)
 class GroupMembership:
-    """A rank's membership in a group: its group rank, the group's size, and the group's name for messages."""
+    """A rank's membership in a group.
+
+    Attributes:
+        number: the rank's number in the group.
+        size: the number of members.
+        name: the name of the group for messages.
+        ranks: the members' numbers in the job, by group rank; only given while the rank waits for the group to form.
+    """
 
     number: int
     size: int
     name: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

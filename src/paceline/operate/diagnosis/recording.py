@@ -134,7 +134,8 @@ class CallRecord:
     Attributes:
         index: the number of the call in its process.
         group: the serial of its group.
-        sequence: the number of the collective in its group, starting at 1 and equal on all ranks; 0 for messages.
+        sequence: the number of the collective in its group, starting at 1 and equal on all ranks; 0 for messages
+            and for the formation of the group, which is recorded as the call `new_group`.
         operation, dtype: the names of the operation and of the data type, such as "all_reduce" and "float32".
         count: the number of tensor elements.
         root: the group rank of the root, or of the peer for messages; None for calls without a root.

@@ -48,6 +48,7 @@ _STATES = tuple(CallStatus)
 _DOUBLE = struct.Struct("<d")
 _NAMES, _GROUPS, _CALLS, _EVENTS, _LINKS = 1, 2, 3, 4, 5  # table numbers; table 0 contains clock pairs
 _WAITS = (EventKind.DATA_WAIT, EventKind.CHECKPOINT)
+_FORMATION = OPERATIONS[layout.FORMATION]
 _NS = 1e-9
 
 
@@ -401,6 +402,7 @@ def rank_state_of(recording: ProcessRecording, number: int | None = None) -> Ran
         recording: the recording of one process.
         number: the rank's number in the job. Default: the number in the recording.
     """
+    forming = {call.group for call in recording.calls if call.operation == _FORMATION and not call.is_over}
     groups = {serial: group.key for serial, group in recording.groups.items()}
     early, late = recording.calls[:-MOST_CALLS], recording.calls[-MOST_CALLS:]
     kept = [*(call for call in early if not call.is_over), *late]
@@ -409,7 +411,9 @@ def rank_state_of(recording: ProcessRecording, number: int | None = None) -> Ran
         host=recording.host,
         pid=recording.pid,
         seats={
-            groups[serial]: GroupMembership(group.rank, group.size, _group_name(group, recording))
+            groups[serial]: GroupMembership(
+                group.rank, group.size, _group_name(group, recording), group.ranks if serial in forming else ()
+            )
             for serial, group in recording.groups.items()
         },
         calls=tuple(_rank_call(call, recording.groups[call.group]) for call in kept if call.group in groups),
@@ -453,7 +457,7 @@ def _rank_call(call: CallRecord, group: GroupRecord) -> RankCall:
         sequence=call.sequence,
         header=CallSignature(
             call.operation,
-            call.dtype if call.operation != "barrier" else "",
+            call.dtype if call.operation not in ("barrier", _FORMATION) else "",
             call.count,
             (call.reduction or "").upper(),
             -1 if is_message or call.root is None else call.root,

@@ -43,13 +43,26 @@ def waits_of(snapshot: JobSnapshot) -> list[CallWait]:
     """Returns the first open call of each group, and the first open message of each rank."""
     found = []
     for group in sorted({call.group for rank in snapshot.ranks for call in rank.calls if call.is_open}):
-        members = {rank.seats[group].number: rank for rank in snapshot.ranks if group in rank.seats}
+        members = _members_of(snapshot, group)
         waiting = [call for rank in members.values() for call in _collectives(rank, group) if call.is_open]
         if waiting:
             found.append(_wait(group, min(call.sequence for call in waiting), members))
         for rank in members.values():
             found += _messages(rank, group, members)
     return found
+
+
+def _members_of(snapshot: JobSnapshot, group: str) -> dict[int, RankState]:
+    """Returns the known members of a group by group rank, including those for which its formation waits."""
+    members = {rank.seats[group].number: rank for rank in snapshot.ranks if group in rank.seats}
+    by_rank = {rank.rank: rank for rank in snapshot.ranks}
+    awaited = {
+        number: by_rank[rank]
+        for member in members.values()
+        for number, rank in enumerate(member.seats[group].ranks)
+        if rank in by_rank and snapshot.word == "rank"  # slots of an elastic job have other numbers
+    }
+    return {**awaited, **members}
 
 
 def _collectives(rank: RankState, group: str) -> list[RankCall]:
@@ -75,7 +88,7 @@ def _messages(rank: RankState, group: str, members: Mapping[int, RankState]) -> 
 def _wait(group: str, number: int, members: Mapping[int, RankState]) -> CallWait:
     arrived = {member: call for member, rank in members.items() if (call := _made(rank, group, number)) is not None}
     waiting = {member: call for member, call in arrived.items() if call.is_open}
-    size = max(rank.seats[group].size for rank in members.values())
+    size = max(rank.seats[group].size for rank in members.values() if group in rank.seats)
     reported = {member for call in arrived.values() for member in call.missing}
 
     def is_missed(member: int) -> bool:

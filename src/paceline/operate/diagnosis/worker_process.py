@@ -98,7 +98,7 @@ def place_of(frames: Sequence[Frame]) -> StackLocation | None:
     """Returns the program location for this stack, in terms of the user's code; None if the stack is empty."""
     if not frames:
         return None
-    depth = next((index for index, frame in enumerate(frames) if is_users(frame.file)), None)
+    depth = next((index for index, frame in enumerate(frames) if _is_users(frame)), None)
     is_call = any(_is_in(frame, _CALLS) for frame in frames[:depth])
     within = frames if depth is None else frames[:depth]
     activity = next((name for name, files in _ACTIVITIES.items() if any(_is_in(f, files) for f in within)), "")
@@ -118,6 +118,11 @@ def place_of(frames: Sequence[Frame]) -> StackLocation | None:
     else:
         what = "" if user.function == "<module>" else user.function
     return StackLocation(what, line, is_loader=is_data, is_call=is_call, activity=activity)
+
+
+def _is_users(frame: Frame) -> bool:
+    """Returns whether a frame belongs to the user. PyTorch's may be in any directory (`pip install --target`)."""
+    return is_users(frame.file) and not _is_in(frame, (*_LOADERS, *_CALLS, *_COMPILERS))
 
 
 def _is_in(frame: Frame, parts: Sequence[str]) -> bool:

@@ -150,6 +150,22 @@ def test_two_groups_that_wait_for_each_other_are_both_named():
     assert "of the left#2" in verdict.sentence and "of the right#3" in verdict.sentence
 
 
+def test_a_group_whose_formation_waits_for_a_call_is_named():
+    """Rank 1 does not belong to the group yet, so only rank 0 knows that it is awaited."""
+    seen = play([loop(_HEADERS[:1], _STEPS, marks=False) for _ in range(2)], stopped=(0, 4))
+    forming = RankCall("new", 0, CallSignature("new_group"), seen.now_s - 12, line="train.py:9")
+    first = replace(
+        seen.ranks[0],
+        calls=(*seen.ranks[0].calls, forming),
+        seats={**seen.ranks[0].seats, "new": GroupMembership(0, 2, "group of ranks [0, 1]", ranks=(0, 1))},
+        place=StackLocation("init.new_group", "train.py:9", is_call=True),
+    )
+    verdict = diagnose(replace(seen, ranks=(first, seen.ranks[1])))
+    assert (verdict.cause, verdict.blamed) == (Cause.DEADLOCK, (0, 1))
+    assert "rank 0 waits in new_group() of the group of ranks [0, 1] (train.py:9) for rank 1" in verdict.sentence
+    assert "rank 1 waits in all_reduce(float32, 4096) call 5 of the " in verdict.sentence
+
+
 def test_an_open_call_counts_before_one_of_an_earlier_group():
     scene = play([loop(_HEADERS[:1], _STEPS) for _ in range(4)], stopped=(3, 5), like=_ABSENCES[Cause.LOADER])
 
@@ -351,10 +367,10 @@ def _call(sequence: int, arrived_s: float, ended_s: float | None) -> RankCall:
 
 def test_calls_of_a_group_that_was_made_anew_are_told_apart():
     """As in an elastic job, whose workers form a group of the same name in each view."""
-    calls = (_call(0, 1.0, 1.1), _call(1, 1.2, 1.3), _call(0, 2.0, None))
+    calls = (_call(1, 1.0, 1.1), _call(2, 1.2, 1.3), _call(1, 2.0, None))
     ranks = tuple(RankState(number, "h", 7, {"world": GroupMembership(number, 2)}, calls) for number in range(2))
     verdict = diagnose(JobSnapshot(30.0, ranks))
-    assert verdict is not None and "all_reduce(float32, 4) call 0" in verdict.sentence
+    assert verdict is not None and "all_reduce(float32, 4) call 1" in verdict.sentence
 
 
 def test_a_death_is_told_from_what_is_known_of_one_rank():

@@ -74,8 +74,14 @@ _ROOTS = {"paceline": Path(paceline.__file__).parents[1], "torch": Path(torch.__
 @pytest.mark.parametrize(
     "path",
     sorted(
-        {*user_files._OWN_START, *worker_process._LOADERS, *worker_process._CALLS, *failures._OWN_FILES}
-        - {"runpy.py", "<frozen runpy>"}
+        {
+            *user_files._OWN_START,
+            *worker_process._LOADERS,
+            *worker_process._CALLS,
+            *worker_process._COMPILERS,
+            *failures._OWN_FILES,
+        }
+        - {"runpy.py", "<frozen runpy>", "triton/compiler/", "triton/runtime/"}  # not installed with PyTorch for CPUs
     ),
 )
 def test_the_files_by_which_frames_are_recognised_exist(path):
@@ -245,3 +251,9 @@ def test_only_threads_that_compute_are_said_to_wait_for_a_core():
 def test_the_activity_follows_from_the_library(file, activity):
     frames = [Frame(file, 1, "run"), Frame("/home/me/train.py", 7, "main")]
     assert worker_process.place_of(frames).activity == activity
+
+
+def test_a_library_in_an_unusual_directory_is_not_the_users():
+    frames = [Frame("/opt/libraries/torch/utils/data/dataloader.py", 1, "__next__"), Frame("/me/train.py", 7, "main")]
+    place = worker_process.place_of(frames)
+    assert (place.what, place.line) == ("DataLoader.__next__", "train.py:7")
