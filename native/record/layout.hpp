@@ -36,7 +36,7 @@ constexpr std::uint32_t kEvents = 16384;
 constexpr std::uint32_t kLinks = 256;
 constexpr std::uint32_t kValue = 2;  // the event kind whose `first` contains the bits of a double
 constexpr std::size_t kNameBytes = 64;
-constexpr unsigned kLineBits = 22;  // of `CallFields::site`
+constexpr unsigned kLineBits = 22;         // of `CallFields::site`
 constexpr std::size_t kMostMembers = 224;  // the largest group whose members are listed
 
 template <std::size_t N>
@@ -131,7 +131,8 @@ struct CallFields {
     std::uint32_t step = 0;
     std::uint32_t thread = 0;
     std::int32_t tag = -1;
-    std::uint32_t site = 0;  // where the program makes the call: number of the file's name << kLineBits | line; 0: unknown
+    std::uint32_t site =
+        0;  // where the program makes the call: number of the file's name << kLineBits | line; 0: unknown
     std::uint64_t complete = 0;
     std::uint64_t missing = 0;      // bit mask of the missing ranks; bit 0 is `first_missing`
     std::int64_t predicted_ns = 0;  // 0: no prediction

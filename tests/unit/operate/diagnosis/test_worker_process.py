@@ -198,7 +198,7 @@ def test_the_work_of_children_counts():
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_processes_that_come_and_go_are_work_even_if_each_is_short():
+def test_short_processes_that_come_and_go_are_work():
     code = "import subprocess\nwhile True: subprocess.run(['sleep', '0.02'])"
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
 
