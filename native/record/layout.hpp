@@ -131,8 +131,7 @@ struct CallFields {
     std::uint32_t step = 0;
     std::uint32_t thread = 0;
     std::int32_t tag = -1;
-    std::uint32_t site =
-        0;  // where the program makes the call: number of the file's name << kLineBits | line; 0: unknown
+    std::uint32_t site = 0;  // the line that makes the call: number of the file's name << kLineBits | line; 0: unknown
     std::uint64_t complete = 0;
     std::uint64_t missing = 0;      // bit mask of the missing ranks; bit 0 is `first_missing`
     std::int64_t predicted_ns = 0;  // 0: no prediction

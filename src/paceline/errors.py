@@ -1,4 +1,4 @@
-"""Error classes of Paceline, and two functions that format values for error messages.
+"""Error classes of Paceline, and functions that format values and source files for error messages.
 
 A message has four parts: what was seen, where (rank, host, pid, call), what was expected, and what to do. Wrong
 arguments raise plain `ValueError` and `TypeError`; the errors below concern another process or a file.
@@ -11,12 +11,17 @@ are therefore subclasses of torch's errors: `CollectiveError` derives from `torc
 from __future__ import annotations
 
 import errno
+import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
 from enum import Enum
 
 _MOST_SHOWN = 100  # characters
+_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_INSTALLED = re.compile(r"/site-packages/|/dist-packages/|/lib(?:64)?/python3(?:\.\d+)?/|/lib/python3\d+\.zip/")
+_STARTERS = ("paceline/operate/launch/workers/bootstrap.py", "paceline/operate/launch/workers/template.py", "runpy.py")
 
 
 def and_more(names: Sequence[object], most: int) -> str:
@@ -41,6 +46,27 @@ def short_repr(value: object) -> str:
     """
     is_short = value is None or isinstance(value, (str, bytes, int, float, Enum))
     return repr(value)[:_MOST_SHOWN] if is_short else f"a {type(value).__name__}"
+
+
+def is_user_file(file: str) -> bool:
+    """Returns whether a source file belongs to the user, and not to Python, an installed package or Paceline.
+
+    Messages name lines in the user's files only.
+
+    >>> is_user_file("/home/me/train.py"), is_user_file("/usr/lib/python3.11/threading.py")
+    (True, False)
+    """
+    return not (file.startswith(("<", _PACKAGE)) or file.endswith(_STARTERS) or _INSTALLED.search(file))
+
+
+def user_file_name(file: str) -> str | None:
+    """Returns the name of a file for messages, such as `train.py`, or None if the file does not belong to the user.
+
+    In this process, PyTorch is also recognized in a directory with another name (`pip install --target`).
+    """
+    torch = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "")
+    is_torchs = bool(torch) and file.startswith(torch + os.sep)
+    return os.path.basename(file) if is_user_file(file) and not is_torchs else None
 
 
 class _Base(RuntimeError):

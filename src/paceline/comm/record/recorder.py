@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from paceline import _core
 from paceline.comm.record.layout import FORMATION, OUTCOMES, REDUCTIONS
 from paceline.comm.record.memory import handed_memory, is_switched_off, own_memory
-from paceline.comm.record.user_files import name_if_users
-from paceline.errors import RendezvousError, RendezvousTimeoutError
+from paceline.errors import RendezvousError, RendezvousTimeoutError, user_file_name
 
 _WORKER_VARIABLE = "PACELINE_WORKER"
 _BOOT_FILE = "/proc/sys/kernel/random/boot_id"
@@ -34,7 +33,7 @@ def begin() -> None:
     _has_tried = True
     if _core.is_recording() or is_switched_off():
         return
-    _core.name_user_files_by(name_if_users)
+    _core.name_user_files_by(user_file_name)
     identity = (os.environ.get(_WORKER_VARIABLE, ""), socket.gethostname(), _boot_id(), _time_namespace())
     with contextlib.suppress(OSError), handed_memory() as fd:  # training continues if the recording cannot start
         if fd is not None and _core.begin_recording(fd, *identity):

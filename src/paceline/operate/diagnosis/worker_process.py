@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from paceline.comm.record.user_files import is_users
+from paceline.errors import is_user_file
 from paceline.linux import pidfd_open, pidfd_send_signal, waits_for_stdin
 from paceline.operate.diagnosis.job_snapshot import Frame, ProcessActivity, ProcessState, StackLocation
 
@@ -122,7 +122,7 @@ def place_of(frames: Sequence[Frame]) -> StackLocation | None:
 
 def _is_users(frame: Frame) -> bool:
     """Returns whether a frame belongs to the user. PyTorch's may be in any directory (`pip install --target`)."""
-    return is_users(frame.file) and not _is_in(frame, (*_LOADERS, *_CALLS, *_COMPILERS))
+    return is_user_file(frame.file) and not _is_in(frame, (*_LOADERS, *_CALLS, *_COMPILERS))
 
 
 def _is_in(frame: Frame, parts: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from launching import wait_until
 
 import paceline
-from paceline.comm.record import user_files
+from paceline import errors
 from paceline.operate.diagnosis import worker_process
 from paceline.operate.diagnosis.job_snapshot import Frame, ProcessState
 from paceline.operate.launch.workers import bootstrap, failures
@@ -75,7 +75,7 @@ _ROOTS = {"paceline": Path(paceline.__file__).parents[1], "torch": Path(torch.__
     "path",
     sorted(
         {
-            *user_files._OWN_START,
+            *errors._STARTERS,
             *worker_process._LOADERS,
             *worker_process._CALLS,
             *worker_process._COMPILERS,

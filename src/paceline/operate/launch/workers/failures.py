@@ -22,8 +22,8 @@ from types import TracebackType
 
 import msgspec
 
-from paceline.comm.record.user_files import is_users
 from paceline.comm.security.untrusted_peers import Int64
+from paceline.errors import is_user_file
 from paceline.operate.launch.workers.placement import format_cpulist
 
 _PIPE_NAME = "alarm"
@@ -113,7 +113,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def line(self) -> str:
         """The line in the user's own code that raised the exception, such as `train.py:71`, or ""."""
         frames = [] if self.record is None else _FRAME.findall(self.record.text)
-        own = [(file, number) for file, number in frames if is_users(file)]
+        own = [(file, number) for file, number in frames if is_user_file(file)]
         return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
 
 
@@ -309,7 +309,7 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
     shown = traceback.TracebackException(kind, error, _without_own(trace))
     text = "".join(shown.format())
     if _is_consequence(kind.__name__, text):
-        ours = [frame for frame in shown.stack if is_users(frame.filename)]
+        ours = [frame for frame in shown.stack if is_user_file(frame.filename)]
         shown.stack = traceback.StackSummary.from_list(ours)
         shown.__cause__ = shown.__context__ = None
         text = "".join(shown.format()).replace("Traceback (", "Another rank's failure led to this (", 1)

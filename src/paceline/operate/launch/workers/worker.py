@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.linux import pidfd_open
+from paceline.linux import pidfd_open, waits_for_stdin
 from paceline.operate.launch.job import Command, CommandKind
 from paceline.operate.launch.job_directory import RecordingMemory
 from paceline.operate.launch.workers.cleanup import kill_group
 from paceline.operate.launch.workers.failures import Record, WorkerFailure, has_begun_exit
-from paceline.operate.launch.workers.job_control import waits_for_stdin
 from paceline.operate.launch.workers.out_of_memory import MemoryWatch
 from paceline.operate.launch.workers.output import OutputStream, WorkerOutput
 from paceline.operate.launch.workers.placement import Cores

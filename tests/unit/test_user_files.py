@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import paceline
-from paceline.comm.record import user_files
+from paceline import errors
 
 
 def test_all_of_paceline_counts_as_installed():
     package = os.path.join(os.path.dirname(os.path.abspath(paceline.__file__)), "")
-    assert package == user_files._PACKAGE
+    assert package == errors._PACKAGE
     ours = [str(path) for path in Path(package).glob("**/*.py")]
     assert len(ours) > 300
-    assert not [file for file in ours if user_files.is_users(file)]
+    assert not [file for file in ours if errors.is_user_file(file)]
 
 
 @pytest.mark.parametrize(
@@ -33,4 +33,4 @@ def test_all_of_paceline_counts_as_installed():
     ],
 )
 def test_only_the_users_files_have_names(file, name):
-    assert user_files.name_if_users(file) == name
+    assert errors.user_file_name(file) == name
