@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from enum import Enum
 
 _MOST_SHOWN = 100  # characters
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
-_INSTALLED = re.compile(r"/site-packages/|/dist-packages/|/lib(?:64)?/python3(?:\.\d+)?/|/lib/python3\d+\.zip/")
 _STARTERS = ("paceline/operate/launch/workers/bootstrap.py", "paceline/operate/launch/workers/template.py", "runpy.py")
 
 
@@ -56,7 +54,16 @@ def is_user_file(file: str) -> bool:
     >>> is_user_file("/home/me/train.py"), is_user_file("/usr/lib/python3.11/threading.py")
     (True, False)
     """
-    return not (file.startswith(("<", _PACKAGE)) or file.endswith(_STARTERS) or _INSTALLED.search(file))
+    is_own = file.startswith(("<", _PACKAGE)) or file.endswith(_STARTERS)
+    folders = file.split("/")[:-1]
+    is_installed = "site-packages" in folders or "dist-packages" in folders or any(map(_is_library, folders, folders[1:]))
+    return not (is_own or is_installed)
+
+
+def _is_library(folder: str, name: str) -> bool:
+    """Returns whether a folder with this name in `folder` is Python's library, such as `lib/python3.11`."""
+    version = name.removeprefix("python").removesuffix(".zip").replace(".", "")
+    return folder in ("lib", "lib64") and name.startswith("python3") and version.isdecimal()
 
 
 def user_file_name(file: str) -> str | None:
