@@ -56,7 +56,9 @@ def is_user_file(file: str) -> bool:
     """
     is_own = file.startswith(("<", _PACKAGE)) or file.endswith(_STARTERS)
     folders = file.split("/")[:-1]
-    is_installed = "site-packages" in folders or "dist-packages" in folders or any(map(_is_library, folders, folders[1:]))
+    is_installed = (
+        "site-packages" in folders or "dist-packages" in folders or any(map(_is_library, folders, folders[1:]))
+    )
     return not (is_own or is_installed)
 
 

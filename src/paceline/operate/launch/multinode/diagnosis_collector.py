@@ -94,7 +94,7 @@ class DashboardRelay(ControllerMiddleware):
         return orders
 
 
-HOLD_S = 1.0  # time for a job to end before a failure's diagnosis is printed; if it ends, the diagnosis is printed last
+HOLD_S = 2.0  # time for a job to end before a failure's diagnosis is printed; if it ends, the diagnosis is printed last
 PATIENCE_S = 4.0  # time to wait for other nodes' snapshots of a stall
 LAST_PATIENCE_S = 10.0  # longer wait if the cause may be on a missing node that is not lost
 FAILURE_PATIENCE_S = 0.3  # time to wait for snapshots after a failure, which nodes take immediately
