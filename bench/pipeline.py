@@ -59,7 +59,7 @@ def of_torch(
 
 
 def ends(step: Callable[[], object]) -> bool:
-    """Whether a step over gloo ends before gloo's time-out."""
+    """Whether a step over gloo ends before gloo's timeout."""
     try:
         step()
     except RuntimeError:

@@ -55,7 +55,7 @@ def killed(setting: Setting) -> dict[str, object]:
 
 
 def late(setting: Setting) -> dict[str, object]:
-    """Keeps the last rank out of a call with a time-out of 5 s; the error must name it."""
+    """Keeps the last rank out of a call with a timeout of 5 s; the error must name it."""
     with session(setting, theirs=False, timeout_s=60, ends=False) as here:
         tensor = _reduced(here)
         group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
@@ -77,7 +77,7 @@ def late(setting: Setting) -> dict[str, object]:
 
 
 def raised(setting: Setting) -> dict[str, object]:
-    """Raises on one rank, which then ends its process; the others must not wait for the time-out."""
+    """Raises on one rank, which then ends its process; the others must not wait for the timeout."""
     with session(setting, theirs=False, timeout_s=60, ends=False) as here:
         tensor = _reduced(here)
         dist.barrier()

@@ -48,7 +48,7 @@ def test_survivors_of_a_kill_at_any_instant_name_the_dead_rank(ranks, tmp_path, 
         wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
         time.sleep(chance.random() / 3)
         world.kill(victim)
-        told = world.join(60, expect_dead=frozenset({victim}))  # long before the time-out
+        told = world.join(60, expect_dead=frozenset({victim}))  # long before the timeout
     for rank in range(3):
         if rank != victim:
             assert told[rank] == ("lost", victim)

@@ -18,8 +18,8 @@ from launching import wait_until
 import paceline as dist
 
 TIMEOUT_S = 3
-PATIENT_S = 60  # the time-out where nothing is to time out
-SILENCE_S = 9  # until a host that vanished is given up, whatever the time-out
+PATIENT_S = 60  # the timeout where nothing is to time out
+SILENCE_S = 9  # until a host that vanished is given up, whatever the timeout
 BUSY_S = 20  # what all that may take longer on a busy machine
 PAIR = [0, 3]
 EVENTS = ("kill", "stop", "cut", "kill two", "kill and stop", "a short stop", "a short cut")
@@ -131,7 +131,7 @@ def survive(hosts, directory: Path, seed: int) -> None:
         if short:
             assert error == "nothing", place
             continue
-        is_known = event in ("kill", "kill two")  # to all, so nobody waits for the time-out
+        is_known = event in ("kill", "kill two")  # to all, so nobody waits for the timeout
         assert error == "PeerLostError" or (error == "CollectiveTimeoutError" and not is_known), place
         assert at - happened < TIMEOUT_S + SILENCE_S + BUSY_S, place
         others = [f"rank {victim} (h{victim // 2}, pid {run.pids[victim]})" for victim in victims]

@@ -30,7 +30,7 @@ def reports() -> dict[str, str]:
     fake_device.build()
     try:
         return merged(Ranks(2)(on_devices))
-    except RankFailed as error:  # each test would otherwise wait for the time-out again
+    except RankFailed as error:  # each test would otherwise wait for the timeout again
         return dict.fromkeys(PROGRAMS, str(error))
 
 

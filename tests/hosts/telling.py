@@ -10,7 +10,7 @@ import torch
 
 import paceline as dist
 
-SOON_S = 20.0  # far above what word of a failure takes on a busy machine, far below the time-outs of the calls
+SOON_S = 20.0  # far above what word of a failure takes on a busy machine, far below the timeouts of the calls
 
 
 def told_by(call: Callable[[], object]) -> tuple[str, str, float]:

@@ -146,7 +146,7 @@ def _vanish(directory: str) -> None:
 
 FAILURES: dict[str, Callable[[str], None]] = {
     "mismatch": _mismatch,
-    "time-out": _stay_away,
+    "timeout": _stay_away,
     "death": _be_killed,
     "leaving": _leave,
     "interrupt": _be_interrupted,

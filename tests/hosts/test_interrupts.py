@@ -44,7 +44,7 @@ def test_an_interrupted_forming_is_told(hosts, tmp_path):
     with hosts(2, 1).start(form_until_interrupted, str(tmp_path)) as world:
         await_word(str(tmp_path), "0", "1")
         world.kill(1, signal.SIGINT)
-        told = world.join(50)  # before the time-out
+        told = world.join(50)  # before the timeout
     assert told[1].startswith("KeyboardInterrupt")
     assert f"rank 1 (h1, pid {world.pids[1]}) gave up: KeyboardInterrupt" in told[0]
 

@@ -65,7 +65,7 @@ def test_a_host_that_vanishes_is_noticed(hosts, fn, tmp_path):
         await_word(str(tmp_path), "0", "1", "2")
         time.sleep(0.3)
         run.cut_host(2)
-        told = run.join(80)  # below the time-out
+        told = run.join(80)  # below the timeout
     for number, (error, message, _) in enumerate(told):
         assert error == "PeerLostError", message
         lost = "rank 2 (h2, pid " if number != 2 else "rank "

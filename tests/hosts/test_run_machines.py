@@ -11,7 +11,7 @@ from pathlib import Path
 from hosts.machines import Machines
 from hosts.network import ipv4
 
-SOON_S = 20.0  # below every time-out of a meeting, far above what it takes
+SOON_S = 20.0  # below every timeout of a meeting, far above what it takes
 
 
 def by_number(here: Machines, host: int, *arguments: str, nodes: int = 2):

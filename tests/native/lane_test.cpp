@@ -341,7 +341,7 @@ void corrupt_counts_in_a_ring_do_no_harm() {
     }
 }
 
-// Both sides sleep with a very long time-out, so a lost wake-up shows as a time-out.
+// Both sides sleep with a very long timeout, so a lost wake-up shows as a timeout.
 void an_armed_sleeper_is_woken() {
     const auto pair = std::make_unique<Rings>();
     const auto started = std::chrono::steady_clock::now();

@@ -18,7 +18,7 @@ import paceline as dist
 from paceline.comm.engine.failures import OutcomeCode
 
 LONG = timedelta(seconds=120)
-SOON_S = 40.0  # far below the calls' time-out, far above what an abort takes
+SOON_S = 40.0  # far below the calls' timeout, far above what an abort takes
 
 
 def abort_while_others_wait(how: str, algorithm: str | None) -> str:
@@ -172,7 +172,7 @@ def shared_memory_after_a_failure(how: str, directory: Path) -> None:
         if how == "abort":
             threading.Timer(0.2, group.abort).start()
         with pytest.raises(dist.CollectiveError):
-            dist.all_reduce(tensor, timeout=timedelta(seconds=0.5) if how == "time-out" else None)
+            dist.all_reduce(tensor, timeout=timedelta(seconds=0.5) if how == "timeout" else None)
         assert (whole[0] == 1).all() and (tensor == 2).all() and (whole[2] == 1).all()
         whole.fill_(7)
         (directory / "failed").touch()
@@ -189,6 +189,6 @@ def shared_memory_after_a_failure(how: str, directory: Path) -> None:
     assert (tensor == 4).all()
 
 
-@pytest.mark.parametrize("how", ["abort", "time-out"])
+@pytest.mark.parametrize("how", ["abort", "timeout"])
 def test_shared_memory_of_a_failed_call_may_be_used_on(ranks, how, tmp_path):
     ranks(2)(shared_memory_after_a_failure, how, tmp_path)

@@ -41,7 +41,7 @@ def test_any_rank_gets_the_terminal_while_others_wait(script):
             terminal.wait_for("(Pdb) ")
             terminal.interrupt()
             terminal.wait_for("--KeyboardInterrupt--")
-            terminal.type("import time; time.sleep(1)\r")  # longer than the time-out of the group
+            terminal.type("import time; time.sleep(1)\r")  # longer than the timeout of the group
             terminal.type("n\r")
             terminal.wait_for("-> world.set_timeout(timedelta(seconds=60))")
             terminal.type("c\r")

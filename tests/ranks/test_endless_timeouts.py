@@ -1,4 +1,4 @@
-"""`timedelta.max` stands for ever, wherever a time-out can be given."""
+"""`timedelta.max` stands for ever, wherever a timeout can be given."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ else:
     ErrorType, SHRINK_ABORT = None, 1
 
 LONG_S = 120
-SOON_S = 40.0  # far below the calls' time-out, far above what it takes
+SOON_S = 40.0  # far below the calls' timeout, far above what it takes
 
 
 def soon(is_so: Callable[[], bool]) -> None:

@@ -42,7 +42,7 @@ def command(*arguments: str) -> list[str]:
 def run(
     *arguments: str, timeout_s: float = 110, env: dict[str, str] | None = None, cwd: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs to the end; on a time-out the launcher is killed, which ends all that it had started."""
+    """Runs to the end; on a timeout the launcher is killed, which ends all that it had started."""
     environment = {**(ENVIRONMENT if env is None else env), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     return subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=cwd

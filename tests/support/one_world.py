@@ -80,7 +80,7 @@ class OneWorld:
 def _reports(world: OneWorld, layout: Layout) -> dict[str, str]:
     try:
         return world.run(layout)
-    except RankFailed as error:  # remembered too: each test would wait for the time-out again
+    except RankFailed as error:  # remembered too: each test would wait for the timeout again
         return dict.fromkeys(world.programs, str(error))
 
 

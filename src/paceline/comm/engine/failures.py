@@ -307,7 +307,7 @@ def to_error(
     if outcome.code == OutcomeCode.SCHEDULE_UNFIT:
         return CollectiveError(
             f"{me}: {call} was not begun: step {outcome.step} of its schedule asks for blocks that the call's tensors "
-            "do not have, or is another rank's. The other ranks wait in the call until their time-out. If the "
+            "do not have, or is another rank's. The other ranks wait in the call until their timeout. If the "
             "algorithm is yours, prove it with paceline.comm.schedule.verify.verify; otherwise this is a bug of "
             "Paceline"
         )

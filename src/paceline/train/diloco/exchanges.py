@@ -432,5 +432,5 @@ class BackgroundExchanges:
         except TimeoutError:
             raise CollectiveTimeoutError(
                 f"rank {self._group.me.rank}: exchange {number} of outer gradients was not over after {limit_s:.0f} s, "
-                f"twice the group's time-out. Rank {self._group.ranks[0]}, which says who takes part, may be stopped"
+                f"twice the group's timeout. Rank {self._group.ranks[0]}, which says who takes part, may be stopped"
             ) from None

@@ -1,4 +1,4 @@
-"""What the error of a time-out says of those who did not come, those who merely wait, and those who hold them up."""
+"""What the error of a timeout says of those who did not come, those who merely wait, and those who hold them up."""
 
 from __future__ import annotations
 

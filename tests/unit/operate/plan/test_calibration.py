@@ -142,7 +142,7 @@ def test_a_plan_without_a_calibration_says_so(capsys, tmp_path):
     assert main(["plan"]) == 2
     assert "give one calibration" in capsys.readouterr().err
     assert main(["plan", "--measure"]) == 2
-    assert "a script behind `--` is needed" in capsys.readouterr().err
+    assert "the script to measure follows the flags" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
 

@@ -143,7 +143,7 @@ def test_the_command_says_what_failures_cost(tmp_path, capsys):
     path.write_bytes(encode(calibration()))
     words = ["plan", str(path), "--nodes", "2,4", "--failures", "machine=30d,worker=90d"]
     assert main(words) == 0
-    assert "If 1 of 4 nodes is cut off, the other 3 go on after" in capsys.readouterr().out
+    assert "If 1 of 4 nodes is cut off, the other 3 continue after" in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)["failures"]
     assert [each["nodes"] for each in facts] == [2, 4] and all(0.9 < each["elastic_share"] <= 1 for each in facts)

@@ -81,7 +81,7 @@ def check_that_nobody_was_disturbed(realm: Realm) -> None:
     assert sum(not view.is_planned for view in realm.views.values()) == 1, story
     assert len(realm.elected_s) == len(realm.handed_over_s), story
     for elected_s, handed_s in zip(realm.elected_s, realm.handed_over_s, strict=True):
-        assert elected_s - handed_s < GATHER_S, f"it has waited for a time-out; {story}"
+        assert elected_s - handed_s < GATHER_S, f"it has waited for a timeout; {story}"
     assert not realm.stores_lost, story
 
 

@@ -376,7 +376,7 @@ class CallStream:
             return CallFailure(
                 OutcomeCode.REFUSED,
                 said=f"all ranks have made this call, and it was not complete after {waited_s:.1f} s: either it needs "
-                "longer than the time-out (raise timeout=), or the devices do not reach each other. "
+                "longer than the timeout (raise timeout=), or the devices do not reach each other. "
                 f"{self._settings.advice}",
             )
         return CallFailure(
