@@ -34,11 +34,11 @@ TERMS = {
         traffic unpacker user writer""",
     "Python": """
         array bytes cli code context cst error exception executor format global iterator main mark migrate
-        object paceline range span stack test value""",
+        object paceline range span stack test trace value""",
     "Programming in general": """
         action activity advice aggregator algorithm announcer assigner assignment attempt axis background base
-        broadcaster budget call case cause change check choice collection content contents control copy cost
-        countdown counter curve debugger decision diagnosis diagnostic diagram difference direction dispatcher
+        broadcaster budget call case cause change check choice collection condition confidence content contents control
+        copy cost countdown counter curve debugger decision diagnosis diagnostic diagram difference direction dispatcher
         execution fact failure feed figure finish flat follow foreign form formation guard history info kind list
         load location manager map measure measurement method mismatch model note numbering numbers option order
         origin outcome pause phase position prediction prefixer printer program progress read reason recorder

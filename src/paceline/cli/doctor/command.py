@@ -19,6 +19,13 @@ class Severity(Enum):
     BAD = "BAD"
 
 
+class Confidence(Enum):
+    """The confidence that a diagnostic is right. Those with low confidence are shown only on request."""
+
+    HIGH = "high"
+    LOW = "low"
+
+
 @dataclass(frozen=True)
 class Diagnostic:
     """An observation and, if it is a problem, its consequences and the fix."""
@@ -29,16 +36,19 @@ class Diagnostic:
     reason: str = ""
     fix: str = ""
     line: int | None = None  # the line of a script
+    confidence: Confidence = Confidence.HIGH
 
 
 def show(findings: Sequence[Diagnostic], as_json: bool, path: str | None = None) -> int:
     """Prints the findings; returns 1 if any finding is bad, otherwise 0."""
     if as_json:
-        print(json.dumps([{**asdict(finding), "level": finding.level.value} for finding in findings], indent=2))
+        values = [{"level": finding.level.value, "confidence": finding.confidence.value} for finding in findings]
+        print(json.dumps([asdict(finding) | value for finding, value in zip(findings, values, strict=True)], indent=2))
     else:
         for finding in findings:
             where = f"{path}:{finding.line}: " if path is not None else ""
-            print(f"{finding.level.value:>4}  {where}{finding.about}: {finding.seen}")
+            doubt = " (low confidence)" if finding.confidence is Confidence.LOW else ""
+            print(f"{finding.level.value:>4}  {where}{finding.about}: {finding.seen}{doubt}")
             for name, text in (("why", finding.reason), ("fix", finding.fix)):
                 if text:
                     print(f"      {name}: {text}")
@@ -49,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument(
         "script", nargs="?", metavar="SCRIPT", help="a script to search for known mistakes; it is not run"
+    )
+    parser.add_argument(
+        "--confidence",
+        choices=[each.value for each in Confidence],
+        default=Confidence.HIGH.value,
+        help="with a script, the lowest confidence of the findings to show; low also shows those that may be wrong",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
@@ -74,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the selected checks and prints their findings; returns 1 if any finding is bad, otherwise 0."""
     if options.script is not None:
-        return _script(options.script, options.json)
+        return _script(options.script, Confidence(options.confidence), options.json)
     if options.security:
         from paceline.cli.doctor.security import check_security
 
@@ -93,18 +109,23 @@ def run(options: argparse.Namespace) -> int:
     return show(findings, options.json)
 
 
-def _script(path: str, as_json: bool) -> int:
-    from paceline.cli.doctor.script import check_script
+def _script(path: str, lowest: Confidence, as_json: bool) -> int:
+    from paceline.cli.doctor.script.check import check_script
 
     try:
         findings = check_script(Path(path).read_text())
     except (OSError, SyntaxError, ValueError) as error:
         print(f"paceline doctor: {path}: {error}", file=sys.stderr)
         return 2
-    if not findings and not as_json:
+    shown = [finding for finding in findings if lowest is Confidence.LOW or finding.confidence is Confidence.HIGH]
+    if not shown and not as_json:
         print(f"  ok  {path}: none of the known mistakes was found")
-        return 0
-    return show(findings, as_json, path)
+    result = show(shown, as_json, path) if shown or as_json else 0
+    hidden = len(findings) - len(shown)
+    if hidden and not as_json:
+        verb = "finding has" if hidden == 1 else "findings have"
+        print(f"      {hidden} more {verb} low confidence; show with --confidence low")
+    return result
 
 
 def _listen(address: str) -> list[Diagnostic]:

@@ -1,0 +1,205 @@
+"""A call of a function that the script does not define, and the recognition of the objects of libraries."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from paceline.cli.doctor.script.trace import EventKind
+from paceline.cli.doctor.script.value import AbstractValue, Fact, inherited_facts, shortened
+
+if TYPE_CHECKING:
+    from paceline.cli.doctor.script.interpreter import RankInterpreter
+
+
+class ExitError(Exception):
+    """The script raises an exception or exits at this place."""
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """The function, the arguments, and the rank that makes the call."""
+
+    interpreter: RankInterpreter
+    callee: AbstractValue
+    arguments: list[AbstractValue]
+    keywords: dict[str, AbstractValue]
+    node: ast.AST
+
+    @property
+    def name(self) -> str:
+        """The last part of the function's name."""
+        return self.callee.last_name
+
+    @property
+    def path(self) -> str:
+        """The qualified name of the function."""
+        return self.callee.text
+
+    @property
+    def module(self) -> str:
+        """The qualified name without its last part."""
+        return self.callee.text.rpartition(".")[0]
+
+    @property
+    def line(self) -> int:
+        """The line of the call in the script."""
+        return getattr(self.node, "lineno", 0)
+
+    def argument(self, position: int, *names: str) -> AbstractValue | None:
+        """Returns the argument at a position or with one of the names."""
+        if 0 <= position < len(self.arguments):
+            return self.arguments[position]
+        return next((self.keywords[name] for name in names if name in self.keywords), None)
+
+    def record(
+        self,
+        kind: EventKind,
+        name: str,
+        subject: AbstractValue | None = None,
+        result: AbstractValue | None = None,
+        in_group: bool = False,
+    ) -> None:
+        """Adds an event at this call to the trace."""
+        self.interpreter.path.record(kind, name, self.node, subject, result, in_group)
+
+    def object(self, **parts: object) -> AbstractValue:
+        """Returns a new object that is known by the function and the line that made it."""
+        value = AbstractValue(
+            f"{self.name} of line {self.line}", called=self.path, node=self.node, arguments=tuple(self.arguments),
+            keywords=self.keywords,
+        )  # fmt: skip
+        for name, part in parts.items():
+            setattr(value, name, part)
+        return value
+
+    def run(self, function: AbstractValue, arguments: Sequence[AbstractValue]) -> AbstractValue:
+        """Interprets a function of the script that the library calls."""
+        return self.interpreter.call(function, list(arguments), {}, self.node)
+
+
+COMMUNICATORS = {
+    "torch.distributed", "paceline", "dist", "distributed", "torch.distributed.distributed_c10d", "hvd", "horovod",
+    "horovod.torch", "paceline.horovod", "torch.distributed.checkpoint",
+}  # fmt: skip
+INITIALIZERS = {"init_process_group", "init_distributed"}
+_ORDERS_RANKS = re.compile(r"zero|first|main|master|rank|lock|join|once|sequential", re.I)
+
+
+def qualified_name(node: ast.AST) -> str:
+    """Returns the dotted name of an expression such as `torch.no_grad()`."""
+    if isinstance(node, ast.Call):
+        return qualified_name(node.func)
+    if isinstance(node, ast.Attribute):
+        return f"{qualified_name(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_module(value: AbstractValue) -> bool:
+    """Returns whether the value is imported, or is an attribute of an imported module."""
+    return value.called == "import" or (value.receiver is not None and value.receiver.called == "import")
+
+
+@cache
+def is_generator(node: ast.AST) -> bool:
+    """Returns whether a function yields."""
+    return any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(node))
+
+
+def initializes(tree: ast.AST) -> bool:
+    """Returns whether the script contains a call that connects the ranks."""
+    calls = [qualified_name(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return any(name.rpartition(".")[2] in INITIALIZERS or name == "hvd.init" for name in calls)
+
+
+def starts_processes(nodes: Iterable[ast.AST]) -> bool:
+    """Returns whether the statements start processes."""
+    calls = (qualified_name(each) for node in nodes for each in ast.walk(node) if isinstance(each, ast.Call))
+    return any(name.rpartition(".")[2] == "Process" for name in calls)
+
+
+def is_loader(value: AbstractValue) -> bool:
+    """Returns whether the value is a `DataLoader`."""
+    return value.called_name == "DataLoader"
+
+
+def sampler_of(loader: AbstractValue) -> AbstractValue | None:
+    """Returns the sampler that was passed to a `DataLoader`, which may be the constant None."""
+    for name in ("batch_sampler", "sampler"):
+        value = loader.keywords.get(name)
+        if value is not None and value.is_none() is not True:
+            return value
+    return loader.arguments[3] if len(loader.arguments) > 3 else loader.keywords.get("sampler")
+
+
+def loaders_in(value: AbstractValue) -> list[AbstractValue]:
+    """Returns the loaders over which an iteration over the value iterates."""
+    return [each for each in value.sources(3) if is_loader(each)]
+
+
+def is_different_on_each_rank(iterable: AbstractValue) -> bool:
+    """Returns whether the items of an iterable are samples that only this rank reads."""
+    for loader in loaders_in(iterable):
+        sampler, shuffle = sampler_of(loader), loader.keywords.get("shuffle")
+        if (sampler is not None and sampler.is_none() is not True) or (shuffle is not None and shuffle.truth()):
+            return True
+    return False
+
+
+def disables_gradients(value: AbstractValue) -> bool:
+    """Returns whether a context disables gradients, as in an evaluation."""
+    return "no_grad" in value.text or "inference_mode" in value.text
+
+
+def orders_ranks(value: AbstractValue) -> bool:
+    """Returns whether a context lets the ranks run one after another, or copes with uneven ranks."""
+    name = value.called or value.text
+    return _ORDERS_RANKS.search(name.partition("(")[0]) is not None
+
+
+def output_of(module: AbstractValue, result: AbstractValue, arguments: Sequence[AbstractValue]) -> AbstractValue:
+    """Returns the result of a forward pass."""
+    facts = result.inherited() | inherited_facts(arguments)
+    if module.wraps is not None:
+        facts |= {Fact.REPLICA_OUTPUT}
+    elif module.wrapper is not None:
+        facts |= {Fact.INNER_OUTPUT}
+    text = shortened(f"{module.text}({', '.join(each.text for each in arguments)})")
+    return AbstractValue(text, facts=facts, arguments=(result,))
+
+
+def is_torch_module(value: AbstractValue) -> bool:
+    """Returns whether the value is a layer or a model."""
+    if value.instance_of is not None:
+        return any(name.rpartition(".")[2].endswith("Module") for name in value.instance_of.base_names())
+    name = value.called
+    return name.startswith(("torch.nn.", "nn.")) and value.is_object and not name.endswith(("Parameter", "Parallel"))
+
+
+def wrapped_owner(value: AbstractValue) -> AbstractValue | None:
+    """Returns the wrapper whose module contains the value, or None."""
+    owner: AbstractValue | None = value
+    while owner is not None:
+        if owner.wraps is not None or owner.wrapper is not None:
+            return owner if owner.wraps is not None else owner.wrapper
+        owner = owner.receiver
+    return None
+
+
+def is_work(value: AbstractValue) -> bool:
+    """Returns whether an asynchronous call returned the value."""
+    return value.called == "asynchronous"
+
+
+def is_world(group: AbstractValue) -> bool:
+    """Returns whether a group argument stands for all ranks."""
+    return group.is_none() is True or group.text.endswith("WORLD")
+
+
+def is_function(value: AbstractValue) -> bool:
+    """Returns whether the script defines the value as a function."""
+    return value.function is not None

@@ -1,0 +1,333 @@
+"""Rules about ranks that act differently although they must act alike, or alike although only one of them may act."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from paceline.cli.doctor.command import Confidence, Diagnostic
+from paceline.cli.doctor.script.trace import JobTrace, PathCondition, TraceEvent, first, found, who
+from paceline.cli.doctor.script.value import Fact
+
+_DIFFERENT = {Fact.PER_RANK, Fact.CLOCK}
+_IN_MEMORY = {"BytesIO", "StringIO", "TemporaryFile", "SpooledTemporaryFile"}
+
+
+def collectives(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports collectives that only some ranks call, or that they call in different orders."""
+    world_size = len(job.traces)
+    reported = False
+    for phase in (job.phase, "uncalled"):
+        counts = job.counts("collective", phase=phase)
+        for ranks in job.by_node("collective"):
+            event = first(ranks)
+            numbers = [sum(not each.in_group for each in events) for events in ranks]
+            if event.phase != phase or len(set(numbers)) == 1:
+                continue
+            if len({count[event.name] for count in counts}) == 1:
+                continue  # the other ranks make the call elsewhere
+            reported = True
+            callers = [rank for rank, number in enumerate(numbers) if number]
+            guard = event.guard()
+            test = f" (the test is on line {getattr(guard.node, 'lineno', 0)})" if guard is not None else ""
+            if len(callers) == world_size:
+                reason = f"rank 0 makes the call {numbers[0]} times, and rank {world_size - 1} {numbers[-1]} times"
+            else:
+                reason = f"{who(callers, world_size)} would make this call{test}, and would wait there for the others"
+            if event.name == "new_group":
+                reason += "; all ranks must create a group, including those outside it"
+            fix = "move the call out of the branch, so that all ranks make it"
+            confidence = job.confidence(event, unless=event.guarded)
+            yield found(event, "not-all-ranks", f"{event.name}()", reason, fix, confidence)
+    if not reported:
+        yield from _orders(job)
+    for ranks in job.by_node("collective"):
+        event = first(ranks)
+        tests = [
+            each for each in event.conditions
+            if not each.is_known and each.facts & _DIFFERENT and not _ends_early(each.node)
+        ]  # fmt: skip
+        if tests and not event.in_group and not event.guarded:
+            line = getattr(tests[0].node, "lineno", 0)
+            reason = (
+                f"the test on line {line} depends on a value that differs between the ranks, so only some make the call"
+            )
+            fix = "all_reduce the condition first, and test the result"
+            matched = any(
+                each.name == event.name and not each.conditions for each in job.of(job.traces[0], "collective")
+            )
+            confidence = job.confidence(event, unless=matched)
+            yield found(event, "not-all-ranks", f"{event.name}()", reason, fix, confidence)
+
+
+def _ends_early(node: ast.AST) -> bool:
+    """Returns whether a test decides about the end of a loop or a function, which another rule examines."""
+    ends = (ast.Break, ast.Continue, ast.Return, ast.Raise)
+    return any(isinstance(each, ends) for each in ast.walk(node))
+
+
+def _orders(job: JobTrace) -> Iterator[Diagnostic]:
+    sequences = [[each for each in job.of(trace, "collective") if not each.in_group] for trace in job.traces]
+    for number, events in enumerate(zip(*sequences, strict=False)):
+        names = [event.name for event in events]
+        other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+        if other is not None:
+            reason = f"call number {number + 1} is {names[0]} on rank 0, but {names[other]} on rank {other}"
+            fix = "make the calls in the same order on all ranks"
+            yield found(events[0], "different-order", f"{names[0]}()", reason, fix, job.confidence(events[0]))
+            return
+
+
+def roots(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports collectives whose root is not the same on all ranks."""
+    for ranks in job.by_node("collective"):
+        event = first(ranks)
+        values = [events[0].subject for events in ranks if events and not events[0].in_group]
+        known = [value.constant for value in values if value is not None and value.is_known]
+        if len(known) == len(job.traces) and len(set(map(str, known))) > 1:
+            reason = f"the root is {known[0]} on rank 0, but {known[1]} on rank 1"
+            fix = "pass the same rank on all ranks, for example 0"
+            yield found(event, "different-root", f"{event.name}()", reason, fix, job.confidence(event))
+
+
+def messages(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports messages that no rank receives."""
+    events = [event for trace in job.traces for event in job.of(trace, "message")]
+    if any(event.in_group for event in events):
+        return
+    receivers = [
+        [event.subject.constant if event.subject is not None else None for event in job.of(trace, "message")
+         if event.name.endswith("recv")]
+        for trace in job.traces
+    ]  # fmt: skip
+    for ranks in job.by_node("message"):
+        for rank, sent in enumerate(ranks):
+            for event in sent[:1]:
+                peer = event.subject.constant if event.subject is not None else None
+                if not isinstance(peer, int) or not 0 <= peer < len(receivers):
+                    continue
+                certain = job.confidence(event)
+                if peer == rank:
+                    reason = f"rank {rank} is the sender and the receiver, and no rank can be both"
+                    yield found(event, "message-to-itself", f"{event.name}()", reason, "pass another rank", certain)
+                elif event.name.endswith("send") and not any(
+                    not isinstance(source, int) or source == rank for source in receivers[peer]
+                ):
+                    reason = f"rank {rank} sends to rank {peer}, which receives nothing from it"
+                    fix = f"call dist.recv(tensor, {rank}) on rank {peer}"
+                    yield found(event, "no-receiver", f"{event.name}()", reason, fix, certain)
+                else:
+                    continue
+                break
+            else:
+                continue
+            break
+
+
+def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports loops with collectives or backward passes that some ranks may leave before the others."""
+    for ranks in job.by_node("leave"):
+        event = first(ranks)
+        loop = event.loops[-1]
+        inside = [
+            each for trace in job.traces for each in trace.of("collective")
+            if loop in each.loops and not each.in_group
+        ]  # fmt: skip
+        if event.name == "continue":
+            inside = [each for each in inside if each.line > event.line]
+        if event.guarded or not inside:
+            continue
+        present = [bool(events) for events in ranks]
+        different = _difference([events[0].conditions for events in ranks if events])
+        if all(present) and different is None:
+            continue
+        facts = different.facts if different is not None else frozenset({Fact.RANK})
+        reason = "it depends on the rank"
+        if Fact.CLOCK in facts:
+            reason = "it depends on a clock, which the ranks read at different moments"
+        elif Fact.PER_RANK in facts:
+            reason = "it depends on a value that differs between the ranks"
+        reason += (
+            f", so some ranks may leave the loop while the others wait in {inside[0].name}() on line {inside[0].line}"
+        )
+        fix = "decide together: all_reduce the condition with ReduceOp.MAX, and test the result"
+        is_finiteness = event.name == "continue" and Fact.FINITENESS in facts
+        is_computed = not facts & _DIFFERENT and (Fact.RANK not in facts or Fact.PERHAPS_RANK in facts)
+        confidence = job.confidence(event, unless=is_finiteness or is_computed)
+        yield found(event, "uneven-loop", f"{event.name} in a loop of all ranks", reason, fix, confidence)
+
+
+def uneven_ranges(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports loops with collectives whose number of iterations is different on each rank."""
+    for ranks in job.by_node("iterate"):
+        event = first(ranks)
+        lengths = [
+            len(events[0].subject.constant) if events and events[0].subject is not None
+            and isinstance(events[0].subject.constant, range) else None for events in ranks
+        ]  # fmt: skip
+        inside = [each for each in job.traces[0].of("collective") if event.node in each.loops and not each.in_group]
+        other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
+        if None in lengths or other is None or not inside or event.guarded:
+            continue
+        call = f"{inside[0].name}() on line {inside[0].line}"
+        reason = f"rank 0 makes {lengths[0]} iterations, and rank {other} {lengths[other]}; they wait in {call}"
+        fix = "let all ranks make equally many iterations"
+        yield found(event, "uneven-loop", "a loop of different lengths", reason, fix, job.confidence(event))
+
+
+def _difference(paths: list[tuple[PathCondition, ...]]) -> PathCondition | None:
+    """Returns a condition whose result differs between the ranks, or None."""
+    conditions: tuple[PathCondition, ...]
+    for conditions in zip(*paths, strict=False):
+        if conditions[0].is_known:
+            continue
+        if conditions[0].facts & _DIFFERENT or len({each.text for each in conditions}) > 1:
+            return conditions[0]
+    return None
+
+
+def files(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports files that several ranks write, create or download under the same name."""
+    emptied = {
+        item.context_expr for node in ast.walk(job.tree) if isinstance(node, ast.With)
+        for item in node.items if all(isinstance(each, ast.Pass) for each in node.body)
+    }  # fmt: skip
+    in_try = {
+        each for node in ast.walk(job.tree) if isinstance(node, ast.Try) and node.handlers
+        for statement in node.body for each in ast.walk(statement)
+    }  # fmt: skip
+    for ranks in job.by_node("write", "directory", "download"):
+        event = first(ranks)
+        writers = [rank for rank, events in enumerate(ranks) if events]
+        if not _same_machine(job, writers) or not _same_file([events[0] for events in ranks if events]):
+            continue
+        uncertain = event.guarded or any(each.depends_on_the_rank for each in event.conditions if not each.is_known)
+        every = "all ranks" if len(writers) == len(job.traces) else who(writers, len(job.traces))
+        if event.kind == "write":
+            uncertain |= event.node in emptied or '"a' in event.name or _precedes_init(job, event)
+            reason = f"{every} write the same file at the same time, and the result may be damaged"
+            fix = "write if dist.get_rank() == 0: before it, and call dist.barrier() before a rank reads the file"
+            name = "all-ranks-save"
+        elif event.kind == "directory":
+            uncertain |= event.node in in_try or any(not each.is_known for each in event.conditions)
+            uncertain |= _precedes_init(job, event)
+            reason = f"{every} create the same directory, and all but the first raise FileExistsError"
+            fix = "pass exist_ok=True"
+            name = "all-ranks-mkdir"
+        else:
+            uncertain |= _is_ordered(job, event)
+            reason = f"{every} download the same files at the same time, and the result may be damaged"
+            fix = "download on rank 0 only, then call dist.barrier(), and read the files on all ranks"
+            name = "all-ranks-download"
+        confidence = job.confidence(event, unless=uncertain)
+        yield found(
+            event, name, f"{event.name} on {'every rank' if 'all' in every else every}", reason, fix, confidence
+        )
+
+
+def _same_machine(job: JobTrace, ranks: list[int]) -> bool:
+    return len({rank // job.local_size for rank in ranks}) < len(ranks)
+
+
+def _same_file(events: list[TraceEvent]) -> bool:
+    paths = [event.subject for event in events if event.subject is not None]
+    for path in paths:
+        sources = list(path.sources())
+        if path.facts & (_DIFFERENT | {Fact.RANK, Fact.PERHAPS_RANK}) or any(
+            each.facts & _DIFFERENT for each in sources
+        ):
+            return False
+        if any(each.called_name in _IN_MEMORY or each.called == "open" for each in sources):
+            return False
+        if "devnull" in path.text or path.constant in ("/dev/null", "/dev/stdout"):
+            return False
+    return len({path.text for path in paths}) <= 1
+
+
+def _precedes_init(job: JobTrace, event: TraceEvent) -> bool:
+    """Returns whether an event occurs before the ranks are connected."""
+    for each in job.of(job.traces[0], "init", event.kind):
+        if each.kind == "init":
+            return False
+        if each.node is event.node:
+            return any(True for _ in job.of(job.traces[0], "init"))
+    return False
+
+
+def _is_ordered(job: JobTrace, event: TraceEvent) -> bool:
+    """Returns whether some ranks download before the others, for example because of a barrier."""
+    before = []
+    for trace in job.traces:
+        events = list(job.of(trace, "collective", "download"))
+        position = next((number for number, each in enumerate(events) if each.node is event.node), len(events))
+        before.append([each.name for each in events[:position]])
+    return any(each != before[0] for each in before)
+
+
+def initialization(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports calls that need the process group, but are made before it is created."""
+    places = set()
+    for trace in job.traces:
+        early: list[TraceEvent] = []
+        for event in job.of(trace, "init", "wrap", "collective", "query", "message"):
+            if event.kind == "init":
+                places |= {(each.node, each) for each in early if event.name not in ("Accelerator", "imported")}
+                break
+            early.append(event)
+        if places:
+            break
+    reported: set[ast.AST] = set()
+    for node, event in sorted(places, key=lambda place: place[1].line):
+        if node not in reported:
+            reported.add(node)
+            reason = "the process group does not exist yet"
+            fix = "call init_process_group() before it"
+            uncertain = any(not each.is_known for each in event.conditions)
+            confidence = job.confidence(event, unless=uncertain)
+            yield found(event, "before-init", f"{event.name}() before init_process_group()", reason, fix, confidence)
+
+
+def waits(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports asynchronous calls for whose completion the script does not wait."""
+    unfinished: dict[ast.AST, str] = {}
+    for trace in job.traces:
+        for work in trace.objects:
+            if not work.escaped and not work.methods_called & {"wait", "synchronize"} and work.node is not None:
+                unfinished[work.node] = work.keywords["operation"].text
+    for ranks in job.by_node("collective", "message"):
+        event = first(ranks)
+        if event.node in unfinished:
+            reason = "the call may still be running when the tensor is used, and its errors are not reported"
+            fix = "keep the result, and call work.wait() before the tensor is used"
+            seen = f"{unfinished[event.node]}() without wait()"
+            yield found(event, "no-wait", seen, reason, fix, job.confidence(event))
+    for ranks in job.by_node("race"):
+        event = first(ranks)
+        if event.subject is None or event.subject.node in unfinished:
+            continue
+        line = getattr(event.subject.node, "lineno", 0)
+        reason = f"the asynchronous call on line {line} may still be reading or writing this tensor"
+        fix = "call work.wait() before this line"
+        yield found(event, "use-before-wait", "a tensor of a running call", reason, fix, job.confidence(event))
+
+
+def processes(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports processes that cannot be started because they import the script."""
+    for event in job.imported.of("spawn"):
+        if event.phase == "uncalled":
+            continue
+        reason = "each new process imports this file, reaches this call and raises RuntimeError"
+        fix = 'put the call in if __name__ == "__main__":'
+        uncertain = any(not each.is_known for each in event.conditions)
+        confidence = Confidence.LOW if uncertain else Confidence.HIGH
+        yield found(event, "no-main-guard", f"{event.name}() at import", reason, fix, confidence)
+    for event in job.traces[0].of("spawn"):
+        function = event.subject.function if event.subject is not None else None
+        if function is not None and (isinstance(function.node, ast.Lambda) or function.is_nested):
+            what = "a lambda" if isinstance(function.node, ast.Lambda) else "a nested function"
+            reason = f"new processes import the function, which is not possible for {what}"
+            fix = "define the function at the top level of the file"
+            yield found(event, "spawn-target", f"{event.name}() of {what}", reason, fix)
+
+
+RULES = (collectives, roots, messages, uneven_loops, uneven_ranges, files, initialization, waits, processes)

@@ -1,0 +1,274 @@
+"""Rules about the data, the model, its checkpoints and the devices of a script that trains on several ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from paceline.cli.doctor.command import Diagnostic
+from paceline.cli.doctor.script import library_call
+from paceline.cli.doctor.script.trace import JobTrace, TraceEvent, first, found
+from paceline.cli.doctor.script.value import AbstractValue, Fact
+
+_LIBRARIES = (
+    "torch",
+    "torchvision",
+    "torchaudio",
+    "datasets",
+    "sklearn",
+    "numpy",
+    "paceline",
+    "TensorDataset",
+    "Subset",
+)
+_STATE = re.compile(r"ckpt|checkpoint|model|resume|weight|state|snapshot|pretrain", re.I)
+
+
+def _iterations(job: JobTrace, loader: AbstractValue) -> list[TraceEvent]:
+    return [
+        event for event in job.traces[0].of("iterate")
+        if event.subject is not None and any(each is loader for each in library_call.loaders_in(event.subject))
+    ]  # fmt: skip
+
+
+def _trains(job: JobTrace, loader: AbstractValue) -> bool:
+    loops = {event.node for event in _iterations(job, loader)}
+    return any(loops & set(event.loops) for event in job.traces[0].of("backward"))
+
+
+def _keyword(call: AbstractValue, name: str, position: int) -> AbstractValue | None:
+    return call.keywords.get(name) or (call.arguments[position] if len(call.arguments) > position else None)
+
+
+def loaders(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports loaders that read the entire data set on every rank, or too much of it in a step."""
+    for ranks in job.by_node("loader"):
+        event = first(ranks)
+        loader = event.result
+        if loader is None:
+            continue
+        sampler = library_call.sampler_of(loader)
+        shuffle = loader.keywords.get("shuffle") or (loader.arguments[2] if len(loader.arguments) > 2 else None)
+        shuffles = shuffle is not None and shuffle.constant is True
+        if sampler is None or sampler.is_none() is True:
+            trains = _trains(job, loader)
+            if (trains or shuffles) and not _is_divided(loader):
+                iterations = _iterations(job, loader)
+                evaluates = bool(iterations) and all(each.without_gradients for each in iterations)
+                uncertain = loader.escaped or evaluates or not _is_familiar(loader) or job.uses_accelerator
+                uncertain |= "**" in loader.keywords
+                reason = "every rank reads all of the data, so an epoch counts each sample once for every rank"
+                fix = "pass sampler=DistributedSampler(dataset), and give shuffle= to the sampler"
+                confidence = job.confidence(event, unless=uncertain)
+                yield found(event, "no-sampler", "DataLoader without a sampler", reason, fix, confidence)
+        elif shuffles and sampler.is_none() is False:
+            reason = "DataLoader refuses a sampler together with shuffle=True"
+            fix = "pass shuffle=True to the DistributedSampler"
+            yield found(event, "shuffle", "shuffle=True with a sampler", reason, fix, job.confidence(event))
+        batch_size = _keyword(loader, "batch_size", 1)
+        if batch_size is not None and Fact.TIMES_WORLD_SIZE in batch_size.facts:
+            reason = "batch_size counts the samples of one rank, so a step has world size times as many as intended"
+            fix = "pass the batch size of one rank"
+            uncertain = loader.escaped or sampler is None or sampler.called_name != "DistributedSampler"
+            confidence = job.confidence(event, unless=uncertain)
+            yield found(event, "batch-size", "batch_size multiplied by the world size", reason, fix, confidence)
+
+
+def _is_divided(loader: AbstractValue) -> bool:
+    """Returns whether the data set differs between the ranks."""
+    data = _keyword(loader, "dataset", 0)
+    if data is None:
+        return True
+    for part in data.sources():
+        if (
+            part.facts & {Fact.RANK, Fact.PERHAPS_RANK, Fact.PER_RANK}
+            or "Iterable" in part.text
+            or "Stream" in part.text
+        ):
+            return True
+        if part.instance_of is not None and any("Iterable" in name for name in part.instance_of.base_names()):
+            return True
+    return any(value.facts & {Fact.RANK} for value in loader.keywords.values())
+
+
+def _is_familiar(loader: AbstractValue) -> bool:
+    """Returns whether the data set is of a kind that does not divide itself among the ranks."""
+    data = _keyword(loader, "dataset", 0)
+    if data is None:
+        return False
+    for part in data.each():
+        if part.called and part.instance_of is None and not part.called.startswith(_LIBRARIES):
+            return False
+    return True
+
+
+def samplers(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports samplers that repeat an order, or that are used for another purpose than theirs."""
+    mentions_set_epoch = any(
+        isinstance(each, ast.Attribute) and each.attr == "set_epoch" for each in ast.walk(job.tree)
+    )
+    events = {id(event.subject): event for event in job.traces[0].of("sampler")}
+    loaders = [event.result for event in job.traces[0].of("loader") if event.result is not None]
+    for identity, event in events.items():
+        sampler = event.subject
+        used = [
+            each for each in loaders if (own := library_call.sampler_of(each)) and identity in map(id, own.sources(2))
+        ]
+        if sampler is None or not used:
+            continue
+        shuffle = _keyword(sampler, "shuffle", 3)
+        shuffles = shuffle is None or shuffle.truth() is not False
+        iterations = [each for loader in used for each in _iterations(job, loader)]
+        training = [each for each in iterations if not each.without_gradients]
+        trains = any(_trains(job, loader) for loader in used)
+        escaped = sampler.escaped or any(loader.escaped for loader in used)
+        repeated = any(len(each.loops) > 1 for each in training)
+        if shuffles and repeated and "set_epoch" not in sampler.methods_called:
+            evaluates = not trains and any(_trains(job, loader) for loader in loaders)
+            reason = "the order depends on the seed and the epoch, so without it every epoch has the same order"
+            fix = "call sampler.set_epoch(epoch) at the start of each epoch"
+            confidence = job.confidence(event, unless=escaped or mentions_set_epoch or evaluates)
+            yield found(event, "no-set-epoch", "DistributedSampler without set_epoch", reason, fix, confidence)
+        for loader in used:
+            yield from _evaluation(job, sampler, loader, shuffles)
+
+
+def _evaluation(job: JobTrace, sampler: AbstractValue, loader: AbstractValue, shuffles: bool) -> Iterator[Diagnostic]:
+    own, other = _keyword(loader, "dataset", 0), _keyword(sampler, "dataset", 0)
+    event = next(each for each in job.traces[0].of("loader") if each.result is loader)
+    if own is not None and other is not None and own.text != other.text and not own.alternatives + other.alternatives:
+        reason = f"the sampler was made for {other.text}, so its indices do not fit {own.text}"
+        fix = f"create a sampler for {own.text}"
+        yield found(event, "other-sampler", "a sampler of another data set", reason, fix, job.confidence(event))
+        return
+    iterations = _iterations(job, loader)
+    if shuffles and iterations and all(each.without_gradients for each in iterations) and not _trains(job, loader):
+        reason = "it repeats samples so that all ranks have equally many, and these count twice in the result"
+        fix = "use paceline.DistributedEvalSampler, which assigns every sample to one rank"
+        confidence = job.confidence(event, unless=loader.escaped or not _counts_samples(job, loader, iterations))
+        yield found(event, "train-sampler", "an evaluation with a training sampler", reason, fix, confidence)
+
+
+def _counts_samples(job: JobTrace, loader: AbstractValue, iterations: list[TraceEvent]) -> bool:
+    """Returns whether the ranks add their counts after the loop, and divide the sum by the size of the data set."""
+    data = _keyword(loader, "dataset", 0)
+    events = job.traces[0].events
+    after = events[events.index(iterations[0]) :]
+    sums = [each for each in after if each.kind == "collective" and each.name in ("all_reduce", "reduce")]
+    sizes = [each.subject.text for each in after if each.kind == "ratio" and each.subject is not None]
+    is_sum = bool(sums) and iterations[0].node not in sums[0].loops
+    return is_sum and data is not None and f"len({data.text})" in sizes
+
+
+def models(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports models that are changed, used or saved in a way that their wrapper prevents."""
+    for ranks in job.by_node("change"):
+        event = first(ranks)
+        reason = "the wrapper averages only the gradients of the layers that existed when it was created"
+        fix = "change the model first, then wrap it"
+        yield found(event, "changed-after-wrap", f"{event.name} after wrapping", reason, fix, job.confidence(event))
+    for ranks in job.by_node("backward"):
+        event = first(ranks)
+        facts = event.subject.facts if event.subject is not None else frozenset()
+        if Fact.INNER_OUTPUT in facts and Fact.REPLICA_OUTPUT not in facts:
+            reason = "the forward pass did not use the wrapper, so the gradients are not averaged"
+            fix = "call the wrapped model instead of the module inside it"
+            yield found(event, "not-wrapped", "backward() of the inner module", reason, fix, job.confidence(event))
+    loads = [event for trace in job.traces for event in trace.of("load_state") if event.name == "wrapped"]
+    for ranks in job.by_node("write"):
+        event = first(ranks)
+        if event.result is None:
+            continue
+        seen, fix = "the wrapper itself", "save model.module.state_dict()"
+        reason = "a script without a process group cannot load the wrapper"
+        wrapper = event.result
+        if wrapper.called == "wrapped state" and wrapper.receiver is not None:
+            wrapper, seen = wrapper.receiver, "state_dict() of the wrapper"
+            reason = 'the names begin with "module.", so a model that is not wrapped cannot load them'
+        confidence = job.confidence(event, unless=bool(loads) or wrapper.escaped)
+        yield found(event, "wrapped-state-dict", seen, reason, fix, confidence)
+
+
+def _uses_cpu_backend(job: JobTrace) -> bool:
+    """Returns whether the script selects a backend for CPUs, with which ranks can share a GPU."""
+    backends = {event.subject.constant for event in job.of(job.traces[0], "init") if event.subject is not None}
+    return bool(backends & {"gloo", "mpi", "tcp"})
+
+
+def checkpoints(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports checkpoints that are loaded onto the GPU from which they were saved."""
+    on_gpus = any(True for trace in job.traces for _ in trace.of("device", "set_device"))
+    restored = [
+        source for trace in job.traces for event in trace.of("load_state") if event.result is not None
+        for source in event.result.sources() if source.called == "torch.load"
+    ]  # fmt: skip
+    for ranks in job.by_node("load"):
+        event = first(ranks)
+        if not all(ranks) or event.result is None:
+            continue
+        is_restored = any(each.node is event.node for each in restored)
+        is_state = is_restored or (on_gpus and _STATE.search(ast.unparse(event.node)) is not None)
+        on_cpus = not on_gpus and _uses_cpu_backend(job)
+        in_memory = event.subject is not None and event.subject.called_name == "BytesIO"
+        reason = "every rank loads the tensors to the GPU that they were saved from, whose memory may not suffice"
+        confidence = job.confidence(event, unless=not is_state or on_cpus or in_memory)
+        fix = 'pass map_location="cpu"'
+        yield found(event, "no-map-location", "torch.load without map_location", reason, fix, confidence)
+
+
+def devices(job: JobTrace) -> Iterator[Diagnostic]:
+    """Reports scripts that use the same GPU on every rank, or one that a machine does not have."""
+    selects = any(True for trace in [*job.traces, job.imported] for _ in trace.of("set_device", "visible_devices"))
+    inits = list(job.of(job.traces[0], "init"))
+    fixed_by_launcher = any(True for trace in job.traces for _ in trace.of("visible_devices"))
+    selects |= any(event.name in ("imported", "Accelerator", "Fabric") for event in inits)
+    uncertain = not job.initializes_itself
+    places = [(first(ranks), _indices(ranks)) for ranks in job.by_node("device", "set_device")]
+    fixed = {indices[0] for _, indices in places if indices and len(set(indices)) == 1}
+    uncertain |= fixed_by_launcher or len(fixed - {"cuda"}) > 1  # a model that is divided among several GPUs
+    reason = "every rank of the machine computes on the first GPU"
+    fix = 'call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) at the start, and use the device "cuda"'
+    reported: set[int] = set()
+    for event, indices in places:
+        if len(indices) < len(job.traces) or event.line in reported:
+            continue
+        ranks = list(range(len(job.traces)))
+        seen = f"{event.name}({event.subject.text if event.subject else ''})"
+        confidence = job.confidence(event, unless=uncertain)
+        if len(set(indices)) == 1 and indices[0] != "cuda":
+            yield found(event, "first-gpu", seen, reason.replace("first", "same"), fix, confidence)
+        elif set(indices) == {"cuda"} and not selects:
+            confidence = job.confidence(event, unless=uncertain or _uses_cpu_backend(job))
+            yield found(event, "first-gpu", f"{event.name} without torch.cuda.set_device", reason, fix, confidence)
+        elif indices == ranks and len(ranks) > job.local_size:
+            reason = "the rank counts all machines, so the second machine has no GPU with this number"
+            local = 'use int(os.environ["LOCAL_RANK"])'
+            others = any(len(set(each)) == job.local_size and each != indices for _, each in places)
+            yield found(event, "rank-as-gpu", seen, reason, local, job.confidence(event, unless=not others))
+        else:
+            continue
+        reported.add(event.line)
+    used = False
+    for event in job.traces[0].of("device", "set_device", "visible_devices"):
+        if event.kind == "visible_devices" and used:
+            reason = "the variable has no effect after the first use of a GPU"
+            fix = "set it before the program starts, or use paceline run --virtual-local-rank"
+            yield found(event, "late-visible-devices", "CUDA_VISIBLE_DEVICES", reason, fix, job.confidence(event))
+        used |= event.kind != "visible_devices" and event.name != "torch.device"
+
+
+def _indices(ranks: list[list[TraceEvent]]) -> list[object]:
+    """Returns the number of the GPU on each rank, or `cuda` for the current one; nothing for other devices."""
+    indices: list[object] = []
+    for events in ranks:
+        value = events[0].subject if events else None
+        constant = value.constant if value is not None and value.is_known else None
+        if isinstance(constant, str) and re.fullmatch(r"cuda(:\d+)?", constant):
+            indices.append(int(constant[5:]) if ":" in constant else "cuda")
+        elif isinstance(constant, int) and not isinstance(constant, bool) and constant >= 0:
+            indices.append(constant)
+    return indices
+
+
+RULES = (loaders, samplers, models, checkpoints, devices)

@@ -1,0 +1,354 @@
+"""Abstract values: what is known, without running a script, about an object that one rank computes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Fact(Enum):
+    """A property that a value keeps through computations, until a collective makes it the same on all ranks."""
+
+    RANK = "computed from the rank"
+    PERHAPS_RANK = "returned by an unknown function that received the rank"
+    WORLD_SIZE = "the number of ranks"
+    LOCAL_SIZE = "the number of ranks on a machine"
+    WORLD_RANGE = "computed from the number of ranks"
+    TIMES_WORLD_SIZE = "multiplied by the number of ranks"
+    PER_RANK = "different on each rank, such as a batch or a loss"
+    CLOCK = "read from a clock"
+    FINITENESS = "a test for NaN or infinity"
+    REPLICA_OUTPUT = "computed by the forward pass of a wrapped model"
+    INNER_OUTPUT = "computed by the forward pass of the module inside a wrapper"
+    OPAQUE = "assigned by the script, so that its name does not determine its meaning"
+
+
+INHERITED = {
+    Fact.RANK, Fact.PERHAPS_RANK, Fact.WORLD_RANGE, Fact.PER_RANK, Fact.CLOCK, Fact.FINITENESS,
+    Fact.REPLICA_OUTPUT, Fact.INNER_OUTPUT,
+}  # fmt: skip
+"""The facts that the result of any computation takes over from the operands."""
+
+
+class _UnknownValue(Enum):
+    UNKNOWN = "unknown"
+
+
+UNKNOWN = _UnknownValue.UNKNOWN
+_LONGEST_TEXT = 160
+
+
+@dataclass(eq=False)
+class FunctionObject:
+    """A function or a lambda of the script, with the variables that it can read."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    scopes: tuple[dict[str, AbstractValue], ...]
+    defaults: dict[str, AbstractValue]
+    owner: ClassObject | None = None
+    decorators: tuple[str, ...] = ()
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the function is defined inside another function, so that other processes cannot import it."""
+        return len(self.scopes) > 1 and self.owner is None
+
+    def bind(self, arguments: Sequence[AbstractValue], keywords: dict[str, AbstractValue]) -> dict[str, AbstractValue]:
+        """Returns the variables of a call."""
+        signature = self.node.args
+        positional = [*signature.posonlyargs, *signature.args]
+        names = [each.arg for each in [*positional, *signature.kwonlyargs]]
+        scope = {name: AbstractValue(name) for name in names} | self.defaults
+        scope |= dict(zip((each.arg for each in positional), arguments, strict=False))
+        scope |= {name: value for name, value in keywords.items() if name in names}
+        if signature.vararg is not None:
+            rest = list(arguments[len(positional) :])
+            scope[signature.vararg.arg] = AbstractValue(signature.vararg.arg, items=rest or None)
+        if signature.kwarg is not None:
+            rest_keywords = {f"['{name}']": value for name, value in keywords.items() if name not in names}
+            scope[signature.kwarg.arg] = AbstractValue(signature.kwarg.arg, attributes=rest_keywords)
+        return scope
+
+
+@dataclass(eq=False)
+class ClassObject:
+    """A class of the script."""
+
+    node: ast.ClassDef
+    members: dict[str, AbstractValue]
+    bases: tuple[AbstractValue, ...]
+
+    def lookup(self, name: str) -> AbstractValue | None:
+        """Returns the member of the class or of its bases in the script."""
+        if name in self.members:
+            return self.members[name]
+        for base in self.bases:
+            if base.class_object is not None and (found := base.class_object.lookup(name)) is not None:
+                return found
+        return None
+
+    def base_names(self) -> Iterator[str]:
+        """Yields the names of all bases, with those of the bases in the script."""
+        for base in self.bases:
+            yield base.text
+            if base.class_object is not None:
+                yield from base.class_object.base_names()
+
+
+@dataclass(eq=False)
+class AbstractValue:
+    """An object of one rank: a constant, a function, an instance, the result of an unknown call, or a choice of these.
+
+    `text` is the expression that yields the value, with all known parts replaced by constants. Two ranks whose texts
+    differ have different values.
+    """
+
+    text: str
+    constant: object = UNKNOWN
+    facts: frozenset[Fact] = frozenset()
+    attributes: dict[str, AbstractValue] = field(default_factory=dict)
+    function: FunctionObject | None = None
+    class_object: ClassObject | None = None
+    instance_of: ClassObject | None = None
+    receiver: AbstractValue | None = None  # of a method, or of an attribute
+    items: list[AbstractValue] | None = None
+    alternatives: tuple[AbstractValue, ...] = ()
+    arguments: tuple[AbstractValue, ...] = ()  # of the call that returned the value
+    keywords: dict[str, AbstractValue] = field(default_factory=dict)
+    called: str = ""  # the qualified name of the function that returned the value
+    node: ast.AST | None = None  # this call
+    methods_called: set[str] = field(default_factory=set)
+    escaped: bool = False  # whether an unknown function has received the value
+    wraps: AbstractValue | None = None  # the module inside a DistributedDataParallel
+    wrapper: AbstractValue | None = None  # the DistributedDataParallel around a module
+    pending: AbstractValue | None = None  # the Work of an asynchronous call that still uses the value
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the value is a constant."""
+        return self.constant is not UNKNOWN
+
+    @property
+    def last_name(self) -> str:
+        """The last part of a qualified name."""
+        return self.text.rpartition(".")[2]
+
+    @property
+    def called_name(self) -> str:
+        """The last part of the name of the function that returned the value."""
+        return self.called.rpartition(".")[2]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the text is known, so that the name of a variable may determine its meaning."""
+        structures = (self.function, self.class_object, self.instance_of, self.items, self.wraps)
+        unknown = not self.is_known and not self.alternatives and Fact.OPAQUE not in self.facts
+        return unknown and all(structure is None for structure in structures)
+
+    def each(self) -> tuple[AbstractValue, ...]:
+        """Returns the alternatives, or the value itself if there is only one."""
+        return self.alternatives or (self,)
+
+    def truth(self) -> bool | None:
+        """Returns the result of `bool(value)`, or None if it is not known."""
+        if self.is_known:
+            return bool(self.constant)
+        if self.alternatives:
+            truths = {each.truth() for each in self.alternatives}
+            return truths.pop() if len(truths) == 1 else None
+        if self.items is not None:
+            return True if self.items else None
+        bodies = (self.function, self.class_object, self.instance_of, self.wraps)
+        return True if any(body is not None for body in bodies) or self.is_object else None
+
+    @property
+    def is_object(self) -> bool:
+        """Whether the value was returned by a class, to judge by the name, and is therefore not None."""
+        return self.called_name[:1].isupper()
+
+    def is_none(self) -> bool | None:
+        """Returns whether the value is None, or None if this is not known."""
+        if self.is_known:
+            return self.constant is None
+        return False if self.truth() else None
+
+    def inherited(self) -> frozenset[Fact]:
+        """Returns the facts that results computed from the value have."""
+        return self.facts & INHERITED
+
+    def entries(self) -> dict[str, AbstractValue]:
+        """Returns the entries of a dict that has texts as its keys."""
+        found: dict[str, AbstractValue] = {}
+        for value in self.each():
+            found |= {key[2:-2]: entry for key, entry in value.attributes.items() if key[:2] == "['"}
+        return found
+
+    def contents(self) -> Iterator[AbstractValue]:
+        """Yields the value, and the items of a list or a dict."""
+        for value in self.each():
+            yield value
+            entries = [entry for key, entry in value.attributes.items() if key[:1] == "["]
+            for entry in [*entries, *(value.items or ())]:
+                yield from entry.contents()
+
+    def sources(self, depth: int = 4) -> Iterator[AbstractValue]:
+        """Yields the value, its alternatives, items, and the arguments and receivers of the calls that returned it."""
+        yield self
+        if depth:
+            entries = [value for key, value in self.attributes.items() if key[:1] == "["]
+            parts = [*self.alternatives, *self.arguments, *self.keywords.values(), *(self.items or ()), *entries]
+            for part in parts if self.receiver is None else [*parts, self.receiver]:
+                yield from part.sources(depth - 1)
+
+    def make_equal_on_all_ranks(self, line: int) -> None:
+        """Forgets what differs between the ranks, after a collective has written the value."""
+        for part in self.each():
+            part.facts -= INHERITED
+            part.text = f"the result of the collective on line {line}"
+            part.constant = UNKNOWN
+            for item in part.items or ():
+                item.make_equal_on_all_ranks(line)
+
+
+def known(value: object, facts: frozenset[Fact] = frozenset()) -> AbstractValue:
+    """Returns a constant."""
+    return AbstractValue(shortened(repr(value)), value, facts)
+
+
+def shortened(text: str) -> str:
+    """Returns a text of bounded length that is still different for different values."""
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 24]}...{hash(text)}"
+
+
+def inherited_facts(values: Iterable[AbstractValue]) -> frozenset[Fact]:
+    """Returns the facts that a result computed from the values has."""
+    return frozenset().union(*(value.inherited() for value in values))
+
+
+def either(values: Iterable[AbstractValue]) -> AbstractValue:
+    """Returns the choice between values, which is a single value if they are equal."""
+    distinct: dict[object, AbstractValue] = {}
+    for value in values:
+        for each in value.each():
+            key = (type(each.constant), each.text, each.facts) if each.is_known else id(each)
+            distinct.setdefault(key, each)
+    choices = tuple(distinct.values())[:6]
+    if len(choices) == 1:
+        return choices[0]
+    text = shortened(" or ".join(sorted({each.text for each in choices})))
+    facts = frozenset().union(*(each.facts for each in choices)) - {Fact.OPAQUE}
+    return AbstractValue(text, facts=facts, alternatives=choices)
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """A rank of the imaginary job. Its machines have the same number of ranks."""
+
+    rank: int
+    world_size: int
+    local_size: int
+
+    def number_named(self, name: str) -> AbstractValue | None:
+        """Returns the value of a variable, attribute or function that is named after a number of the rank."""
+        name = name.lower().strip("_")
+        if name in _RANK_NAMES:
+            return known(self.rank, frozenset({Fact.RANK}))
+        if name in _LOCAL_RANK_NAMES:
+            return known(self.rank % self.local_size, frozenset({Fact.RANK}))
+        if name in _NODE_RANK_NAMES:
+            return known(self.rank // self.local_size, frozenset({Fact.RANK}))
+        if name in _WORLD_SIZE_NAMES:
+            return known(self.world_size, frozenset({Fact.WORLD_SIZE, Fact.WORLD_RANGE}))
+        if name in _LOCAL_SIZE_NAMES:
+            return known(self.local_size, frozenset({Fact.LOCAL_SIZE, Fact.WORLD_RANGE}))
+        if name in _NODE_COUNT_NAMES:
+            return known(self.world_size // self.local_size, frozenset({Fact.WORLD_RANGE}))
+        if _MAIN_NAME.fullmatch(name):
+            return known(self.rank == 0, frozenset({Fact.RANK}))
+        if _LOCAL_MAIN_NAME.fullmatch(name):
+            return known(self.rank % self.local_size == 0, frozenset({Fact.RANK}))
+        return known(True) if name in _DISTRIBUTED_NAMES else None
+
+
+_RANK_NAMES = {
+    "rank", "global_rank", "world_rank", "ddp_rank", "dist_rank", "my_rank", "myrank", "rank_id", "worker_rank",
+    "slurm_procid", "ompi_comm_world_rank", "get_rank", "process_index", "global_process_index", "get_global_rank",
+    "proc_id", "process_id",
+}  # fmt: skip
+_LOCAL_RANK_NAMES = {
+    "local_rank", "ddp_local_rank", "get_local_rank", "get_node_local_rank", "local_process_index", "slurm_localid",
+    "localrank", "gpu_id", "ompi_comm_world_local_rank", "gpu", "local_gpu", "get_local_process_index",
+}  # fmt: skip
+_NODE_RANK_NAMES = {"node_rank", "group_rank", "machine_rank", "noderank"}
+_WORLD_SIZE_NAMES = {
+    "world_size", "ddp_world_size", "get_world_size", "num_processes", "slurm_ntasks", "ompi_comm_world_size",
+    "nranks", "n_ranks", "num_ranks", "worldsize", "dist_world_size", "num_replicas",
+}  # fmt: skip
+_LOCAL_SIZE_NAMES = {
+    "local_world_size", "device_count", "nprocs", "nproc", "ngpus", "n_gpus", "num_gpus", "n_gpu", "num_gpu",
+    "ngpus_per_node", "gpus_per_node", "num_gpus_per_node", "nproc_per_node", "local_size",
+}  # fmt: skip
+_NODE_COUNT_NAMES = {"nnodes", "num_nodes", "n_nodes"}
+_DISTRIBUTED_NAMES = {
+    "distributed", "ddp", "is_distributed", "use_distributed", "use_ddp", "is_ddp", "ddp_enabled",
+    "multiprocessing_distributed", "is_dist_avail_and_initialized", "is_dist", "is_parallel", "ddp_mode",
+    "distributed_run", "is_torchelastic_launched",
+}  # fmt: skip
+_ROLE = r"(main|master|chief|primary|root|leader|rank_?zero|rank_?0|zero_rank|global_zero|world_process_zero|is_?rank0)"
+_MAIN_NAME = re.compile(
+    rf"(is|am|am_i|i_am|on|if|check)_(the_)?(global_)?{_ROLE}(_?(process|proc|rank|worker|node))?(_only)?"
+    rf"|{_ROLE}_?(process|proc|worker)|(is_)?global_(main|zero|master)|is_first_(rank|process|worker)|should_save|should_log|is_zero_rank"
+    r"|is_logger|ismaster|ismain|save_on_each_node|is_coordinator|is_saver|is_writer|rank_zero|verbose_rank|is_log_rank"
+)
+_LOCAL_MAIN_NAME = re.compile(rf"(is_)?local_{_ROLE}(_?(process|proc|rank|worker))?|is_{_ROLE}_?(local|on_node)\w*")
+
+
+Scope = dict[str, AbstractValue]
+Assignments = dict[tuple[int, str], tuple[Scope, AbstractValue]]
+"""The last value that a branch assigns to each variable of each scope."""
+
+_MISSING = AbstractValue("missing")
+
+
+class AssignmentLog:
+    """Assigns variables and attributes, so that each branch of a test begins with the same values.
+
+    `begin` is called before a branch and `undo` after it. `merge` then assigns the values of all branches.
+    """
+
+    def __init__(self) -> None:
+        self._branches: list[list[tuple[Scope, str, AbstractValue]]] = []
+
+    def store(self, scope: Scope, name: str, value: AbstractValue) -> None:
+        """Assigns a variable."""
+        if self._branches:
+            self._branches[-1].append((scope, name, scope.get(name, _MISSING)))
+        scope[name] = value
+
+    def begin(self) -> None:
+        """Begins a branch, which may be inside another one."""
+        self._branches.append([])
+
+    def undo(self) -> Assignments:
+        """Undoes the assignments of the current branch, and returns them."""
+        branch = self._branches.pop()
+        assigned = {(id(scope), name): (scope, scope.get(name, _MISSING)) for scope, name, _ in branch}
+        for scope, name, before in reversed(branch):
+            if before is _MISSING:
+                scope.pop(name, None)
+            else:
+                scope[name] = before
+        return assigned
+
+    def merge(self, branches: Sequence[Assignments]) -> None:
+        """Assigns to each variable the choice between the values of all branches."""
+        for identity in {each: None for branch in branches for each in branch}:
+            scope = next(branch[identity][0] for branch in branches if identity in branch)
+            before = scope.get(identity[1], _MISSING)
+            values = [branch[identity][1] if identity in branch else before for branch in branches]
+            present = [value for value in values if value is not _MISSING]
+            if present:
+                self.store(scope, identity[1], either(present))
