@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launching import processes_with
 from listeners import ATTEMPTS, try_each_way
 
@@ -130,11 +131,12 @@ def test_a_port_in_use_is_named_before_workers_start(machines):
     assert here.log() == []
 
 
-def test_a_launcher_without_the_flag_is_told(machines):
+@pytest.mark.parametrize("level", ["auth", "encrypt"])
+def test_a_launcher_without_the_flag_is_told(machines, level):
     here = machines(2)
-    start(here, 0)
+    start(here, 0, "--security", level)
     place = ("--nnodes=2", "--node-rank=1", "--master-addr", ipv4(0), "--master-port", str(PORT))
-    without = here.start(1, *place, str(here.script), str(here.directory))
+    without = here.start(1, "--security", level, *place, str(here.script), str(here.directory))
     here.expect(without, 1)
     assert "start every launcher with the same --port" in here.said(without)
 

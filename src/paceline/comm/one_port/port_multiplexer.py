@@ -29,6 +29,7 @@ from paceline.comm.one_port.dialer import (
     is_wrong,
     number_in,
 )
+from paceline.comm.security.encryption import CLIENT_HELLO, TLS_WITHOUT_HEADER
 from paceline.comm.security.handshake import TIMEOUT_S, WITHOUT_HEADER, is_hello
 from paceline.comm.security.secret import derive_key, job_secret
 from paceline.comm.security.untrusted_peers import (
@@ -43,6 +44,7 @@ from paceline.routes import resolver_name
 FIRST, LAST = 1024, 28_999  # range of automatically assigned numbers; explicitly chosen numbers are usually larger
 MAX_PENDING_CLIENTS = 128
 _BACKLOG = 1024
+_LARGEST_CLIENT_HELLO = 1 << 14  # the longest TLS record
 _LARGEST_REQUEST = 1024
 _LARGEST_ANSWER = 1024
 _QUEUE_NBYTES = 1 << 20  # buffer for pending connections of about 800 bytes each; the default holds only 280
@@ -213,6 +215,13 @@ class PortMultiplexer:
         elif has_no_header(client.received):
             with contextlib.suppress(OSError):
                 client.connection.send(WITHOUT_HEADER)
+            self._reject(client, f"{client.host} did not say what it wants; start all launchers with the same --port")
+        elif client.received.startswith(CLIENT_HELLO):
+            with contextlib.suppress(OSError):
+                client.connection.recv(
+                    _LARGEST_CLIENT_HELLO
+                )  # otherwise closing the connection would discard the alert
+                client.connection.send(TLS_WITHOUT_HEADER)
             self._reject(client, f"{client.host} did not say what it wants; start all launchers with the same --port")
         elif is_wrong(client.received) and not is_hello(client.received):
             self._reject(client, f"{client.host} spoke another protocol")

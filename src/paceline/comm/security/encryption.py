@@ -13,12 +13,15 @@ from functools import lru_cache
 from types import TracebackType
 
 from paceline import _core
-from paceline.comm.security.handshake import interrupted_handshake, name_of, refuse_plain
+from paceline.comm.security.handshake import interrupted_handshake, missing_header, name_of, refuse_plain
 from paceline.comm.security.levels import chosen_level, must_encrypt
 from paceline.comm.security.secret import derive_key
 from paceline.errors import AuthenticationError
 
-_CLIENT_HELLO = b"\x16"  # the type of the first TLS record; Paceline's own handshake begins with a letter
+CLIENT_HELLO = b"\x16"  # the type of the first TLS record; Paceline's own handshake begins with a letter
+# A fatal alert, no_application_protocol (RFC 7301), from a port multiplexer that has received no header.
+TLS_WITHOUT_HEADER = b"\x15\x03\x03\x00\x02\x02\x78"
+_REASON_WITHOUT_HEADER = "no application protocol"
 _FOREVER_S = 1e9
 
 
@@ -130,7 +133,8 @@ def encrypt_as_client(connection: socket.socket, secret: bytes | None, timeout_s
     """Encrypts a new connection on the connecting side if its addresses and the level require it.
 
     Raises:
-        AuthenticationError: the peer has another job's certificate, or does not use TLS.
+        AuthenticationError: the peer has another job's certificate, does not use TLS, or serves several listeners at
+            one port and received no header.
         HandshakeUnfinishedError: the peer did not answer in time, or closed the connection.
         ValueError: no suitable OpenSSL is installed.
     """
@@ -141,6 +145,8 @@ def encrypt_as_client(connection: socket.socket, secret: bytes | None, timeout_s
         why = encrypted.shake_hands(timeout_s)
     except OSError as error:
         raise interrupted_handshake(connection, error) from error
+    if _REASON_WITHOUT_HEADER in why:
+        raise missing_header(connection)
     if why:
         raise AuthenticationError(
             f"the process at {name_of(connection)} does not hold this job's secret ({why}); all ranks need the same "
@@ -163,7 +169,7 @@ def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s
     try:
         connection.settimeout(timeout_s)
         first = connection.recv(1, socket.MSG_PEEK)
-        if first != _CLIENT_HELLO:
+        if first != CLIENT_HELLO:
             if first and _is_due(connection):
                 refuse_plain(connection, timeout_s)
             return connection

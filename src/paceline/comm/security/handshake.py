@@ -82,11 +82,7 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
             "start every launcher with --security encrypt, or every rank with PACELINE_SECURITY=encrypt"
         )
     if answer == WITHOUT_HEADER:
-        raise AuthenticationError(
-            f"at {name_of(connection)} one port leads to all listeners of that machine, and this connection did not "
-            "say which one it wants: start every launcher with the same --port, or every rank with the same "
-            "PACELINE_PORT"
-        )
+        raise missing_header(connection)
     if not hmac.compare_digest(proof, _digest(key, b"S", first, nonce)):
         _refuse(connection, deadline)
         raise AuthenticationError(
@@ -94,6 +90,15 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
             "all ranks need the same PACELINE_SECRET, and the address must be this job's"
         )
     _send(connection, _digest(key, b"C", first, answer), deadline)
+
+
+def missing_header(connection: Connection) -> AuthenticationError:
+    """Returns the error for a peer that serves all listeners of its machine at one port and received no header."""
+    return AuthenticationError(
+        f"at {name_of(connection)} one port leads to all listeners of that machine, and this connection did not "
+        "say which one it wants: start every launcher with the same --port, or every rank with the same "
+        "PACELINE_PORT"
+    )
 
 
 def verify(
