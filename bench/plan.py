@@ -9,8 +9,10 @@ cores of this machine. All-reduces, and steps with communication, are held out a
 
 The error is the distance of the prediction from the mean of the repeats, as a share of that; the spread is the distance
 between the slowest and the fastest repeat, each of which is a run of its own. "beyond spread" is what of the error is
-larger than that. The default grid takes two hours or so; what a run has failed with is printed, and the others go on.
-Sizes below 1 MiB are left out: the buckets of tokens that bound the rates let 128 KiB pass at once.
+larger than that. "held" is the share of the points whose mean is within the printed band from the 5th to the 95th
+percentile, and the width of the band is a share of the mean. The default grid takes two hours or so; what a run has
+failed with is printed, and the others go on. Sizes below 1 MiB are left out: the buckets of tokens that bound the rates
+let 128 KiB pass at once.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from paceline.comm.schedule.network import NetworkLink
 from paceline.comm.schedule.simulation import simulate_call
 from paceline.comm.schedule.steps import Operation
 from paceline.operate.plan.calibration import Calibration, Links, decode, network_of
-from paceline.operate.plan.prediction import predict
+from paceline.operate.plan.prediction import call_factors, predict
 from paceline.operate.plan.step_time import measured
 from plan_cases import programs
 
@@ -103,33 +103,45 @@ def points(grid: Grid, known: Known, failed: list[str]) -> Iterator[Row]:
             if not runs:
                 continue
             predicted = _predicted(grid, known, hosts, per_host, known.links_at(rate, delay_ms), algorithm)
-            for what, predicted_s in predicted.items():
+            for what, band in predicted.items():
                 times = [run[what] for run in runs]
-                yield {**where, "what": what, **compared(predicted_s, times)}
+                yield {**where, "what": what, **compared(band, times)}
 
 
-def _predicted(grid: Grid, known: Known, hosts: int, per_host: int, links: Links, algorithm: str) -> dict[str, float]:
+@dataclass(frozen=True)
+class Band:
+    """A prediction and the band from the 5th to the 95th percentile around it, in seconds."""
+
+    predicted_s: float
+    low_s: float
+    high_s: float
+
+
+def _predicted(grid: Grid, known: Known, hosts: int, per_host: int, links: Links, algorithm: str) -> dict[str, Band]:
     network = network_of(links, hosts, per_host)
-    found = {
-        f"all_reduce {nbytes / programs.MIB:.3g} MiB": simulate_call(
-            algorithm, Operation.ALL_REDUCE, nbytes, network
-        ).seconds
-        for nbytes in grid.sizes
-    }
-    for name, calibration in known.steps[hosts * per_host].items():
+    steps = known.steps[hosts * per_host]
+    low, high = call_factors(next(iter(steps.values())).origin) if steps else (1.0, 1.0)
+    found = {}
+    for nbytes in grid.sizes:
+        seconds = simulate_call(algorithm, Operation.ALL_REDUCE, nbytes, network).seconds
+        found[f"all_reduce {nbytes / programs.MIB:.3g} MiB"] = Band(seconds, low * seconds, high * seconds)
+    for name, calibration in steps.items():
         strategy = replace(measured(calibration), algorithm=algorithm)
-        known_links = replace(calibration, links=links)
-        found[f"step, {name}"] = predict(known_links, network, strategy, simulate_call).step.seconds
+        job = predict(replace(calibration, links=links), network, strategy, simulate_call)
+        found[f"step, {name}"] = Band(job.step.seconds, job.low_s, job.high_s)
     return found
 
 
-def compared(predicted_s: float, times_s: Sequence[float]) -> Row:
-    """Returns the error of a prediction, and the spread of the repeats, both as shares of the mean time."""
-    mean = fmean(times_s)
+def compared(band: Band, times_s: Sequence[float]) -> Row:
+    """Returns the error of a prediction, the spread of the repeats, as shares of the mean, and if the band holds it."""
+    mean, predicted_s = fmean(times_s), band.predicted_s
     return {
         "n": len(times_s),
         "measured ms": 1e3 * mean,
         "predicted ms": 1e3 * predicted_s,
+        "low ms": 1e3 * band.low_s,
+        "high ms": 1e3 * band.high_s,
+        "held": int(band.low_s <= mean <= band.high_s),
         "error": abs(predicted_s - mean) / mean,
         "sign": "over" if predicted_s > mean else "under",
         "spread": (max(times_s) - min(times_s)) / mean,
@@ -157,4 +169,8 @@ def _percentiles(rows: Sequence[Row]) -> Row:
         "spread p50": median(spreads),
         "spread p95": p95(spreads),
         "beyond spread p95": p95(beyond),
+        "held": sum(int(str(row["held"])) for row in rows) / len(rows),
+        "band width p50": median(
+            (float(str(r["high ms"])) - float(str(r["low ms"]))) / float(str(r["measured ms"])) for r in rows
+        ),
     }

@@ -70,6 +70,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "gpu-cpu": ("gpu.py", "--device", "cpu"),
     "staged": ("staged.py", "--rounds", "3"),
     "plan": ("plan.py",),
+    "plan-held-out": (
+        *("plan.py", "--hosts", "2", "3", "--per-host", "1", "2", "--rates", "200mbit", "--delays", "0", "2"),
+        *("--steps", "8", "--repeats", "2"),
+    ),
     "uneven": ("uneven.py",),
     "uneven-measured": ("uneven.py", "--measured"),
     "verdicts": ("verdicts.py", "--runs", "4", "--healthy", "0", "--at-once", "4", "--torch"),

@@ -35,6 +35,21 @@ def plan(results: Results) -> str:
     return "\n\n".join([table(result.rows("errors"), columns), source(result)])
 
 
+def held_out(results: Results) -> str:
+    """Returns the block of a result of `bench/plan.py` at other points than those that gave the errors of calls."""
+    result = results["plan-held-out"]
+    columns: dict[str, Cell] = {
+        "predicted": "of",
+        "points": "points",
+        "within the band": lambda row: f"{row['held']:.0%}",
+        "width of the band, p50": lambda row: f"{row['band width p50']:.0%}",
+        "error, p50": lambda row: f"{row['error p50']:.1%}",
+        "p95": lambda row: f"{row['error p95']:.1%}",
+        "spread of repeats, p95": lambda row: f"{row['spread p95']:.1%}",
+    }
+    return "\n\n".join([table(result.rows("errors"), columns), source(result)])
+
+
 def survival(results: Results) -> str:
     """Returns the block of a result of `bench/survival.py`."""
     result = results["survival"]
@@ -78,6 +93,7 @@ def _share(by: str) -> Callable[[Mapping[str, Row]], object]:
 
 PREDICTED = {
     "plan": plan,
+    "plan-held-out": held_out,
     "survival": survival,
     "uneven": uneven("uneven"),
     "uneven-measured": uneven("uneven-measured"),

@@ -46,7 +46,7 @@ def test_where_ranks_do_not_fit_the_slowest_come_first():
     lines = lines_of(told_of(Training(64, slow={37: 1.3})), 120, 24, is_coloured=False)
     rows = [line for line in lines if " node" in line]
     assert rows[0].split()[0] == "37" and len(rows) < 20
-    assert any("more ranks, all faster than these" in line for line in lines)
+    assert any("more ranks" in line for line in lines)
 
 
 def test_a_verdict_stands_above_the_ranks_and_its_rank_first():

@@ -152,9 +152,7 @@ def _ranks(rows: Sequence[Picture], width: int, room: int, is_coloured: bool) ->
         colour = "bad" if row["is_blamed"] or row["is_slow"] else _STATES.get(row["state"], "waiting")
         lines.append(text if colour == "good" else coloured(text, colour, is_coloured))
     if len(shown) < len(rows):
-        lines.append(
-            coloured(f"      and {len(rows) - len(shown)} more ranks, all faster than these", "quiet", is_coloured)
-        )
+        lines.append(coloured(f"      and {len(rows) - len(shown)} more ranks", "quiet", is_coloured))
     return lines
 
 

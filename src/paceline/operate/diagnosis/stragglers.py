@@ -484,7 +484,7 @@ def what_if(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) -
     """Returns the estimated duration of a step if the stragglers were like the other ranks, as a part of a sentence."""
     who = named([each.rank for each in cost.stragglers], word)
     others = "the other" if cost.ranks == 2 else "the others"
-    be = "had been" if is_over else "was" if len(cost.stragglers) == 1 else "were"
+    be = "had been" if is_over else "were"
     take = "would have taken" if is_over else "would take"
     durations = f"{milliseconds(1e3 * cost.without_s)} instead of {milliseconds(1e3 * cost.step_s)}"
     less = 1 - cost.without_s / cost.step_s

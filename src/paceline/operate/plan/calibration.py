@@ -120,7 +120,15 @@ class Links:
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a calibration, for display only."""
+    """The origin of a calibration: the command, and the machine on which it ran.
+
+    Attributes:
+        command: the script and its arguments.
+        date, host, versions: the date, the machine and the versions of libraries, for display only.
+        cores, threads: the numbers of usable cores, and of a rank's threads.
+        together: the number of ranks that ran at the same time.
+        contention: the fraction of the cores' time that other processes used in competition with the ranks.
+    """
 
     command: tuple[str, ...]
     date: str
@@ -129,6 +137,7 @@ class Origin:
     threads: int
     together: int
     versions: dict[str, str]
+    contention: float = 0.0
 
 
 @dataclass(frozen=True)

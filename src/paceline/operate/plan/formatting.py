@@ -20,9 +20,25 @@ def table_text(predictions: Sequence[JobPrediction]) -> str:
     per = f"{PER_SAMPLES:,} samples" if predictions[0].samples_per_s is not None else "1,000 steps"
     notes = (
         "efficiency: of as many ranks that wait for nobody; memory: of a rank; traffic: what a host sends in a step;\n"
-        f"hidden: the share of communication behind computing; node-hours: for {per}"
+        f"hidden: the share of communication behind computing; node-hours: for {per}\n\n{_unknowns(predictions[-1])}"
     )
     return f"{aligned(rows)}\n\n{notes}\n"
+
+
+def _unknowns(prediction: JobPrediction) -> str:
+    """Explains the interval of a prediction, and which parts of it are assumed."""
+    parts = {
+        "the measured variation between steps": prediction.variation,
+        "this machine's noise between runs, which is not known and assumed": prediction.machine,
+        "the network and calls on it, whose errors are not known and are assumed to be those of bench/plan.py":
+            prediction.network,
+    }  # fmt: skip
+    lines = [f"  -{part.less:.0%} +{part.more:.0%}  {name}" for name, part in parts.items()]
+    return (
+        f"p5-p95: the range of 90% of the steps. On {prediction.nodes} nodes, it consists of\n"
+        + "\n".join(lines)
+        + "\nOther machines that are slower or busier, and other traffic, are not included."
+    )
 
 
 def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
@@ -53,6 +69,11 @@ def facts_of(prediction: JobPrediction) -> dict[str, object]:
         "step_s": step.seconds,
         "step_p5_s": prediction.low_s,
         "step_p95_s": prediction.high_s,
+        "deviations": {
+            "variation": vars(prediction.variation),
+            "machine": vars(prediction.machine),
+            "network": vars(prediction.network),
+        },
         "samples_per_s": prediction.samples_per_s,
         "efficiency": prediction.efficiency,
         "parts_s": {

@@ -1,21 +1,36 @@
 """JobPrediction: the predicted step time, rate, bottleneck, memory and cost of a job.
 
-A step takes as long as its slowest rank. The interval from `low_s` to `high_s` covers the variation between steps: each
-rank's time is drawn from the measured times, and the largest of n draws is below their q^(1/n) quantile with
-probability q.
+A step takes as long as its slowest rank: each rank's time is drawn from the measured times, and the largest of n draws
+is below their q^(1/n) quantile with probability q. The interval from `low_s` to `high_s` combines this variation with
+two unknowns: the difference of a later run on the same machine, and that of a call from its simulation. Each is changed
+alone, and the deviations of the step are added in quadrature (JCGM 100:2008, 5.1).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from paceline.comm.schedule.network import Network, NetworkLink
-from paceline.operate.plan.calibration import Calibration, relative_spread
+from paceline.operate.plan.calibration import Calibration, Origin, relative_spread
 from paceline.operate.plan.step_time import WIRES, CallTimes, Simulate, StepTime, Strategy, map_links, step_of
 
 PER_SAMPLES = 1_000_000
 """The number of samples that node-hours refer to. If samples are unknown, node-hours refer to 1,000 steps."""
+
+LEAST_NOISE = 0.05
+"""The noise of a machine, as a fraction of a step, even if the measured steps vary less. A later run on the same
+machine differs by more than a measurement of some seconds can show."""
+
+CALL_ERRORS = (0.1, 0.2)
+"""The 5th and 95th percentile of a call's deviation from its simulation: at most so much shorter or longer. They are
+those of the held-out points of `bench/plan.py`."""
+
+_DEVIATIONS = 1.645  # standard deviations from the median to the 95th percentile of a normal distribution
+_TO_DEVIATION = 1.4826  # standard deviations in a median absolute deviation (Rousseeuw and Croux 1993)
+_MOST_NOISE = 0.5
 
 _WORTH_NAMING = 0.2  # communication or the slowest rank is a bottleneck from this fraction of a step on
 _FAST = 1e15  # bytes per second; stands for an unlimited rate
@@ -40,6 +55,19 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
+class StepDeviation:
+    """The deviation of a step from its prediction due to one cause, as fractions of the predicted step.
+
+    Attributes:
+        less: the difference of the 5th percentile.
+        more: the difference of the 95th percentile.
+    """
+
+    less: float
+    more: float
+
+
+@dataclass(frozen=True)
 class JobPrediction:
     """The prediction for a job on `nodes` hosts with `per_node` ranks each.
 
@@ -50,6 +78,9 @@ class JobPrediction:
         step: the parts of the median step.
         low_s: the 5th percentile of a step's duration.
         high_s: the 95th percentile of a step's duration.
+        variation: the part of this interval that is due to the measured variation between steps.
+        machine: the part that is due to the machine's noise between runs.
+        network: the part that is due to calls that differ from their simulation.
         alone_s: the duration of a step on a rank that runs alone.
         samples_per_s: the total number of samples per second; None if the number of samples per step is unknown.
         node_hours: the cost of training on `PER_SAMPLES` samples.
@@ -64,6 +95,9 @@ class JobPrediction:
     step: StepTime
     low_s: float
     high_s: float
+    variation: StepDeviation
+    machine: StepDeviation
+    network: StepDeviation
     alone_s: float
     samples_per_s: float | None
     node_hours: float
@@ -104,8 +138,18 @@ def predict(
     times = times or CallTimes(network, calibration.links.host_calls, simulate)
     nodes, ranks = len(network.hosts), times.ranks
     spread = relative_spread(calibration.step_s, max(1, strategy.period))
-    steps = [step_of(calibration, strategy, times, slowest_of(spread, ranks, share)) for share in (0.05, 0.5, 0.95)]
-    step = steps[1]
+    usual = slowest_of(spread, ranks, 0.5)
+    step = step_of(calibration, strategy, times, usual)
+
+    def deviation(less: StepTime, more: StepTime) -> StepDeviation:
+        return StepDeviation(max(0.0, 1 - less.seconds / step.seconds), max(0.0, more.seconds / step.seconds - 1))
+
+    variation = deviation(*(step_of(calibration, strategy, times, slowest_of(spread, ranks, q)) for q in (0.05, 0.95)))
+    noise = machine_noise(calibration.step_s, calibration.origin.contention)
+    machine = deviation(*(step_of(calibration, strategy, times, usual * by) for by in (1 - noise, 1 + noise)))
+    factors = call_factors(calibration.origin)
+    network_part = deviation(*(step_of(calibration, strategy, times.scaled(by), usual) for by in factors))
+    parts = (variation, machine, network_part)
     alone_s = _alone(calibration, strategy)
     samples = None if calibration.samples is None else calibration.samples * strategy.forwards / calibration.forwards
     rate = None if samples is None else ranks * samples / step.seconds
@@ -115,8 +159,11 @@ def predict(
         per_node=ranks // nodes,
         strategy=strategy,
         step=step,
-        low_s=steps[0].seconds,
-        high_s=steps[2].seconds,
+        low_s=step.seconds * max(0.0, 1 - math.hypot(*(part.less for part in parts))),
+        high_s=step.seconds * (1 + math.hypot(*(part.more for part in parts))),
+        variation=variation,
+        machine=machine,
+        network=network_part,
         alone_s=alone_s,
         samples_per_s=rate,
         node_hours=nodes * seconds / 3600,
@@ -129,6 +176,32 @@ def predict(
 def _alone(calibration: Calibration, strategy: Strategy) -> float:
     times = calibration.times
     return calibration.alone_s + (strategy.forwards - calibration.forwards) * (times.forward_s + times.backward_s)
+
+
+def machine_noise(step_s: Sequence[float], contention: float = 0.0) -> float:
+    """Returns the fraction by which a later run may differ from the measured one.
+
+    It is not known, since it takes several runs to measure it. It is assumed to be as large as the variation between
+    steps or the share of the cores that other processes took from the ranks, but at least `LEAST_NOISE`: a later run
+    may be without the other processes, or with twice as many.
+
+    Args:
+        step_s: the duration of each measured step, in seconds.
+        contention: the fraction of the cores' time that other processes took (`Origin.contention`).
+    """
+    middle = median(step_s)
+    deviation = _TO_DEVIATION * median(abs(each - middle) for each in step_s) / middle if middle > 0 else 0.0
+    return min(_MOST_NOISE, max(LEAST_NOISE, _DEVIATIONS * deviation, contention))
+
+
+def call_factors(origin: Origin) -> tuple[float, float]:
+    """Returns the 5th and 95th percentile of a call's duration as multiples of the simulated duration.
+
+    If the ranks of the measured machine have no core to spare, a call also waits for ranks that compute, for which
+    there is no model. The upper error grows with the square root of the threads on a core.
+    """
+    busy = max(1.0, origin.together * origin.threads / max(1, origin.cores))
+    return 1 - CALL_ERRORS[0], 1 + CALL_ERRORS[1] * math.sqrt(busy)
 
 
 def slowest_of(spread: Sequence[float], ranks: int, share: float) -> float:

@@ -8,6 +8,7 @@ collectives by simulating a network or by interpolating between measurements on 
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -96,6 +97,13 @@ class CallTimes:
         self._hosts = [list(ranks) for ranks in network.hosts]
         self.ranks = sum(map(len, self._hosts))
         self._known: dict[tuple[str, Operation, int, str | None], float] = {}
+        self._factor = 1.0
+
+    def scaled(self, factor: float) -> CallTimes:
+        """Returns these durations multiplied by a factor. The simulated calls are shared."""
+        changed = copy.copy(self)
+        changed._factor = self._factor * factor
+        return changed
 
     def call(
         self, operation: Operation, nbytes: int, *, algorithm: str | None = None, wire: str | None = None
@@ -108,6 +116,10 @@ class CallTimes:
             algorithm: the algorithm to use if it supports the operation; None for the engine's choice.
             wire: the format of data sent between hosts; None for unrounded data.
         """
+        found = self._call(operation, nbytes, algorithm, wire)
+        return found if self._factor == 1 else replace(found, seconds=found.seconds * self._factor)
+
+    def _call(self, operation: Operation, nbytes: int, algorithm: str | None, wire: str | None) -> TimedCall:
         if self.ranks == 1 or nbytes == 0:
             return TimedCall("none", 0.0)
         if len(self._hosts) == 1 and algorithm is None and self._host_calls:

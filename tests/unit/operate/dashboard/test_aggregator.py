@@ -43,7 +43,7 @@ def test_the_header_is_one_sentence_with_the_time_left():
 def test_a_slow_rank_is_named_with_what_it_costs():
     picture = pictured(Training(4, slow={3: 1.3}))
     assert picture.what_if is not None and picture.what_if.ranks == (3,)
-    assert "if rank 3 was like the others, a step would take" in picture.what_if.sentence
+    assert "if rank 3 were like the others, a step would take" in picture.what_if.sentence
     assert [row.rank for row in picture.ranks if row.is_slow] == [3]
     healthy = pictured(Training(4))
     assert healthy.what_if is None

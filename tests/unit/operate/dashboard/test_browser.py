@@ -63,7 +63,7 @@ def test_the_page_draws_without_an_error_and_hides_the_token(opened):
     page = opened(Training(4, slow={3: 1.25}))
     assert page.value("location.search") == ""
     assert page.value("document.cookie") == ""
-    assert "if rank 3 was like the others" in page.value(text_of("what-if"))
+    assert "if rank 3 were like the others" in page.value(text_of("what-if"))
     assert page.value("document.querySelectorAll('#ranks tbody tr').length") == 4
     assert page.value("document.querySelectorAll('#curves canvas').length") == 2
     assert page.errors() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,17 @@ from paceline.comm.schedule.network import Network, NetworkLink
 from paceline.comm.schedule.steps import Operation
 from paceline.operate.plan.advice import advise, changes, work_rate
 from paceline.operate.plan.calibration import CalibrationError, HostCall, Links, MeasuredGradient, network_of, with_rate
-from paceline.operate.plan.prediction import memory_of, slowest_of, traffic_of
+from paceline.operate.plan.formatting import facts_of, table_text
+from paceline.operate.plan.measure.step_watch import CoreUsage
+from paceline.operate.plan.prediction import (
+    LEAST_NOISE,
+    StepDeviation,
+    call_factors,
+    machine_noise,
+    memory_of,
+    slowest_of,
+    traffic_of,
+)
 from paceline.operate.plan.step_time import (
     CallTimes,
     Strategy,
@@ -140,9 +151,46 @@ def test_the_slowest_of_many_ranks_sets_the_pace():
 
 def test_the_band_is_that_of_the_slowest_rank():
     found = prediction(calibration(step_s=(0.050, 0.050, 0.050, 0.050, 0.100)), nodes=1)
-    assert found.low_s == pytest.approx(0.050)
+    assert found.variation.less == 0
     assert found.step.seconds == pytest.approx(0.050)
-    assert 0.050 < found.high_s < 0.100
+    assert 0 < found.variation.more < 1
+    assert found.network == StepDeviation(0, 0), "one rank makes no calls"
+
+
+def test_the_band_adds_what_is_not_known():
+    """A step of 63 ms takes 61.5 or 64.5 ms on a machine of 5 % noise, and 59.9 or 69.6 ms with other calls."""
+    found = prediction(calibration())
+    assert found.variation == StepDeviation(0, 0), "a single step was measured"
+    assert (found.machine.less, found.machine.more) == pytest.approx((1.5 / 63, 1.5 / 63))
+    assert (found.network.less, found.network.more) == pytest.approx((3.1 / 63, 6.6 / 63))
+    assert found.low_s == pytest.approx(0.063 - math.hypot(0.0015, 0.0031))
+    assert found.high_s == pytest.approx(0.063 + math.hypot(0.0015, 0.0066))
+    told = table_text([found])
+    assert "-2% +2%  this machine's noise between runs, which is not known" in told
+    assert "-5% +10%  the network and calls on it, whose errors are not known" in told
+    assert facts_of(found)["deviations"]["network"]["more"] == pytest.approx(6.6 / 63)
+
+
+def test_a_machine_that_is_noisy_in_its_steps_is_so_in_its_runs():
+    assert machine_noise([0.05] * 9 + [1.0]) == LEAST_NOISE, "a single pause is no noise"
+    assert machine_noise([0.05, 0.04, 0.06, 0.05, 0.055, 0.045]) == pytest.approx(1.645 * 1.4826 * 0.1)
+    assert machine_noise([0.01, 0.05, 0.2]) == 0.5
+    assert machine_noise([0.05], contention=0.3) == 0.3
+
+
+def test_other_processes_count_as_far_as_cores_were_not_idle():
+    before = CoreUsage(0.0, 100.0, 1.0)
+    assert before.contention(CoreUsage(10.0, 120.0, 5.0), ranks=2, cores=2) == pytest.approx(12 / 20), (
+        "no core was idle"
+    )
+    assert before.contention(CoreUsage(10.0, 110.0, 5.0), ranks=2, cores=2) == 0, "2 s of others, and 10 s idle"
+    assert CoreUsage.now().contention(CoreUsage.now(), 1, 2) >= 0
+
+
+def test_calls_of_ranks_without_a_core_to_spare_may_take_longer():
+    origin = calibration().origin
+    assert call_factors(replace(origin, cores=2, threads=1, together=2)) == pytest.approx((0.9, 1.2))
+    assert call_factors(replace(origin, cores=2, threads=1, together=8)) == pytest.approx((0.9, 1.4))
 
 
 def test_zero_divides_the_memory_stage_by_stage():

@@ -124,6 +124,50 @@ def samples_of(steps: Sequence[StepNotes]) -> float | None:
     return median(step.samples for step in steps) or None
 
 
+@dataclass(frozen=True)
+class CoreUsage:
+    """The processor time used so far, in seconds.
+
+    Attributes:
+        at_s: the time of the measurement.
+        machine_s: the time used by all processes of the machine.
+        own_s: the time used by this process.
+    """
+
+    at_s: float
+    machine_s: float
+    own_s: float
+
+    @classmethod
+    def now(cls) -> CoreUsage:
+        """Measures the usage. Without /proc/stat, no other process is assumed to run."""
+        own = os.times()
+        own_s = own.user + own.system
+        try:
+            with open("/proc/stat") as file:
+                user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
+        except (OSError, ValueError):
+            return cls(time.monotonic(), own_s, own_s)
+        ticks = user + nice + system + irq + softirq
+        return cls(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own_s)
+
+    def contention(self, later: CoreUsage, ranks: int, cores: int) -> float:
+        """Returns the fraction of the cores' time since then that others used in competition with the ranks.
+
+        Idle cores could have absorbed the same usage once more without a disturbance, so it is subtracted.
+
+        Args:
+            later: the usage at the end.
+            ranks: the number of ranks that used as much time as this process.
+            cores: the number of cores.
+        """
+        total_s = cores * (later.at_s - self.at_s)
+        busy_s = later.machine_s - self.machine_s
+        others_s = max(0.0, busy_s - ranks * (later.own_s - self.own_s))
+        idle_s = max(0.0, total_s - busy_s)
+        return min(1.0, max(0.0, others_s - idle_s) / total_s) if total_s > 0 else 0.0
+
+
 class StepWatch:
     """Records the steps of this process until `close`.
 
@@ -133,6 +177,7 @@ class StepWatch:
     """
 
     def __init__(self, after_step: Callable[[StepWatch], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self.began = CoreUsage.now()
         self.steps: list[StepNotes] = []
         self.roots: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -272,16 +317,18 @@ def calibration_of(watch: StepWatch, links: Links, command: Sequence[str], toget
     steps = watch.steps[LEFT_OUT:]
     wrapped = next((root for root in watch.roots if isinstance(root, DistributedDataParallel)), None)
     caps = caps_of(DEFAULT_BUCKET_CAP_MB * MIB) if wrapped is None else wrapped._bucket_caps
+    cores = _core.usable_cores()
     return Calibration(
         version=VERSION,
         origin=Origin(
             tuple(command),
             datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             socket.gethostname(),
-            _core.usable_cores(),
+            cores,
             torch.get_num_threads(),
             together,
             {"torch": str(torch.__version__), "paceline": metadata.version("paceline")},
+            watch.began.contention(CoreUsage.now(), together, cores),
         ),
         times=times_of(steps),
         step_s=tuple(step.seconds for step in steps),
