@@ -71,8 +71,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "staged": ("staged.py", "--rounds", "3"),
     "plan": ("plan.py",),
     "plan-held-out": (
-        *("plan.py", "--hosts", "2", "3", "--per-host", "1", "2", "--rates", "200mbit", "--delays", "0", "2"),
-        *("--steps", "8", "--repeats", "2"),
+        *("plan.py", "--hosts", "2", "3", "--per-host", "1", "2", "--rates", "400mbit", "--delays", "1"),
+        *("--algorithms", "ring", "hierarchical", "--steps", "8", "--repeats", "2"),
     ),
     "uneven": ("uneven.py",),
     "uneven-measured": ("uneven.py", "--measured"),

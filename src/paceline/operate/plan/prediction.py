@@ -25,8 +25,8 @@ LEAST_NOISE = 0.05
 machine differs by more than a measurement of some seconds can show."""
 
 CALL_ERRORS = (0.1, 0.2)
-"""The 5th and 95th percentile of a call's deviation from its simulation: at most so much shorter or longer. They are
-those of the held-out points of `bench/plan.py`."""
+"""The assumed 5th and 95th percentile of a call's deviation from its simulation: so much shorter or longer. They are
+rounded from the first table of docs/plan.md, which was measured on an idle machine."""
 
 _DEVIATIONS = 1.645  # standard deviations from the median to the 95th percentile of a normal distribution
 _TO_DEVIATION = 1.4826  # standard deviations in a median absolute deviation (Rousseeuw and Croux 1993)
@@ -55,7 +55,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class StepDeviation:
+class StepInterval:
     """The deviation of a step from its prediction due to one cause, as fractions of the predicted step.
 
     Attributes:
@@ -95,9 +95,9 @@ class JobPrediction:
     step: StepTime
     low_s: float
     high_s: float
-    variation: StepDeviation
-    machine: StepDeviation
-    network: StepDeviation
+    variation: StepInterval
+    machine: StepInterval
+    network: StepInterval
     alone_s: float
     samples_per_s: float | None
     node_hours: float
@@ -141,8 +141,8 @@ def predict(
     usual = slowest_of(spread, ranks, 0.5)
     step = step_of(calibration, strategy, times, usual)
 
-    def deviation(less: StepTime, more: StepTime) -> StepDeviation:
-        return StepDeviation(max(0.0, 1 - less.seconds / step.seconds), max(0.0, more.seconds / step.seconds - 1))
+    def deviation(less: StepTime, more: StepTime) -> StepInterval:
+        return StepInterval(max(0.0, 1 - less.seconds / step.seconds), max(0.0, more.seconds / step.seconds - 1))
 
     variation = deviation(*(step_of(calibration, strategy, times, slowest_of(spread, ranks, q)) for q in (0.05, 0.95)))
     noise = machine_noise(calibration.step_s, calibration.origin.contention)

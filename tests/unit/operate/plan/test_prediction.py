@@ -17,7 +17,7 @@ from paceline.operate.plan.formatting import facts_of, table_text
 from paceline.operate.plan.measure.step_watch import CoreUsage
 from paceline.operate.plan.prediction import (
     LEAST_NOISE,
-    StepDeviation,
+    StepInterval,
     call_factors,
     machine_noise,
     memory_of,
@@ -154,13 +154,13 @@ def test_the_band_is_that_of_the_slowest_rank():
     assert found.variation.less == 0
     assert found.step.seconds == pytest.approx(0.050)
     assert 0 < found.variation.more < 1
-    assert found.network == StepDeviation(0, 0), "one rank makes no calls"
+    assert found.network == StepInterval(0, 0), "one rank makes no calls"
 
 
 def test_the_band_adds_what_is_not_known():
     """A step of 63 ms takes 61.5 or 64.5 ms on a machine of 5 % noise, and 59.9 or 69.6 ms with other calls."""
     found = prediction(calibration())
-    assert found.variation == StepDeviation(0, 0), "a single step was measured"
+    assert found.variation == StepInterval(0, 0), "a single step was measured"
     assert (found.machine.less, found.machine.more) == pytest.approx((1.5 / 63, 1.5 / 63))
     assert (found.network.less, found.network.more) == pytest.approx((3.1 / 63, 6.6 / 63))
     assert found.low_s == pytest.approx(0.063 - math.hypot(0.0015, 0.0031))
