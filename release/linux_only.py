@@ -11,10 +11,10 @@ if sys.platform != "linux":
         "On Windows install it in WSL 2, and on macOS in a Linux container."
     )
 
+from build_progress import compilation_shown_on, pip_terminal
+from scikit_build_core import build as backend
 from scikit_build_core.build import (
-    build_editable,
     build_sdist,
-    build_wheel,
     get_requires_for_build_editable,
     get_requires_for_build_sdist,
     get_requires_for_build_wheel,
@@ -28,3 +28,21 @@ __all__ = [
     "get_requires_for_build_sdist",
     "get_requires_for_build_wheel",
 ]
+
+Settings = dict[str, "str | list[str]"]
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: "Settings | None" = None, metadata_directory: "str | None" = None
+) -> str:
+    """Builds the wheel as scikit-build-core does, and shows how many files have been compiled."""
+    with compilation_shown_on(pip_terminal()):
+        return backend.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(
+    wheel_directory: str, config_settings: "Settings | None" = None, metadata_directory: "str | None" = None
+) -> str:
+    """Builds the wheel of an editable installation, like `build_wheel`."""
+    with compilation_shown_on(pip_terminal()):
+        return backend.build_editable(wheel_directory, config_settings, metadata_directory)

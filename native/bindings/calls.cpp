@@ -91,7 +91,7 @@ void require_tensors(const Call& call, bool is_root, std::size_t size, std::uint
 }
 
 // The field names of CollectiveCall. Python compares interned strings by address.
-struct CallFields {
+struct InternedNames {
     PyObject* operation = PyUnicode_InternFromString("operation");
     PyObject* dtype = PyUnicode_InternFromString("dtype");
     PyObject* reduce_op = PyUnicode_InternFromString("reduce_op");
@@ -155,7 +155,7 @@ Stream to_stream(const FlatPieces& flat) {
 }
 
 Call to_call(nb::handle fields) {
-    static const CallFields names;
+    static const InternedNames names;
     Call call;
     call.operation = to_operation(nb::cast<int>(field(fields, names.operation)));
     call.dtype = to_dtype(nb::cast<int>(field(fields, names.dtype)));

@@ -68,7 +68,7 @@ Options sgd_options(double lr, double weight_decay, bool maximize, double moment
     return options;
 }
 
-void apply(CheckedUpdate& update, std::uintptr_t averages, std::size_t nbytes) {
+void apply_update(CheckedUpdate& update, std::uintptr_t averages, std::size_t nbytes) {
     update.require_step();
     update.apply(at<const std::uint8_t>(averages), nbytes);
 }
@@ -102,7 +102,7 @@ void register_updates(nb::module_& module) {
     nb::class_<CheckedUpdate>(module, "Update")
         .def(nb::new_(&make_update), nb::arg("dtype"), nb::arg("runs"))
         .def("begin", &CheckedUpdate::begin_step, nb::arg("groups"))
-        .def("apply", &apply, nb::arg("averages"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());
+        .def("apply", &apply_update, nb::arg("averages"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace paceline::bindings
