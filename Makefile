@@ -44,9 +44,9 @@ demo: $(VENV)/built $(VENV)/runtime ## Train the digits example on 2 ranks (RANK
 	@echo "==> Training a CNN on handwritten digits on $(RANKS) ranks"
 	@$(BIN)/paceline run --nproc-per-node $(RANKS) examples/digits.py
 	@echo "==> Next:"
-	@echo "    make chaos                       the same digits, while a worker is killed every second, to the same bits"
-	@echo "    $(BIN)/paceline doctor         checks this machine for what slows training down"
-	@echo "    docs/learn/five-minutes.md       your own script on several ranks"
+	@printf '    %-32s %s\n' "make chaos" "the same digits, while workers are killed, to the same bits" \
+	  "$(BIN)/paceline doctor" "checks this machine for what slows training down" \
+	  docs/learn/five-minutes.md "your own script on several ranks"
 
 chaos: $(VENV)/built $(VENV)/runtime ## Train while workers are killed, and compare with an undisturbed run (KILL_EVERY=1s)
 	@mkdir -p build

@@ -84,7 +84,7 @@ def pip_install(arguments: Sequence[str]) -> int:
 
 
 def pip_terminal() -> int | None:
-    """Returns a descriptor of the terminal on which pip, this process's parent, shows a spinner; None if it does not."""
+    """Returns a descriptor of the terminal on which pip, this process's parent, shows a spinner, or None."""
     parent = Path("/proc", str(os.getppid()))
     try:
         command = (parent / "cmdline").read_text(errors="replace").split("\0")

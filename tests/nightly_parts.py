@@ -60,6 +60,7 @@ def parts(root: Path) -> list[Part]:
             limit_s=2 * _HOUR_S,
         ),
         _sanitizers(),
+        _separate_files(),
         _cross_build(),
         _wheel(),
         _stable_abi(),
@@ -144,15 +145,22 @@ def _sanitizers() -> Part:
 
 
 def _core_build(directory: str, compiler: str, *options: str) -> list[list[str]]:
-    """Configures and builds the core and its tests, without Python."""
+    """Configures and builds the core and its tests, without Python, and each file by itself."""
     return [
         [
             str(_BIN / "cmake"),
             *("-S", ".", "-B", directory, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={_BIN / 'ninja'}"),
-            *(f"-DCMAKE_CXX_COMPILER={compiler}", "-DPACELINE_PYTHON=OFF", "-DPACELINE_NATIVE_TESTS=ON", *options),
+            *(f"-DCMAKE_CXX_COMPILER={compiler}", "-DPACELINE_PYTHON=OFF", "-DPACELINE_NATIVE_TESTS=ON"),
+            *("-DPACELINE_UNITY=OFF", *options),
         ],
         [str(_BIN / "cmake"), "--build", directory],
     ]
+
+
+def _separate_files() -> Part:
+    """Other builds compile the files of a component together, and would not notice a missing `#include`."""
+    commands = _core_build("build/files", "c++", "-DPACELINE_PYTHON=ON", f"-DPython_EXECUTABLE={sys.executable}")
+    return Part("files", "compiles each file of the core by itself", commands, _HOUR_S)
 
 
 def _cross_build() -> Part:
