@@ -182,7 +182,7 @@ constexpr std::size_t kLeastSlotBytes = 4 << 10;
 constexpr std::size_t kMostSlotBytes = std::size_t{1} << 30;
 
 HostGroup* create_host_group(std::shared_ptr<shm::Mesh> mesh, std::vector<int> members, std::uint64_t id,
-                        std::size_t slot_bytes, double timeout_s, int threads) {
+                             std::size_t slot_bytes, double timeout_s, int threads) {
     if (slot_bytes < kLeastSlotBytes || slot_bytes > kMostSlotBytes || slot_bytes % kLeastSlotBytes != 0)
         throw nb::value_error("a slot has a multiple of 4 KiB, up to 1 GiB");
     if (threads < 1 || threads > kMostThreads) throw nb::value_error("a rank computes on 1 to 65536 threads");
@@ -350,8 +350,8 @@ void register_engine(nb::module_& module) {
     module.def("create_directory", &create_directory, nb::arg("size"));
 
     nb::class_<HostGroup>(module, "HostGroup")
-        .def_static("create", &create_host_group, nb::arg("mesh"), nb::arg("members"), nb::arg("id"), nb::arg("slot_bytes"),
-                    nb::arg("timeout_s"), nb::arg("threads"), nb::rv_policy::take_ownership)
+        .def_static("create", &create_host_group, nb::arg("mesh"), nb::arg("members"), nb::arg("id"),
+                    nb::arg("slot_bytes"), nb::arg("timeout_s"), nb::arg("threads"), nb::rv_policy::take_ownership)
         .def("all_reduce", &HostGroup::all_reduce)
         .def("all_reduce_tensor", &HostGroup::all_reduce_tensor)
         .def("broadcast", &HostGroup::broadcast)

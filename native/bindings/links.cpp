@@ -193,8 +193,8 @@ class ScheduleGroup {
 constexpr std::size_t kLeastConnections = 2;  // one for control and at least one for data
 
 ScheduleGroup* create_schedule_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
-                            const std::vector<int>& mesh_ranks, const std::vector<nb::list>& connections,
-                            double timeout_s, std::vector<int> names) {
+                                     const std::vector<int>& mesh_ranks, const std::vector<nb::list>& connections,
+                                     double timeout_s, std::vector<int> names) {
     const std::size_t size = mesh_ranks.size();
     std::vector<int> here;
     std::copy_if(mesh_ranks.begin(), mesh_ranks.end(), std::back_inserter(here), [](int each) { return each >= 0; });
@@ -263,9 +263,9 @@ void register_links(nb::module_& module) {
         .def("source", &Message::source);
 
     nb::class_<ScheduleGroup>(module, "ScheduleGroup")
-        .def_static("create", &create_schedule_group, nb::arg("mesh"), nb::arg("id"), nb::arg("rank"), nb::arg("mesh_ranks"),
-                    nb::arg("connections"), nb::arg("timeout_s"), nb::arg("names") = std::vector<int>{},
-                    nb::rv_policy::take_ownership)
+        .def_static("create", &create_schedule_group, nb::arg("mesh"), nb::arg("id"), nb::arg("rank"),
+                    nb::arg("mesh_ranks"), nb::arg("connections"), nb::arg("timeout_s"),
+                    nb::arg("names") = std::vector<int>{}, nb::rv_policy::take_ownership)
         .def("run", &ScheduleGroup::run, nb::arg("schedule"), nb::arg("call"), nb::arg("predicted_ns") = 0)
         .def("submit", &ScheduleGroup::submit, nb::arg("schedule"), nb::arg("call"), nb::arg("predicted_ns") = 0)
         .def("prepare", &ScheduleGroup::prepare, nb::arg("schedule"), nb::arg("call"), nb::arg("predicted_ns") = 0,

@@ -23,7 +23,8 @@ struct Tree {
     using Acc = typename N::Acc;
 
     // Computes dst = sources[low] op ... op sources[high - 1] for one tile.
-    [[gnu::noinline]] static void combine(const T* const* sources, int low, int high, std::size_t at, std::size_t count, Acc* dst) {
+    [[gnu::noinline]] static void combine(const T* const* sources, int low, int high, std::size_t at, std::size_t count,
+                                          Acc* dst) {
         const T* first = sources[low] + at;
         if (high - low == 1) {
             for (std::size_t i = 0; i < count; ++i) dst[i] = N::load(first[i]);
