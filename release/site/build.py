@@ -21,6 +21,7 @@ from checking import broken_links  # noqa: E402
 from mkdocs.commands.build import build  # noqa: E402
 from mkdocs.config import load_config  # noqa: E402
 from mkdocs.exceptions import Abort  # noqa: E402
+from site_search import terms  # noqa: E402
 
 
 def build_language(language: str) -> None:
@@ -46,6 +47,8 @@ def main() -> int:
     SITE.mkdir(parents=True)
     jieba.setLogLevel(logging.WARNING)
     jieba.dt.tmp_dir = str(SITE.parent)  # where it keeps the Chinese words for the next time
+    for term in terms():
+        jieba.add_word(term)
     for language in ("en", "zh"):  # in this order, since MkDocs empties the folder that it writes to
         print(f"==> Building the site in {language}", flush=True)
         try:

@@ -10,6 +10,7 @@ from links import ABOUT, FILES, ROOT, Place, address, between, repository_path, 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from site_search import boost
 from table_heads import without_empty_heads
 
 NAMES = {"en": "English", "zh": "中文"}
@@ -110,8 +111,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links of the repository into links of the site."""
+    """Turns links of the repository into links of the site, and ranks the page in the search."""
     place = Place(language_of(config), page.file.src_uri)
+    page.meta["search"] = {"boost": boost(place.path)}
     if place.path.startswith(f"{reference.FOLDER}/"):
         return markdown
 

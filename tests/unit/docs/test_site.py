@@ -16,6 +16,7 @@ import public_names
 import reference
 from checking import broken_links
 from links import Place, address, between, place_of, rewritten
+from site_search import boost, terms
 from table_heads import without_empty_heads
 
 ENGLISH, CHINESE = Place("en", "learn/ddp.md"), Place("zh", "learn/ddp.md")
@@ -132,3 +133,12 @@ def test_only_heads_without_a_word_are_left_out():
     head = '<thead>\n<tr>\n<th></th>\n<th style="text-align: right;"></th>\n</tr>\n</thead>\n'
     nameless = f"<table>\n{head}<tbody></tbody></table>"
     assert without_empty_heads(named + nameless) == named + "<table>\n<tbody></tbody></table>"
+
+
+def test_a_how_to_page_is_found_before_a_decision():
+    assert boost("how-to/resume.md") > boost("data.md") > boost("decisions/0008-checkpoint-format.md")
+
+
+def test_the_search_keeps_the_terms_of_the_glossary_whole():
+    assert {"全归约", "归约散发", "全收集", "检查点", "键值存储"} <= set(terms())
+    assert "all" not in terms() and "中文" not in terms()

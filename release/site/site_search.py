@@ -1,0 +1,29 @@
+"""Ranks the pages in the results of the search, and lists the Chinese terms that its index must not divide.
+
+The search of Material divides Chinese text into the words of jieba's dictionary, which has no terms of the field: the
+index has 全 and 归约 for 全归约, and the query 全归约, which the browser does not divide, finds neither.
+"""
+
+from __future__ import annotations
+
+import re
+
+from links import ROOT
+
+BOOSTS = {"learn/": 3.0, "how-to/": 3.0, "coming-from/": 2.0, "reference/": 0.5, "decisions/": 0.1, "CHANGELOG.md": 0.1}
+"""The factors of the scores of the pages whose paths begin so; that of all others is 1."""
+
+ROW = re.compile(r"^\| ([^|]+) \|", re.MULTILINE)
+HAN = re.compile(r"[\u4e00-\u9fff]{2,}")
+
+
+def boost(path: str) -> float:
+    """Returns the factor by which the score of the page at `path`, relative to its site's folder, is multiplied."""
+    return next((factor for start, factor in BOOSTS.items() if path.startswith(start)), 1.0)
+
+
+def terms() -> list[str]:
+    """Returns the Chinese terms in the first column of the glossary, without what stands in brackets."""
+    glossary = (ROOT / "docs" / "zh" / "glossary.md").read_text()
+    cells = (re.sub(r"（[^）]*）", " ", cell) for cell in ROW.findall(glossary))
+    return sorted({term for cell in cells for term in HAN.findall(cell)} - {"中文"})
