@@ -15,6 +15,7 @@ BOOSTS = {"learn/": 3.0, "how-to/": 3.0, "coming-from/": 2.0, "reference/": 0.5,
 
 ROW = re.compile(r"^\| ([^|]+) \|", re.MULTILINE)
 HAN = re.compile(r"[\u4e00-\u9fff]{2,}")
+TITLE = re.compile(r"[\u4e00-\u9fff]{2,4}")
 
 
 def boost(path: str) -> float:
@@ -23,7 +24,9 @@ def boost(path: str) -> float:
 
 
 def terms() -> list[str]:
-    """Returns the Chinese terms in the first column of the glossary, without what stands in brackets."""
-    glossary = (ROOT / "docs" / "zh" / "glossary.md").read_text()
-    cells = (re.sub(r"（[^）]*）", " ", cell) for cell in ROW.findall(glossary))
-    return sorted({term for cell in cells for term in HAN.findall(cell)} - {"中文"})
+    """Returns the Chinese terms in the first column of the glossary, and titles of pages that are one short term."""
+    chinese = ROOT / "docs" / "zh"
+    cells = ROW.findall((chinese / "glossary.md").read_text())
+    titles = [page.read_text().split("\n", 1)[0].removeprefix("# ") for page in chinese.rglob("*.md")]
+    words = {term for cell in cells for term in HAN.findall(re.sub(r"（[^）]*）", " ", cell))}
+    return sorted((words | {title for title in titles if TITLE.fullmatch(title)}) - {"中文"})
