@@ -50,14 +50,14 @@ def test_a_message_names_the_ranks_and_the_line_of_the_test():
     assert found.fix == "move the call out of the branch, so that all ranks make it"
 
 
-def test_a_function_that_the_script_does_not_call_is_judged_with_low_confidence():
+def test_a_function_that_is_not_called_has_low_confidence():
     text = "import torch.distributed as dist\ndef log(rank):\n    if rank == 0:\n        dist.barrier()\n"
     assert findings(text) == []
     (found,) = findings(text, Confidence.LOW)
     assert (found.about, found.line, found.level) == ("not-all-ranks", 4, Severity.NOTE)
 
 
-def test_a_script_that_is_too_large_is_judged_with_low_confidence(monkeypatch):
+def test_a_script_that_is_too_large_has_low_confidence(monkeypatch):
     monkeypatch.setattr(interpreter, "_MOST_STEPS", 100)
     text = "import paceline as dist\ndist.init_process_group()\nif dist.get_rank() == 0:\n    dist.barrier()\n"
     text += "x = 1\n" * 100
