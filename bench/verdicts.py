@@ -121,7 +121,7 @@ def healthy(cases: Sequence[tuple[str, int, int]], options: Namespace) -> list[d
             "hosts": hosts,
             "runs": len(said),
             "false verdicts": sum(map(is_accused, said)),
-            "told that others wait": sum("the job goes on" in text for text in said),
+            "told that others wait": sum("the job continues" in text for text in said),
         }
         for (kind, ranks, hosts), said in texts.items()
     ]

@@ -82,7 +82,7 @@ def test_a_machine_that_is_cut_off_for_a_while_comes_back(machines):
     (out,) = set(here.workers()) - {*left}
     here.network.cut_host(2)
     here.wait_for_view(*left)
-    here.expect_line(launchers[2], "looking for one", 60)
+    here.expect_line(launchers[2], "looking for another", 60)
     here.network.heal()
     here.wait_for_view(*left, out[:-1] + "1")
     here.say("end")

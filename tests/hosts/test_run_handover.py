@@ -21,7 +21,7 @@ def test_the_launcher_that_coordinates_hands_over(machines):
     here.wait_for_view(*left)
     said = "".join(here.said(each) for each in launchers)
     assert "coordinates from now on" in here.said(launchers[0])
-    assert "looking for one" not in said and "workers go on" not in said, "nobody was missed"
+    assert "looking for another" not in said and "workers continue" not in said, "nobody was missed"
     victim, other = left
     os.kill(here.pid(victim), signal.SIGKILL)
     here.wait_for_view(other, victim[:-1] + "1")
@@ -69,7 +69,7 @@ def test_a_machine_that_was_away_learns_that_the_job_is_over(machines):
     (out,) = set(here.workers()) - {*left}
     here.network.cut_host(2)
     here.wait_for_view(*left)
-    here.expect_line(launchers[2], "looking for one")
+    here.expect_line(launchers[2], "looking for another")
     os.kill(here.pid(out), signal.SIGKILL)
     here.wait(lambda: out[:-1] + "1" in here.workers())
     here.say("end")
@@ -88,8 +88,8 @@ def test_a_machine_that_the_launchers_do_not_reach_comes_back(machines):
     launchers = [here.join(host, "3", script=str(script)) for host in range(3)]
     here.wait(lambda: len(here.notes("began")) == 3, 60)
     here.network.cut_host(2, port=29400)
-    here.expect_line(launchers[0], "2 workers go on", 60)
-    here.expect_line(launchers[2], "looking for one", 60)
+    here.expect_line(launchers[0], "2 workers continue", 60)
+    here.expect_line(launchers[2], "looking for another", 60)
     here.network.heal()
     here.wait(lambda: here.notes("learned") != [], 60)
     assert not any(launcher.poll() for launcher in launchers)

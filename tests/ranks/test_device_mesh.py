@@ -51,7 +51,7 @@ def what_is_refused() -> None:
     dist.init_process_group()
     for shape, names, text in (
         ((3,), None, r"the shape \(3,\) has 3 ranks, but there are 2"),
-        ((2, 1), ("dp",), "must be 2 different names"),
+        ((2, 1), ("dp",), "must have 2 different names"),
         ((), None, "the shape"),
     ):
         with pytest.raises(ValueError, match=text):

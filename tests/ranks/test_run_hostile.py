@@ -141,7 +141,7 @@ def test_a_system_without_proc_is_told(monkeypatch):
     assert explain_os_error(missing) is missing, "it is there"
     monkeypatch.setattr(os.path, "exists", lambda path: path != "/proc/self/stat")
     assert re.match(
-        r"/proc is not there, .*: '/proc/self/stat'\); .*Mount it \(mount -t proc", str(explain_os_error(missing))
+        r"/proc is not mounted, .*: '/proc/self/stat'\); .*Mount it \(mount -t proc", str(explain_os_error(missing))
     )
 
 

@@ -147,7 +147,7 @@ def test_a_backward_of_torchs_that_waits_in_join_is_explained(said):
 
 
 def test_a_rank_that_works_is_no_error_and_its_return_is_told(said):
-    told = said("busy", "the job goes on", until="That is no error if it evaluates, saves or compiles")
+    told = said("busy", "the job continues", until="That is no error if it evaluates, saves or compiles")
     assert "rank 1 is not there: it is in evaluate (script.py:" in told
     assert "That is no error if it evaluates, saves or compiles" in told
     assert "the job continues after " in told
