@@ -50,9 +50,6 @@ def is_user_file(file: str) -> bool:
     """Returns whether a source file belongs to the user, and not to Python, an installed package or Paceline.
 
     Messages name lines in the user's files only.
-
-    >>> is_user_file("/home/me/train.py"), is_user_file("/usr/lib/python3.11/threading.py")
-    (True, False)
     """
     is_own = file.startswith(("<", _PACKAGE)) or file.endswith(_STARTERS)
     folders = file.split("/")[:-1]
