@@ -22,13 +22,13 @@ constexpr std::uint32_t kMostLines = std::uint32_t{1} << record::kLineBits;
 
 // What is known of a function or module: the number of its file's name in the recording (0: not the user's), and the
 // site of each of its instructions that has made a call.
-struct Code {
+struct CodeLines {
     nb::object held;  // the code object, whose address must not be reused
     std::uint32_t file = 0;
     std::unordered_map<long, std::uint32_t> sites;
 };
 
-using Codes = std::unordered_map<PyObject*, Code>;
+using Codes = std::unordered_map<PyObject*, CodeLines>;
 
 // The code objects that have made calls, as recorded by `recorder`. They and the function below are never destroyed,
 // because other threads may still make calls while the interpreter shuts down. The interpreter lock guards both.
@@ -57,7 +57,7 @@ std::uint32_t file_of(PyObject* code) {
     return name.is_none() ? 0 : Recorder::active()->name(nb::cast<std::string>(name));
 }
 
-Code& known(PyObject* code) {
+CodeLines& known(PyObject* code) {
     auto& [recorder, codes] = known_codes();
     if (recorder == Recorder::active())
         if (const auto found = codes.find(code); found != codes.end()) return found->second;
@@ -65,10 +65,10 @@ Code& known(PyObject* code) {
     Codes dropped;  // freed after `codes` is valid again, since freeing a code object may run Python code
     if (recorder != Recorder::active() || codes.size() >= kMostCodes) dropped.swap(codes);
     recorder = Recorder::active();
-    return codes.try_emplace(code, Code{nb::borrow(code), file, {}}).first->second;
+    return codes.try_emplace(code, CodeLines{nb::borrow(code), file, {}}).first->second;
 }
 
-std::uint32_t site_in(Code& code, PyFrameObject* frame) {
+std::uint32_t site_in(CodeLines& code, PyFrameObject* frame) {
     static PyObject* const lasti = PyUnicode_InternFromString("f_lasti");
     const nb::object instruction = attribute(reinterpret_cast<PyObject*>(frame), lasti);
     const auto [found, is_new] = code.sites.try_emplace(nb::cast<long>(instruction), 0);
@@ -85,7 +85,7 @@ std::uint32_t find_site() {
     for (int depth = 0; depth < kMostFrames && frame.is_valid() && !frame.is_none(); ++depth) {
         auto* const at = reinterpret_cast<PyFrameObject*>(frame.ptr());
         const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(at)));
-        if (Code& own = known(code.ptr()); own.file != 0) return site_in(own, at);
+        if (CodeLines& own = known(code.ptr()); own.file != 0) return site_in(own, at);
         frame = attribute(frame.ptr(), back);
     }
     return 0;
