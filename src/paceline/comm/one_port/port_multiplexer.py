@@ -213,16 +213,9 @@ class PortMultiplexer:
             self._remove(client)
             client.connection.close()
         elif has_no_header(client.received):
-            with contextlib.suppress(OSError):
-                client.connection.send(WITHOUT_HEADER)
-            self._reject(client, f"{client.host} did not say what it wants; start all launchers with the same --port")
+            self._reject_without_header(client, WITHOUT_HEADER)
         elif client.received.startswith(CLIENT_HELLO):
-            with contextlib.suppress(OSError):
-                client.connection.recv(
-                    _LARGEST_CLIENT_HELLO
-                )  # otherwise closing the connection would discard the alert
-                client.connection.send(TLS_WITHOUT_HEADER)
-            self._reject(client, f"{client.host} did not say what it wants; start all launchers with the same --port")
+            self._reject_without_header(client, TLS_WITHOUT_HEADER, unread=_LARGEST_CLIENT_HELLO)
         elif is_wrong(client.received) and not is_hello(client.received):
             self._reject(client, f"{client.host} spoke another protocol")
         elif len(client.received) == HEADER_BYTES:
@@ -240,6 +233,13 @@ class PortMultiplexer:
             connection.send(PASSED_ON)
             connection.setblocking(True)  # the duplicate descriptor shares this flag
             socket.send_fds(holder.connection, [b"c"], [connection.fileno()])
+
+    def _reject_without_header(self, client: _PendingClient, answer: bytes, unread: int = 0) -> None:
+        with contextlib.suppress(OSError):
+            if unread:
+                client.connection.recv(unread)  # otherwise closing the connection would discard the answer
+            client.connection.send(answer)
+        self._reject(client, f"{client.host} did not say what it wants; start all launchers with the same --port")
 
     def _reject(self, client: _PendingClient, why: str) -> None:
         self._remove(client)
