@@ -71,7 +71,6 @@ class RankInterpreter:
         self._calls: list[ast.AST] = []
         self.entered: set[ast.AST] = set()
         self._functions: list[FunctionObject] = []
-        self._classes: list[ClassObject] = []
         self._steps = 0
 
     def run(self) -> RankTrace:
@@ -423,7 +422,6 @@ class RankInterpreter:
 
     def _define_class(self, node: ast.ClassDef) -> None:
         body = ClassObject(node, {}, tuple(map(self.evaluate, node.bases)))
-        self._classes.append(body)
         for statement in node.body:
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 body.members[statement.name] = self._define(statement, body)
@@ -445,7 +443,7 @@ class RankInterpreter:
             results: list[AbstractValue] = []
             for each in callee.alternatives:
                 condition = PathCondition(node, callee.text, True, callee.facts, False)
-                self._arm(condition, partial(self._collect, results, each, arguments, keywords, node))
+                self._arm(condition, _append(results, partial(self.call, each, arguments, keywords, node)))
             return either(results) if results else AbstractValue(callee.text)
         if callee.function is not None:
             this = [callee.receiver] if callee.receiver is not None else []
@@ -458,17 +456,6 @@ class RankInterpreter:
                     result = self.call(self.attribute(callee, name), arguments, keywords, node)
                     return library_call.output_of(callee, result, arguments)
         return library.perform(LibraryCall(self, callee, arguments, keywords, node))
-
-    def _collect(
-        self,
-        results: list[AbstractValue],
-        callee: AbstractValue,
-        arguments: list[AbstractValue],
-        keywords: dict[str, AbstractValue],
-        node: ast.AST,
-    ) -> Flow:
-        results.append(self.call(callee, arguments, keywords, node))
-        return {"next"}
 
     def _instantiate(
         self,
@@ -561,8 +548,8 @@ class RankInterpreter:
                 self.branch(
                     node,
                     self.evaluate(test),
-                    lambda: self._append(results, body),
-                    lambda: self._append(results, orelse),
+                    _append(results, partial(self.evaluate, body)),
+                    _append(results, partial(self.evaluate, orelse)),
                 )
                 return either(results) if results else AbstractValue("conditional")
             case ast.Subscript(value=owner, slice=index):
@@ -590,10 +577,6 @@ class RankInterpreter:
         operands = [self.evaluate(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
         text = shortened(f"{type(node).__name__}({', '.join(operand.text for operand in operands)})")
         return AbstractValue(text, facts=inherited_facts(operands), arguments=tuple(operands))
-
-    def _append(self, results: list[AbstractValue], node: ast.expr) -> Flow:
-        results.append(self.evaluate(node))
-        return {"next"}
 
     def _call(self, node: ast.Call) -> AbstractValue:
         if isinstance(node.func, ast.Name) and node.func.id == "super":
@@ -704,6 +687,16 @@ class RankInterpreter:
             pass
         finally:
             self.path.phase, self.initialized, self.path.conditions, self.path.loops, self.path.outer_loops = outer
+
+
+def _append(results: list[AbstractValue], value_of: Callable[[], AbstractValue]) -> Callable[[], Flow]:
+    """Returns an arm of a branch that appends a value to the results."""
+
+    def arm() -> Flow:
+        results.append(value_of())
+        return {"next"}
+
+    return arm
 
 
 def _leaves(node: ast.If, outcome: bool) -> bool:

@@ -49,7 +49,7 @@ def loaders(job: JobTrace) -> Iterator[Diagnostic]:
         if loader is None:
             continue
         sampler = library_call.sampler_of(loader)
-        shuffle = loader.keywords.get("shuffle") or (loader.arguments[2] if len(loader.arguments) > 2 else None)
+        shuffle = _keyword(loader, "shuffle", 2)
         shuffles = shuffle is not None and shuffle.constant is True
         if sampler is None or sampler.is_none() is True:
             trains = _trains(job, loader)
