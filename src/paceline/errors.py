@@ -19,7 +19,9 @@ from enum import Enum
 
 _MOST_SHOWN = 100  # characters
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
-_STARTERS = ("paceline/operate/launch/workers/bootstrap.py", "paceline/operate/launch/workers/template.py", "runpy.py")
+_ENDINGS = {1: "st", 2: "nd", 3: "rd"}
+STARTERS = ("paceline/operate/launch/workers/bootstrap.py", "paceline/operate/launch/workers/template.py", "runpy.py")
+"""The ends of the paths of files that run a script."""
 
 
 def and_more(names: Sequence[object], most: int) -> str:
@@ -46,12 +48,23 @@ def short_repr(value: object) -> str:
     return repr(value)[:_MOST_SHOWN] if is_short else f"a {type(value).__name__}"
 
 
+def ordinal(number: int) -> str:
+    """Formats an ordinal number.
+
+    >>> [ordinal(number) for number in (1, 2, 3, 10, 11, 23)]
+    ['1st', '2nd', '3rd', '10th', '11th', '23rd']
+    """
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{_ENDINGS.get(number % 10, 'th')}"
+
+
 def is_user_file(file: str) -> bool:
     """Returns whether a source file belongs to the user, and not to Python, an installed package or Paceline.
 
     Messages name lines in the user's files only.
     """
-    is_own = file.startswith(("<", _PACKAGE)) or file.endswith(_STARTERS)
+    is_own = file.startswith(("<", _PACKAGE)) or file.endswith(STARTERS)
     folders = file.split("/")[:-1]
     is_installed = (
         "site-packages" in folders or "dist-packages" in folders or any(map(_is_library, folders, folders[1:]))

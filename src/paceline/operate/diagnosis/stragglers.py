@@ -15,7 +15,7 @@ for heavy tails: a single long pause is one draw among `n` ranks, however long i
 Consecutive steps are not independent: another process may occupy a core for some seconds. Steps are therefore added up
 in blocks, which are merged until neighbouring blocks are uncorrelated (Flyvbjerg and Petersen 1989), and the mean must
 exceed its standard error over the blocks. The probability is multiplied by the number of tests and ranks (Bonferroni),
-and by `k (k + 1)` if the steps are tested for the k-th time (a spending function, Lan and DeMets 1983).
+and by `k (k + 1) / 2` if the steps are tested for the k-th time (a spending function, Lan and DeMets 1983).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
+from paceline.errors import ordinal
 from paceline.operate.diagnosis.call_history import match_calls
 from paceline.operate.diagnosis.clock_offset import aligned
 from paceline.operate.diagnosis.finding import Cause, Diagnosis, milliseconds, named
@@ -504,7 +505,7 @@ def _sentence(found: Straggler, cost: StragglerCost, word: str, *, is_over: bool
         says = f"{who} {needs} {more} more than {others} for its own work in a usual {unit}"
     else:
         takes = "took" if is_over else "takes"
-        often = f"every {_ordinal(found.period)} {unit}" if found.period else f"{found.long_steps} {unit}s"
+        often = f"every {ordinal(found.period)} {unit}" if found.period else f"{found.long_steps} {unit}s"
         says = f"in {often}, {who} {takes} {more} longer than {others} for its own work"
     evidence = f"{cost.steps} {unit}s, confidence {_confidence(found.probability)}"
     return f"{says}, {found.share:.0%} of {_unit(cost)} on average ({evidence}): it {_reason(found, is_over=is_over)}"
@@ -518,16 +519,6 @@ def _confidence(probability: float) -> str:
     """
     digits = min(_MOST_DIGITS, math.floor(-math.log10(max(probability, 1e-30))))
     return f"{100 - 100 * 10**-digits:.{max(0, digits - 2)}f}%"
-
-
-def _ordinal(number: int) -> str:
-    """Formats an ordinal number.
-
-    >>> _ordinal(2), _ordinal(10), _ordinal(11), _ordinal(23)
-    ('2nd', '10th', '11th', '23rd')
-    """
-    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
 
 
 def _reason(found: Straggler, *, is_over: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from paceline.errors import and_more
+from paceline.errors import and_more, ordinal
 
 AFTER_AN_ERROR = (
     "the last backward ended with an error before its gradients were averaged, and other ranks may have averaged "
@@ -12,7 +12,6 @@ AFTER_AN_ERROR = (
 )
 
 _MOST_NAMED = 10  # the maximum number of parameters that a message lists
-_ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
 def missing_gradient_text(
@@ -85,14 +84,3 @@ def add_context(error: Exception, context: str) -> None:
     """Appends `context`, a description of the interrupted step in the training loop, to an error's message."""
     message = str(error.args[0]) if error.args else ""
     error.args = (f"{message.rstrip('.')}. {context}", *error.args[1:])
-
-
-def ordinal(number: int) -> str:
-    """Returns an ordinal number, such as 1st or 2nd.
-
-    >>> [ordinal(number) for number in (1, 2, 3, 11, 21)]
-    ['1st', '2nd', '3rd', '11th', '21st']
-    """
-    if number % 100 in (11, 12, 13):
-        return f"{number}th"
-    return f"{number}{_ENDINGS.get(number % 10, 'th')}"

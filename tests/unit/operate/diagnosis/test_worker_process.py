@@ -75,7 +75,7 @@ _ROOTS = {"paceline": Path(paceline.__file__).parents[1], "torch": Path(torch.__
     "path",
     sorted(
         {
-            *errors._STARTERS,
+            *errors.STARTERS,
             *worker_process._LOADERS,
             *worker_process._CALLS,
             *worker_process._COMPILERS,

@@ -23,7 +23,7 @@ from types import TracebackType
 import msgspec
 
 from paceline.comm.security.untrusted_peers import Int64
-from paceline.errors import is_user_file
+from paceline.errors import STARTERS, is_user_file
 from paceline.operate.launch.workers.placement import format_cpulist
 
 _PIPE_NAME = "alarm"
@@ -45,13 +45,7 @@ _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 _MOST_SENT, _TAIL_CHARACTERS = 256, 1000  # limits for failures in a message, and for all texts but the cause's
 _LONGEST_SUMMARY = 200
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
-_OWN_FILES = (
-    "paceline/operate/launch/workers/bootstrap.py",
-    "paceline/operate/launch/workers/template.py",
-    "paceline/operate/plan/measure/worker.py",
-    "<frozen runpy>",
-    "runpy.py",
-)
+_OWN_FILES = (*STARTERS, "paceline/operate/plan/measure/worker.py", "<frozen runpy>")
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
