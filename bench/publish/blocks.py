@@ -9,7 +9,7 @@ from publish.gpu_blocks import GPU
 from publish.predicted_blocks import PREDICTED
 from publish.readme_blocks import README
 from publish.results import Result, Row
-from publish.tables import Cell, pivot, ratio, source, spread, spread_of, table, with_tail
+from publish.tables import Cell, pivot, ratio, renamed, source, spread, spread_of, table, with_tail
 from publish.verdict_blocks import VERDICTS
 
 Results = Mapping[str, Result]
@@ -159,7 +159,7 @@ def many_ranks(results: Results) -> str:
         "a death until all know": "from a death until all other ranks have raised an error",
         "all have left": "destroying the process group on all ranks",
     }
-    columns: dict[str, Cell] = {"measured time": lambda row: names.get(row["what"], row["what"])}
+    columns: dict[str, Cell] = {"measured time": renamed("what", names)}
     columns |= {name: name for name in ("ranks", "n", "p50 s", "max s")}
     return "\n\n".join([table(result.rows(), columns), source(result)])
 
@@ -238,8 +238,10 @@ def diloco(results: Results) -> str:
     exact = next(row["held-out loss"] for row in rows if row["method"] == "DDP")
     names = {"alone": "each rank alone", "DDP": "exact data parallel training"}
 
+    named = renamed("method", names)
+
     def way(row: Row) -> str:
-        name = names.get(row["method"], row["method"])
+        name = named(row)
         return name if "fragments" not in row else f"{name}, {row['wire']}, {row['fragments']} fragments"
 
     def more(row: Row) -> str | None:
@@ -290,7 +292,7 @@ def startup(results: Results) -> str:
     for name in ("paceline run", "torchrun"):
         columns[f"{name} MiB"] = lambda rows, name=name: rows[name].get("MiB")
     events = {"first all-reduce done": "first all-reduce completed", "launcher ended": "launcher exited"}
-    lines: dict[str, Cell] = {"ranks": "ranks", "time until": lambda row: events.get(row["until"], row["until"])}
+    lines: dict[str, Cell] = {"ranks": "ranks", "time until": renamed("until", events)}
     return "\n\n".join([pivot(result.rows(), lines, columns), source(result)])
 
 
@@ -304,7 +306,7 @@ def death(results: Results) -> str:
         "late": "ranks that wait for a late rank",
         "gloo": "torch's gloo, all_reduce",
     }
-    columns: dict[str, Cell] = {"case": lambda row: names.get(row["case"], row["case"])}
+    columns: dict[str, Cell] = {"case": renamed("case", names)}
     columns |= {name: name for name in ("kills", "survivors", "p50 ms", "p95 ms", "p99 ms", "max ms")}
     columns["dead rank identified"] = "named the victim"
     return "\n\n".join([table(result.rows(), columns), source(result)])

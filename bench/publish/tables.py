@@ -64,6 +64,11 @@ def pivot(
     return markdown([*lines, *columns], made)
 
 
+def renamed(column: str, names: Mapping[str, str]) -> Callable[[Row], str]:
+    """Returns what makes a cell out of a column: the name that `names` has for the value, or the value itself."""
+    return lambda row: names.get(row[column], row[column])
+
+
 def spread(name: str, unit: str = "µs") -> Callable[[Mapping[str, Row]], object]:
     """Returns what makes a cell out of a contestant's median, with the 95th percentile in brackets if it is known."""
     return lambda contestants: spread_of(contestants[name], unit) if name in contestants else None
