@@ -3,7 +3,8 @@
 A step takes as long as its slowest rank: each rank's time is drawn from the measured times, and the largest of n draws
 is below their q^(1/n) quantile with probability q. The interval from `low_s` to `high_s` combines this variation with
 two unknowns: the difference of a later run on the same machine, and that of a call from its simulation. Each is changed
-alone, and the deviations of the step are added in quadrature (JCGM 100:2008, 5.1).
+alone, and the deviations of the step are added in quadrature (JCGM 100:2008, 5.1). If their sum exceeds the step,
+`low_s` is the duration with all of them at once, which is positive.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ def predict(
     factors = call_factors(calibration.origin)
     network_part = deviation(*(step_of(calibration, strategy, times.scaled(by), usual) for by in factors))
     parts = (variation, machine, network_part)
+    less = [part.less for part in parts]
     alone_s = _alone(calibration, strategy)
     samples = None if calibration.samples is None else calibration.samples * strategy.forwards / calibration.forwards
     rate = None if samples is None else ranks * samples / step.seconds
@@ -159,7 +161,7 @@ def predict(
         per_node=ranks // nodes,
         strategy=strategy,
         step=step,
-        low_s=step.seconds * max(0.0, 1 - math.hypot(*(part.less for part in parts))),
+        low_s=step.seconds * max(1 - math.hypot(*less), math.prod(1 - fraction for fraction in less)),
         high_s=step.seconds * (1 + math.hypot(*(part.more for part in parts))),
         variation=variation,
         machine=machine,

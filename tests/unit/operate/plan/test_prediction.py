@@ -171,6 +171,12 @@ def test_the_band_adds_what_is_not_known():
     assert facts_of(found)["deviations"]["network"]["more"] == pytest.approx(6.6 / 63)
 
 
+def test_a_step_takes_some_time_however_much_it_varies():
+    wild = prediction(calibration(step_s=(0.001, 0.050, 0.200)), nodes=1)
+    assert math.hypot(wild.variation.less, wild.machine.less, wild.network.less) > 1
+    assert 0 < wild.low_s < wild.step.seconds < wild.high_s
+
+
 def test_a_machine_that_is_noisy_in_its_steps_is_so_in_its_runs():
     assert machine_noise([0.05] * 9 + [1.0]) == LEAST_NOISE, "a single pause is no noise"
     assert machine_noise([0.05, 0.04, 0.06, 0.05, 0.055, 0.045]) == pytest.approx(1.645 * 1.4826 * 0.1)
