@@ -223,9 +223,9 @@ _SHORT_NAMES = {"DDP": "DistributedDataParallel", "ZeRO": "ZeroRedundancyOptimiz
 
 
 def _suggestion(name: str) -> str:
-    """Returns the end of an error message about a missing name: the public name that may be meant, or nothing.
+    """Returns a suggestion to append to the error message for a missing name, or "" if there is none.
 
-    `from paceline import linux` also looks for an attribute before it imports the module, and must not be slow.
+    `from paceline import linux` calls this function before it imports the submodule, so it must be fast.
     """
     module = f"{__path__[0]}/{name}"
     if name.startswith("_") or exists(module) or exists(f"{module}.py"):

@@ -21,7 +21,7 @@ _MOST_SHOWN = 100  # characters
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 STARTERS = ("paceline/operate/launch/workers/bootstrap.py", "paceline/operate/launch/workers/template.py", "runpy.py")
-"""The ends of the paths of files that run a script."""
+"""Suffixes of the paths of files that run a script."""
 
 
 def and_more(names: Sequence[object], most: int) -> str:
@@ -194,7 +194,7 @@ class PeerLostError(CollectiveError):
 
 
 class GroupAbortedError(CollectiveError):
-    """A rank called `abort` on the group, which ended the calls on all ranks of the group.
+    """A rank called `abort` on the group, which aborted the calls on all ranks of the group.
 
     Attributes: `rank`, the rank in the default group of the process that aborted the group.
     """

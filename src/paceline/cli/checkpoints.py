@@ -290,7 +290,7 @@ def contents_of(path: str) -> CheckpointContents:
     """Opens the checkpoint at a path.
 
     Raises:
-        CheckpointError: the path has no readable checkpoint.
+        CheckpointError: there is no readable checkpoint at the path.
     """
     foreign = foreign_at(path)
     if foreign is None:
@@ -317,7 +317,7 @@ def contents_of(path: str) -> CheckpointContents:
 
 
 def foreign_at(path: str) -> ForeignCheckpoint | None:
-    """Opens a checkpoint that another library wrote; returns None if the path has none."""
+    """Opens a checkpoint written by another library; returns None if there is none at the path."""
     if not Path(path).is_file() and not Path(path, ".metadata").is_file():
         return None
     from paceline.train.checkpoint.foreign.foreign_file import open_foreign

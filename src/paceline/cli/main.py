@@ -246,7 +246,7 @@ def _add_completion_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_completion(environment: Mapping[str, str], options: argparse.Namespace) -> int:
-    """Prints the script; returns 2 if the library that generates it is not installed, otherwise 0."""
+    """Prints the completion script; returns 2 if the library that generates it is not installed, otherwise 0."""
     try:
         print(completion_script(options.shell, parser(environment)))
     except MissingShtabError as error:
@@ -491,7 +491,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_printing(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Runs a command that prints; returns its exit code, or that of SIGPIPE if the output was closed (`... | head`)."""
+    """Runs a command that prints; returns its exit code, or 128 + SIGPIPE if the output was closed (`... | head`)."""
     try:
         code = command(options)
         sys.stdout.flush()

@@ -207,7 +207,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _differences(links: Links) -> str:
-    """Returns the environment variable that describes unequal links to a job, with its value, or ""."""
+    """Returns the setting of the environment variable that describes unequal links, or "" if links are equal."""
     from paceline.comm.schedule.network import describe_differences
 
     if len(links.pairs) < 2:

@@ -66,7 +66,7 @@ class _JobDiagnosis:
         verdict: the diagnosis of the job's end, or None.
         slowdowns: the ranks and links that were slow most of the time.
         aggregator: the data for the report; None if no recording is readable.
-        what_if: the estimate without the stragglers, or None without stragglers.
+        what_if: the estimated time without the stragglers, or None if there are no stragglers.
     """
 
     remnants: JobRemnants

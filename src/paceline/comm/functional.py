@@ -538,7 +538,7 @@ def _locally(gathered: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def _is_by_one_call(tensor: torch.Tensor, op: ReduceOp) -> bool:
-    """Returns whether one collective suffices: the reduction is linear, or no gradient is required."""
+    """Returns True if one collective suffices, because the reduction is linear or no gradient is required."""
     return op not in _LOCALLY or not (tensor.requires_grad and torch.is_grad_enabled())
 
 

@@ -20,7 +20,7 @@ class Severity(Enum):
 
 
 class Confidence(Enum):
-    """The confidence that a diagnostic is right. Those with low confidence are shown only on request."""
+    """The confidence level of a diagnostic. Diagnostics with low confidence are shown only on request."""
 
     HIGH = "high"
     LOW = "low"
@@ -32,7 +32,7 @@ class Diagnostic:
 
     level: Severity
     about: str  # the subject
-    seen: str  # the facts
+    seen: str  # the observation
     reason: str = ""
     fix: str = ""
     line: int | None = None  # the line of a script

@@ -109,7 +109,7 @@ def limits() -> list[Diagnostic]:
 
 
 def network(root: Path = Path("/")) -> list[Diagnostic]:
-    """Reports the active network interfaces with their MTUs, the default route, and the address of this host's name."""
+    """Reports the active network interfaces, their MTUs, the default route, and the address of the host name."""
     findings = []
     routes = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
     default = [fields[0] for fields in routes if fields[1] == "00000000"]
@@ -165,7 +165,7 @@ def clock() -> list[Diagnostic]:
 
 
 def accelerators(root: Path = Path("/")) -> list[Diagnostic]:
-    """Reports the GPUs and their driver, NCCL and MPI."""
+    """Reports the GPUs, their driver, and the NCCL and MPI libraries."""
     gpus = count_gpus(root=root)
     driver = _read(root / "proc/driver/nvidia/version").partition("\n")[0]
     nccl = find_spec("nvidia") is not None and find_spec("nvidia.nccl") is not None
@@ -209,7 +209,7 @@ CHECKS: tuple[Callable[[], list[Diagnostic]], ...] = (
 
 
 def check_machine() -> list[Diagnostic]:
-    """Runs all checks and returns their findings; a check that raises an error results in a note."""
+    """Runs all checks and returns their findings. An error raised by a check is reported as a note."""
     findings: list[Diagnostic] = []
     for check in CHECKS:
         try:

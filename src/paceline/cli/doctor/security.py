@@ -1,6 +1,6 @@
 """Security checks: the security level, the secret, OpenSSL, and the reachability of listening sockets.
 
-/proc provides the sockets of each process.
+The sockets of each process are read from /proc.
 """
 
 from __future__ import annotations

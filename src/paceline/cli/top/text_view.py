@@ -158,7 +158,7 @@ def _ranks(rows: Sequence[Picture], width: int, room: int, is_coloured: bool) ->
 
 @dataclass(frozen=True)
 class RankColumn:
-    """A column of the table of ranks: its heading, its least width (negative to align left), and a row's text."""
+    """A column of the table of ranks: its heading, its minimum width (negative to align left), and a row's text."""
 
     head: str
     width: int
@@ -176,11 +176,11 @@ _COLUMNS = (
     RankColumn("memory", 9, lambda row: _size(row["memory_nbytes"])),
     RankColumn("heard", 7, lambda row: f"{row['heard_s']:.1f} s"),
 )
-_DISPENSABLE = ("memory", "samples/s", "heard", "waits", "own time", "host")  # the first to be left out comes first
+_DISPENSABLE = ("memory", "samples/s", "heard", "waits", "own time", "host")  # in the order in which they are dropped
 
 
 def columns_of(rows: Sequence[Picture], width: int, gap: int = 1) -> list[RankColumn]:
-    """Returns the columns to show, which leave room for the longest description of what a rank is doing.
+    """Returns the columns to show, leaving room for the longest description of a rank's activity.
 
     Args:
         rows: the rows of the table of ranks.

@@ -102,7 +102,7 @@ class OpenGroup(Protocol):
         """Records later calls and messages under the group's serial number; see `EngineChannel.record_as`."""
 
     def abort(self) -> None:
-        """Ends calls and messages; see `EngineChannel.abort`."""
+        """Aborts calls and messages; see `EngineChannel.abort`."""
 
     def failure(self) -> int:
         """Returns the `OutcomeCode` of a failure of calls or messages, or OK."""

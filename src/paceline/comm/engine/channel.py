@@ -68,7 +68,7 @@ class CallOutcome(Protocol):
 
     @property
     def left(self) -> Sequence[int]:
-        """The ranks among `gone` that left cleanly rather than died."""
+        """The ranks among `gone` that left cleanly; the others died."""
 
     @property
     def cause(self) -> int:
@@ -76,15 +76,15 @@ class CallOutcome(Protocol):
 
     @property
     def cause_left(self) -> bool:
-        """Whether `cause` left cleanly rather than died."""
+        """Whether `cause` left cleanly, rather than dying."""
 
     @property
     def cause_hung(self) -> bool:
-        """Whether `cause` delayed a call until it timed out, as opposed to having died."""
+        """Whether `cause` delayed a call until it timed out, rather than dying."""
 
     @property
     def reporter(self) -> int:
-        """The rank that first detected the failure and ended the group on all ranks."""
+        """The rank that first detected the failure and aborted the group on all ranks."""
 
     @property
     def waited_ns(self) -> int:
@@ -96,19 +96,19 @@ class CallOutcome(Protocol):
 
     @property
     def split_from(self) -> int:
-        """The sender of a part whose size differs from the size that the receiver expects."""
+        """The rank that sent a part whose size differs from the size that the receiver expects."""
 
     @property
     def split_to(self) -> int:
-        """The receiver of the part that `split_from` sends."""
+        """The rank that receives the part sent by rank `split_from`."""
 
     @property
     def split_sent(self) -> int:
-        """The number of bytes that `split_from` sends."""
+        """The size in bytes of the part sent by rank `split_from`."""
 
     @property
     def split_expected(self) -> int:
-        """The number of bytes that `split_to` expects."""
+        """The size in bytes that rank `split_to` expects for this part."""
 
     @property
     def calls(self) -> Sequence[HeaderFields]:
@@ -133,7 +133,7 @@ class Pending(Protocol):
         """
 
     def outcome(self) -> CallOutcome | None:
-        """Returns why the call failed, or None if it succeeded; valid after `wait` has returned True."""
+        """Returns the reason why the call failed, or None if it succeeded; valid after `wait` has returned True."""
 
 
 @runtime_checkable
@@ -239,7 +239,7 @@ class EngineChannel(Protocol):
         """Runs a call to completion; returns None on success."""
 
     def submit(self, call: CollectiveCall, /) -> Pending:
-        """Queues a call behind earlier ones and returns at once."""
+        """Queues a call after the earlier ones and returns at once."""
         ...
 
     def prepare(self, call: CollectiveCall, /) -> _core.PreparedCall | None:
@@ -250,9 +250,9 @@ class EngineChannel(Protocol):
         """Records later calls under the group's serial number (`record.recorder.open_group`)."""
 
     def abort(self) -> None:
-        """Ends current and later calls with the code ABORTED, at least on this rank; does not block.
+        """Aborts current and later calls with the code ABORTED, at least on this rank; does not block.
 
-        Any thread may call this while other threads are in a call. The native engine also ends the calls on other
+        Any thread may call this while other threads are in a call. The native engine also aborts the calls on other
         ranks.
         """
 

@@ -1,4 +1,4 @@
-"""Formation of a group, in which each rank waits until the others have set their keys in the store, or one has failed.
+"""Formation of a group: each rank waits until all ranks have set their keys in the store or one rank has failed.
 
 A rank that gives up publishes its reason before it leaves. If a rank dies, the store's server (if there is one)
 publishes the rank's last will (`Store.set_last_will`); open connections may also reveal the death to other ranks.
@@ -111,13 +111,13 @@ _STORE_RANK = 0  # the rank that serves the store, unless the launcher serves it
 
 
 class Formation:
-    """A context manager in which one group forms; an error raised inside is published for the other ranks.
+    """A context manager around the formation of one group; publishes an error raised in its body to the other ranks.
 
     Args:
         store: the store of the rendezvous.
         rank, world_size: this rank and the number of ranks.
         what: a name or number that is the same on all members and unique to the group; None for the default group,
-            whose store may end with this rank.
+            whose store may shut down with this rank.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, what: int | str | None = None) -> None:
@@ -142,7 +142,7 @@ class Formation:
         self._gone = lambda: before() or gone()
 
     def publish_on_exit(self, key: str, value: str) -> None:
-        """Makes the store's server set `key` to `value` when this rank ends, at any time after the group has formed."""
+        """Makes the store's server set `key` to `value` when this rank exits, even long after the formation."""
         self._bequest = key, value
 
     def absent(self, keys: Sequence[str], deadline: float) -> list[str]:

@@ -108,7 +108,8 @@ def set_congestion_control(connection: Connection) -> None:
     round-trip time is less than a millisecond.
 
     Raises:
-        ValueError: the kernel lacks the congestion control in PACELINE_CONGESTION, or forbids this user to set it.
+        ValueError: the kernel lacks the congestion control in PACELINE_CONGESTION, or does not permit this user to set
+            it.
     """
     wanted = os.environ.get(CONGESTION_VARIABLE)
     if wanted:

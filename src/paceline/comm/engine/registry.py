@@ -17,7 +17,7 @@ from paceline.comm.rendezvous.rendezvous import RendezvousResult
 class _Entry(NamedTuple):
     device_type: str
     module: str
-    can_meet: bool = False  # whether the module has `meet`, the rendezvous for ranks started by the engine's launcher
+    can_meet: bool = False  # whether there is a `meet` for ranks started by the engine's launcher
 
 
 _DEVICE_ENGINE = "paceline.comm.engine.torch_backend.device_engine"
@@ -39,7 +39,7 @@ class BackendChoice:
     """The parsed argument `backend`: the string that `get_backend` returns, and the engine for each type of device.
 
     Attributes:
-        is_default: whether the backend is the default, that is, the program did not name one.
+        is_default: True if the program did not specify a backend.
     """
 
     text: str

@@ -26,7 +26,7 @@ _WITHIN = 1 << 61  # flag in the identity of a group's part on one host
 
 
 class Subgroup(NamedTuple):
-    """An open group for a subset of a group's ranks; `ranks` are their ranks in the whole group."""
+    """An open group for a subset of a group's ranks; `ranks` lists the group ranks of this subset."""
 
     opened: OpenGroup
     ranks: Sequence[int]
@@ -46,7 +46,7 @@ class TwoLevelGroup:
         self.messages.record_messages_as(group)
 
     def abort(self) -> None:
-        """Ends calls in the group and all its parts."""
+        """Aborts calls in the group and in all of its parts."""
         self.channel.abort()
         for part in self.parts:
             part.abort()
@@ -196,7 +196,7 @@ class TwoLevelChannel(SerialChannel):
             self._check(part.opened.channel.run(own), part.ranks)
 
     def _check(self, outcome: CallOutcome | None, ranks: Sequence[int]) -> None:
-        """Ends the call if a part of it failed, with ranks in the outcome translated to ranks of the whole group."""
+        """Fails the call if a part of it failed; ranks in the outcome are translated to ranks of the whole group."""
         if outcome is None:
             return
         calls = [(0, 0, 0, 0, -1, 0)] * self._size

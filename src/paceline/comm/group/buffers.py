@@ -26,7 +26,7 @@ def _one_by_one(tensors: Iterable[object]) -> None:
 
 
 def _increment_versions() -> Count:
-    """Returns PyTorch's own function, or a loop over it in releases in which it accepts only a single tensor."""
+    """Returns PyTorch's own function, or a loop over it in releases whose function accepts only a single tensor."""
     try:
         _increment([torch.empty(0, device="cpu")])
     except TypeError:
@@ -128,7 +128,7 @@ class Buffers:
     """The memory of a call's tensors; tensors that are not plain are replaced by copies.
 
     Args:
-        scale: a factor with which the tensors to be read are multiplied, in a copy.
+        scale: the factor by which copies of the tensors to read are multiplied.
         any_order: whether to pass the elements of channels-last tensors in memory order. The caller guarantees that all
             ranks use the same layout.
     """

@@ -23,7 +23,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     The other ranks wait without a timeout until `continue` or, after `next` or `step`, until the debugged rank reaches
     its next collective. If the debugged rank exits, the other ranks immediately raise an error. Under `paceline run`
     the debugger uses the launcher's terminal, regardless of the rank. Ctrl-C at the prompt raises KeyboardInterrupt in
-    the debugger and does not end the job.
+    the debugger and does not terminate the job.
 
     Args:
         rank: the rank to debug, in the default group.
@@ -61,8 +61,8 @@ def _debug(debugger: _Debugger) -> None:
 class _Debugger(pdb.Pdb):
     """pdb on the terminal. It stops inside `breakpoint`, but initially shows the frame of the caller.
 
-    This way the debugger finishes before the other ranks continue. With `nosigint`, Ctrl-C after `continue` ends the
-    job, as without a debugger.
+    This way the debugger finishes before the other ranks continue. With `nosigint`, Ctrl-C after `continue` terminates
+    the job, as without a debugger.
     """
 
     def __init__(self, caller: FrameType) -> None:

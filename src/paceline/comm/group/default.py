@@ -86,13 +86,13 @@ class World:
         self.subgroups: list[ProcessGroup] = []
 
     def close_subgroups(self) -> None:
-        """Ends all subgroups; idempotent."""
+        """Destroys all subgroups; idempotent."""
         for subgroup in self.subgroups:
             subgroup.close()
         self.subgroups.clear()
 
     def close(self) -> None:
-        """Ends all groups for this rank; idempotent."""
+        """Destroys all groups on this rank; idempotent."""
         self.close_subgroups()
         self.group.close()
         self.engines.close()
@@ -109,7 +109,7 @@ class OwnWorld(World):
         set_torch_default_backend()
 
     def close(self) -> None:
-        """Ends all groups for this rank, and the store if Paceline opened it."""
+        """Destroys all groups on this rank, and closes the store if Paceline opened it."""
         restore_torch_default_backend()
         self._leaving.cancel()
         super().close()
@@ -140,8 +140,8 @@ def set_default_world(world: OwnWorld) -> None:
 def become_observer(size: int, why: str) -> None:
     """Makes `get_rank` and `get_world_size` report this process as the last of `size` + 1 ranks, until a world is set.
 
-    The default group is closed, which makes collectives fail if the program is out of step with the other ranks; the
-    error contains the reason `why`.
+    The default group is closed, so collectives fail if this program has diverged from the other ranks; the error
+    contains the reason `why`.
     """
     global _observed_size
     if _observed_size is None:
@@ -207,8 +207,8 @@ def resolve(group: Group, call: str = "") -> ProcessGroup | None:
 
     Args:
         group: the group, or None for the default group.
-        call: the name of the collective, which warns that it does nothing on a rank that is not a member, or "" for no
-            warning.
+        call: the name of the collective, for a warning if this rank is not a member and the collective therefore has no
+            effect; "" for no warning.
 
     Raises:
         TypeError: `group` is not a Paceline group.

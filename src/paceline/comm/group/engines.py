@@ -1,6 +1,6 @@
-"""The engines of a process, each started when a group first needs it, and the devices of a group.
+"""`Engines`, which starts engines on demand, and `Devices`, which holds a process group's engine groups.
 
-`Engines` starts engines and opens groups with them. `Devices` holds one group's open groups, one for each device.
+An engine group is the `OpenGroup` of one engine. A process group has one engine group per device.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Opener = Callable[[torch.device], OpenGroup]
 
 
 class Devices:
-    """The open groups of one process group, one per device; the first call on an accelerator opens its group.
+    """The engine groups of one process group, one per device. An accelerator's group is opened by its first call.
 
     Args:
-        on_cpu: the open group for CPU tensors.
+        on_cpu: the engine group for CPU tensors.
         openers: the functions that open the group on other devices, by device type.
         backend: the backend's name, for error messages.
         record: a function that adds an open group and its device type to the recording, and returns the group's serial
@@ -90,7 +90,7 @@ class Devices:
             return self._open[device]
 
     def abort(self) -> None:
-        """Ends the calls on all devices; any thread may call this."""
+        """Aborts the calls on all devices; any thread may call this."""
         for opened in self._all():
             opened.abort()
 
@@ -103,7 +103,7 @@ class Devices:
         return [self._on_cpu, *self._open.values()]
 
     def close(self) -> None:
-        """Ends the group on all devices and releases the openers; idempotent."""
+        """Closes the engine groups of all devices and releases the openers; idempotent."""
         self._openers = {}
         self._on_cpu.close()
         for opened in self._open.values():
@@ -130,7 +130,7 @@ _FINDS_MEMBERS = _ENCRYPTS = "paceline"
 
 
 class Engines:
-    """The engines of a process. Starts engines on demand, opens groups with them, and shuts them down in `close`.
+    """Starts engines on demand, opens groups with them, and shuts them down in `close`.
 
     Args:
         context: the context in which the engines start; its members are not set yet.
@@ -228,7 +228,7 @@ class Engines:
         return openers
 
     def close(self) -> None:
-        """Ends all engines; idempotent."""
+        """Shuts down all engines; idempotent."""
         for engine in self._started.values():
             engine.close()
         self._started.clear()

@@ -17,7 +17,7 @@ from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns an uninitialized CPU tensor in shared memory, which `all_reduce` reduces without a staging copy.
 
-    It is useful for large tensors (from about a megabyte) that every rank creates with this function and passes to
+    It is useful for large tensors (about a megabyte or more) that every rank creates with this function and passes to
     `all_reduce` as a whole. In all other respects the result is an ordinary tensor of `dtype` (default: PyTorch's
     default dtype) and shape `size`.
 

@@ -225,7 +225,7 @@ def new_group(
     require_wire(wire, of_devices, world.engines.between_hosts)
     device = make_current(device_id, of_devices)
     if timeout is not None:
-        to_seconds(timeout)  # refused on all ranks, not only on the group's
+        to_seconds(timeout)  # an invalid timeout raises an error on all ranks, not only on members
     if ranks is not None and (isinstance(ranks, str) or not isinstance(ranks, Iterable)):
         raise TypeError(f"new_group: ranks is {short_repr(ranks)}; it must be a list of ranks, or None for all ranks")
     chosen = list(range(world.group.size())) if ranks is None else [int(rank) for rank in ranks]

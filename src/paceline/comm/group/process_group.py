@@ -220,8 +220,8 @@ class ProcessGroup:
 
         Any thread may call this while other threads wait in calls on the group; it does not wait for other ranks. Use
         it from a thread that detects that the group cannot continue, for instance because a rank must be replaced.
-        `close` must still be called afterward. With the engines "gloo", "mpi" and "nccl" only this rank's calls end;
-        with "gloo" and "mpi" they end only at their timeout.
+        `close` must still be called afterward. With the engines "gloo", "mpi" and "nccl" only this rank's calls are
+        aborted; with "gloo" and "mpi" they continue until their timeout.
         """
         self._devices.abort()
 
@@ -719,7 +719,7 @@ class ProcessGroup:
         root: int = -1,
         are_whole: bool = False,
     ) -> bool:
-        """Executes the call and returns True if all tensors are plain; returns False without any effect if not.
+        """Executes the call and returns True if all tensors are plain; otherwise returns False without any effect.
 
         Args:
             operation: any operation except all_reduce and broadcast, which have separate, shorter paths.

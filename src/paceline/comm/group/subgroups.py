@@ -99,10 +99,10 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | NonMember:
-    """Creates a group from each list of ranks in `parent_pg` (default: the default group). All of them must call this.
+    """Creates a group from each list of ranks in `parent_pg`; all ranks of `parent_pg` must call this.
 
-    The lists contain group ranks in the parent. A rank may be in at most one list. See `new_subgroups` for the other
-    arguments.
+    The default parent is the default group. The lists contain group ranks in the parent. A rank may be in at most one
+    list. See `new_subgroups` for the other arguments.
 
     Returns:
         The new group that contains this rank, or `GroupMember.NON_GROUP_MEMBER`.

@@ -413,7 +413,7 @@ def when_done(call: Pending, then: Callable[[], None], device: torch.device | No
 
 
 class CompletionThread:
-    """Runs callbacks when calls complete, until `close` ends it."""
+    """Runs callbacks when calls complete, until `close` is called."""
 
     def __init__(self, level: int = 0) -> None:
         self._level = level
@@ -430,7 +430,7 @@ class CompletionThread:
         _core.announce_ending()
 
     def close(self) -> None:
-        """Ends the thread, which then no longer reports calls. Idempotent."""
+        """Stops the thread that reports calls; idempotent."""
         self._closed = True
         self._arrivals.put(None)
         _core.announce_ending()
@@ -471,7 +471,7 @@ class CompletionThread:
     def _run_callbacks(self, completed: list[_Arrival]) -> None:
         while completed and not self._closed:
             try:
-                completed.pop(0)[1]()  # drops the reference, since a group ends when its calls are no longer referenced
+                completed.pop(0)[1]()  # drops the reference, which keeps the call's group alive
             except Exception:
                 logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
 

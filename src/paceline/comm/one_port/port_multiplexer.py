@@ -68,7 +68,7 @@ class NumberTable(Generic[Holder]):
         self._next = FIRST
 
     def take(self, wanted: int, holder: Holder) -> int:
-        """Assigns a listener the wanted number, or a free one if `wanted` is 0; returns the number.
+        """Assigns the requested number to a listener, or a free one if `wanted` is 0; returns the number.
 
         Raises:
             OSError: another listener holds the number, or no number is free.
@@ -119,7 +119,7 @@ class PortMultiplexer:
 
     It listens on the addresses for which numbers were requested. At most `MAX_PENDING_CLIENTS` connections may have an
     incomplete header. Beyond this limit, the oldest such connection from the user or host with the most of them is
-    closed, which keeps silent peers from blocking others.
+    closed, so that silent peers cannot block others.
 
     Args:
         port: the port.
@@ -343,7 +343,7 @@ class NumberedListener:
         """Waits for a connection and returns it with its peer's address. Reset connections are skipped.
 
         Raises:
-            OSError: the multiplexer has ended, `shutdown` was called, or no descriptor is free.
+            OSError: the multiplexer has exited, `shutdown` was called, or no descriptor is free.
         """
         while True:
             connection = self._received()
@@ -429,7 +429,7 @@ def _name_in_job(port: int) -> str:
 
 
 # The multiplexers that this process started in a job without a launcher, by name. Forked children close their copies of
-# the descriptors, so the multiplexers end with this process.
+# the descriptors, so a multiplexer stops when this process exits.
 _multiplexers: dict[str, PortMultiplexer] = {}
 
 

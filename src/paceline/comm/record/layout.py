@@ -42,7 +42,7 @@ REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "pre
 
 SEND = 32
 RECEIVE = 33
-FORMATION = 34  # of a group, recorded as its call 0
+FORMATION = 34  # the formation of a group, recorded as the group's call 0
 OPERATIONS = {
     1: "all_reduce",
     2: "broadcast",
@@ -86,7 +86,7 @@ class EventKind(IntEnum):
     | DATA_WAIT | the loader's class | the batch's number | |
     | VIEW_CHANGE | the change | the new view's generation | its number of workers |
     | RECOMPUTE | | the number of shard runs repeated for lost members | |
-    | NOT_FINITE | the parameter, or the logged number | the step | the number of affected gradients |
+    | NOT_FINITE | the parameter, or the logged metric | the step | the number of affected gradients |
     | DIFFERENCE | the first tensor that differs between replicas | the step | the first differing rank |
     | CHECKPOINT | `send` or `receive`, for the state of an elastic job | | |
     | CHUNK | the operation of a call staged through host memory | the chunk's number | its bytes |

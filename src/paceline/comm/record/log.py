@@ -1,6 +1,6 @@
-"""Logging of named numbers, such as the loss, with a warning if a number becomes NaN or infinite.
+"""Logging of scalar metrics, such as the loss, with a warning if a value becomes NaN or infinite.
 
-Sinks forward the numbers to TensorBoard, Weights & Biases or MLflow. The user creates the writer, run or client; this
+Sinks forward the metrics to TensorBoard, Weights & Biases or MLflow. The user creates the writer, run or client; this
 module imports none of these libraries, except MLflow if its sink is created without a client.
 """
 
@@ -18,15 +18,15 @@ from paceline.comm.record.recorder import known_rank
 from paceline.comm.record.spans import STEPS, note_event, number_of
 
 _was_finite: dict[str, bool] = {}  # for each name, False once a warning has been issued
-_listeners: list[Callable[[Mapping[str, float]], None]] = []  # called with the numbers passed to each `log`
+_listeners: list[Callable[[Mapping[str, float]], None]] = []  # called with the metrics passed to each `log`
 
 
 def log(**values: SupportsFloat) -> None:
-    """Records named numbers, such as the loss and the learning rate, for the current step.
+    """Records scalar metrics, such as the loss and the learning rate, for the current step.
 
     Numbers and tensors of one element are converted to a double at once. For a tensor on a GPU, this call blocks until
     the GPU has computed the value, so performance-critical loops should log such values only every few steps. If a
-    number that was finite before, or whose name contains "loss", becomes NaN or infinite, a warning is issued once.
+    metric that was finite before, or whose name contains "loss", becomes NaN or infinite, a warning is issued once.
 
         paceline.log(loss=loss, lr=scheduler.get_last_lr()[0])
 
@@ -69,10 +69,10 @@ def _warn_not_finite(name: str, number: float) -> None:
 
 
 class LogSink(Protocol):
-    """Destination of logged numbers."""
+    """Destination for logged metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the numbers passed to one call of `log`, by name; `step` is the current training step."""
+        """Writes the metrics passed to one call of `log`, by name; `step` is the current training step."""
 
 
 class TensorBoardLog:
@@ -90,7 +90,7 @@ class TensorBoardLog:
         self._prefix = prefix
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds a scalar for each number."""
+        """Adds a scalar for each metric."""
         for name, value in values.items():
             self._writer.add_scalar(f"{self._prefix}{name}", value, step)
 
@@ -110,7 +110,7 @@ class WandbLog:
         self._prefix = prefix
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the numbers with the step."""
+        """Logs the metrics with the step."""
         self._run.log({f"{self._prefix}{name}": value for name, value in values.items()}, step=step)
 
 
@@ -132,12 +132,12 @@ class MlflowLog:
         self._client = client
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the numbers as metrics for the step."""
+        """Logs the metrics for the step."""
         self._client.log_metrics(dict(values), step=step)
 
 
 def log_to(sink: LogSink | None) -> None:
-    """Adds a sink for the numbers that this process logs; None removes all sinks.
+    """Adds a sink for the metrics that this process logs; None removes all sinks.
 
     Call it on one rank only; otherwise each rank draws the same curve. The step passed to the sink is the recording's
     current step or, in a program without recorded steps, the number of calls to `log`; see docs/observe.md. Errors

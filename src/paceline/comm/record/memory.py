@@ -1,13 +1,13 @@
-"""Memory for a process's recording: memory kept by the launcher, a file, or memory that ends with the process.
+"""Memory for a process's recording: memory kept by the launcher, a file, or memory that is lost at process exit.
 
 `paceline run` creates a memory file (memfd) for each worker, keeps it open, and identifies it in PACELINE_RECORD_FD.
 The worker opens it through the launcher's /proc/PID/fd, which the kernel permits only to processes of the same user.
 Recording therefore works even if a script closes inherited descriptors, and child processes do not inherit the file.
 
-A process without a launcher records into a file in a directory accessible only to its user, by default in /dev/shm. The
-kernel would continually write a mapped file on a disk back, and would kill the process with SIGBUS if the disk were
-full. For the same reason the space for the file is reserved before the file is mapped, and no file is created if space
-is short.
+A process without a launcher records into a file in a directory accessible only to its user, by default in /dev/shm. A
+mapped file on a disk would continually be written back, and the kernel would kill the process with SIGBUS if the disk
+were full. For the same reason the space for the file is reserved before the file is mapped, and no file is created if
+space is short.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _new_file() -> int:
 
 
 def _prune(directory: str) -> None:
-    """Removes the oldest files of ended processes until at most `MOST_FILES` remain, including the one to be created.
+    """Removes the oldest files of exited processes until at most `MOST_FILES` remain, including the one to be created.
 
     Raises:
         FileExistsError: too many files belong to running processes.

@@ -20,7 +20,7 @@ _WORKER_VARIABLE = "PACELINE_WORKER"
 _BOOT_FILE = "/proc/sys/kernel/random/boot_id"
 _TIME_NAMESPACE_FILE = "/proc/self/ns/time"
 
-_FORMATION_ENGINE = "formation"  # not that of the group, so that both are not taken for two groups of one name
+_FORMATION_ENGINE = "formation"  # not the group's engine, or readers would find two groups with one name
 _CODES = {outcome: code for code, outcome in OUTCOMES.items()}
 
 _has_tried = False
@@ -80,7 +80,7 @@ def open_group(name: str, engine: str, identity: int, rank: int, ranks: Sequence
 
 
 def close_group(serial: int) -> None:
-    """Records that a group has ended."""
+    """Records that a group has been closed."""
     _core.record_group_closed(serial)
 
 

@@ -1,6 +1,6 @@
 """Spans, events and training steps, recorded by the program and by every layer of Paceline.
 
-Every other entry in a recording belongs to a step. A step of `DistributedDataParallel` lasts from its first forward
+All other entries in a recording belong to steps. A step of `DistributedDataParallel` lasts from its first forward
 pass in training mode to the first forward pass after the gradients were averaged; forward passes under `no_sync` belong
 to the same step. In an elastic job a step is a round, and with `LogicalShards` it is a call to `backward`. If a program
 uses several of these, the first one determines the steps; elastic rounds always take precedence.
@@ -47,8 +47,8 @@ class span:  # noqa: N801  # used like a function of contextlib
     """Records the duration of a part of the program under a name.
 
     It can be used as a context manager and as a decorator, may be nested and used on several threads, and takes less
-    than a microsecond. The recording keeps the latest 16,384 spans and events. Diagnoses include spans that have not
-    ended; see docs/observe.md.
+    than a microsecond. The recording keeps the latest 16,384 spans and events. Diagnoses include spans that are still
+    open; see docs/observe.md.
 
         with paceline.span("augment"):
             images = augment(images)

@@ -69,13 +69,13 @@ def leave_will(store: Store, end: str) -> None:
 
     Args:
         store: the ranks' store.
-        end: a description of this process and of the step in which it ended.
+        end: a description of this process and of the phase in which it exits.
     """
     store.set_last_will(KEY, f"{end}; {ADVICE}")
 
 
 def take_back_will(store: Store) -> None:
-    """Withdraws the will; the end of this process then no longer sets the verdict."""
+    """Withdraws the will; after that, the exit of this process no longer sets the verdict."""
     store.set_last_will(KEY, None)
 
 
@@ -198,13 +198,13 @@ def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, s
 
 
 def _await_readers(store: Store) -> None:
-    """Waits until the other ranks have read the verdict, because the store may end with this process.
+    """Waits until the other ranks have read the verdict, because the store may shut down with this process.
 
     If claims are contradictory, the wait includes ranks that have not arrived yet, since all ranks were started
     together. After a timeout it excludes them, since they may never arrive.
     """
     deadline = time.monotonic() + _READERS_S
-    with contextlib.suppress(StoreConnectionError):  # the process that served the store has ended after the same wait
+    with contextlib.suppress(StoreConnectionError):  # the process that served the store has exited after the same wait
         store.add(_READERS, 1)
         for_all = verdict_on(decode_claims(store.get("claims"))) not in (None, COMPLETE)
         while not _have_read_verdict(store, for_all) and time.monotonic() < deadline:

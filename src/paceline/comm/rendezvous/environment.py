@@ -64,7 +64,7 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
 
     Args:
         served: the store's address, in the format of PACELINE_STORE.
-        timeout: the timeout for connecting and for waiting calls.
+        timeout: the timeout for connecting and for blocking calls.
 
     Raises:
         ValueError: `served` does not have this form.
@@ -87,7 +87,7 @@ def is_torch_store(port: int) -> bool:
 
 
 def _is_without_launcher() -> bool:
-    """Returns whether no launcher has set this process's rank, in which case a scheduler's variables are used."""
+    """Returns True if no launcher has set this process's rank; a scheduler's variables are then used."""
     return {"RANK", "WORLD_SIZE"}.isdisjoint(os.environ)
 
 

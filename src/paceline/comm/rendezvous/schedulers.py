@@ -198,5 +198,5 @@ def _given_port(env: Mapping[str, str]) -> int | None:
 
 
 def port_of(job: str) -> int:
-    """Derives a port from the job's name, which yields the same port on all machines of the job."""
+    """Derives a port from the job's name, so that all machines of the job use the same port."""
     return _PORTS[crc32(job.encode()) % len(_PORTS)]

@@ -5,9 +5,8 @@ the uplinks of both groups if it leaves a group. Its latency is the larger laten
 passes through uplinks, the largest latency of the uplinks. If `pairs` contains a link for the two hosts, the latency of
 this link applies instead, and the messages also share its bandwidth.
 
-Packet loss has two costs. Lost packets are retransmitted, which leaves r (1 - p) of a rate r, and TCP slows down to at
-most MSS / RTT * sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion avoidance
-algorithm").
+Packet loss has two costs. Retransmissions reduce a rate r to r (1 - p), and TCP slows down to at most MSS / RTT *
+sqrt(3 / (2 p)) (Mathis et al. 1997, "The macroscopic behavior of the TCP congestion avoidance algorithm").
 
 `describe_differences` derives a network from measurements between all pairs of hosts. The measurements follow the
 rounds of a tournament, with as many pairs as possible at the same time, because the bottleneck of a shared link, such
@@ -324,7 +323,10 @@ def _racks(n: int, thin: set[Pair]) -> list[list[int]]:
 
 
 def _uplink(n: int, rack: Sequence[int], measured: Mapping[Pair, NetworkLink], near_s: float) -> NetworkLink:
-    """Returns the uplink of a rack; its rate is the largest total rate, over all rounds, of the pairs that leave it."""
+    """Returns the uplink of a rack.
+
+    The rate is the largest sum, over all measured rounds, of the rates of the pairs with exactly one host in the rack.
+    """
 
     def leaving(pairs: Sequence[Pair]) -> Iterator[NetworkLink]:
         return (measured[pair] for pair in pairs if (pair[0] in rack) != (pair[1] in rack))

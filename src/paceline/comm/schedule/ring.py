@@ -1,7 +1,7 @@
 """The ring, in which every rank sends to its right neighbor and receives from its left neighbor at the same time.
 
-Each byte crosses each link the minimum number of times, which makes rings the best choice for long tensors; the number
-of messages grows with the world size. Reduce-scatter and all-gather are the bucket algorithms of Barnett et al. 1994
+Each byte crosses each link the minimum number of times, so rings are the best choice for long tensors; the number of
+messages grows with the world size. Reduce-scatter and all-gather are the bucket algorithms of Barnett et al. 1994
 ("Interprocessor collective communication library"); all-reduce is a reduce-scatter followed by an all-gather (Patarasuk
 and Yuan 2009). In operations with a root, the ring is a chain along which long tensors are pipelined.
 
@@ -148,7 +148,7 @@ def scatter(topology: RankTopology) -> BlocksAndSteps:
 
 
 def all_to_all(topology: RankTopology) -> BlocksAndSteps:
-    """Exchanges blocks pairwise: in turn t, rank r sends to rank r + t and receives from rank r - t."""
+    """Exchanges blocks pairwise: in round t, rank r sends to rank r + t and receives from rank r - t."""
     n = topology.world_size
     steps = [copy(BufferSlice(Buffer.OUTPUT, topology.rank), BufferSlice(Buffer.INPUT, topology.rank))]
     for turn in range(1, n):
@@ -187,7 +187,7 @@ OFFERS: dict[Operation, Builder] = {
 
 
 def _ring_turns(link: LinkCost, n: int, nbytes: float, gamma: float = 0) -> float:
-    """Returns the time, in seconds, for n - 1 turns that each move an n-th of the bytes."""
+    """Returns the time, in seconds, for n - 1 rounds that each move an n-th of the bytes."""
     return (n - 1) * message_s(link, nbytes / n, gamma)
 
 
@@ -201,7 +201,7 @@ def _chain(case: Case, gamma: float = 0) -> float:
 
 
 def _pairwise(case: Case) -> float:
-    """Returns the time, in seconds, for a pairwise exchange; in most turns all ranks of a host send to other hosts."""
+    """Returns the time, in seconds, for a pairwise exchange; in most rounds all ranks of a host send to other hosts."""
     crossing = case.n - case.local
     per_block = case.block * case.local * case.model.between_hosts.beta_s_per_byte
     return (case.local - 1) * message_s(case.model.within_host, case.block) + crossing * (

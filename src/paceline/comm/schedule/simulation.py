@@ -195,8 +195,8 @@ class CallTiming:
     """The result of a simulation.
 
     Attributes:
-        seconds: the time from the arrival of the last rank to the end of the last rank, in seconds.
-        ends: the time at which each rank ends, in seconds after time 0.
+        seconds: the time from the last rank's arrival until the last rank completes the call, in seconds.
+        ends: the time at which each rank completes the call, in seconds after time 0.
         bytes_per_link: the number of bytes on each used link, with one entry per direction.
         transfers: all messages in the order of arrival, if they were recorded.
     """

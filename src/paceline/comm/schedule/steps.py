@@ -16,8 +16,8 @@ The operations use these buffers, where n is the world size:
 
 | operation | INPUT (never written) | OUTPUT | SCRATCH |
 | --- | --- | --- | --- |
-| all_reduce | | the tensor in `blocks` nearly equal blocks, in place | cut like the tensor |
-| reduce | the tensor, except on the root | the tensor in place, on the root only | cut like the tensor |
+| all_reduce | | the tensor in `blocks` nearly equal blocks, in place | divided like the tensor |
+| reduce | the tensor, except on the root | the tensor in place, on the root only | divided like the tensor |
 | broadcast | | the tensor in `blocks` nearly equal blocks | |
 | all_gather | own tensor, block 0 | n equal blocks | |
 | gather | own tensor, block 0 | n equal blocks, on the root only | n equal blocks |

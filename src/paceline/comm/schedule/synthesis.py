@@ -76,7 +76,7 @@ def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], h
 
 
 def can_synthesise(network: Network) -> bool:
-    """Returns whether synthesis is useful: some links differ, and the numbers of hosts and ranks are small enough."""
+    """Returns True if some links differ and there are few enough hosts and ranks for synthesis."""
     uneven = bool(network.groups or network.pairs or network.nodes)
     return uneven and 1 < len(network.hosts) <= MOST_HOSTS and network.world_size <= MOST_RANKS
 

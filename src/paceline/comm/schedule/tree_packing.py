@@ -106,7 +106,7 @@ def hop_costs(network: Network, n_parts: int) -> dict[Hop, list[tuple[int, float
 
 
 def _is_among_gateways(network: Network, hop: Hop) -> bool:
-    """Returns whether a hop is within a group, or between the fastest hosts of two groups."""
+    """Returns True if a hop is within a group or connects the fastest hosts of two groups."""
     own, other = (network.group_of.get(host) for host in hop)
     return own == other or all(_gateway(network, host) == host for host in hop)
 

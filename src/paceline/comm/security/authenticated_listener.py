@@ -46,8 +46,8 @@ class AuthenticatedListener:
     """Accepts connections on one thread, and authenticates each of them on a thread of its own.
 
     At most `MAX_HANDSHAKES` handshakes may be in progress. Beyond this limit, the oldest connection from the user or
-    host with the most handshakes is closed, which keeps silent peers from blocking others. Rejected connections are
-    logged, except those that the peer closes without having sent invalid data.
+    host with the most handshakes is closed, so that silent peers cannot block others. Rejected connections are logged,
+    except those that the peer closes without having sent invalid data.
 
     Args:
         listener: the listening socket, which this object closes.
@@ -141,7 +141,7 @@ class AuthenticatedListener:
                 return
         except (AuthenticationError, OSError) as error:
             was_dropped = not (self._leave(connection) or has_proved)
-            if not self._closed:  # connections that `close` ended do not count as rejected
+            if not self._closed:  # connections closed by `close` do not count as rejected
                 self._log(host, error, was_dropped)
         finally:
             self._leave(connection)

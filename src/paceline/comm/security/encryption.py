@@ -125,7 +125,7 @@ def identity_of(secret: bytes | None) -> _core.TlsIdentity:
 
 
 def is_between_machines(connection: Connection) -> bool:
-    """Returns whether a connection may lead to another machine, which is true of all except Unix sockets."""
+    """Returns whether a connection may lead to another machine; only Unix sockets never do."""
     return connection.family != socket.AF_UNIX
 
 

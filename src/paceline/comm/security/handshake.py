@@ -175,7 +175,7 @@ def _left(connection: Connection, deadline: float) -> float:
 
 
 def _refuse(connection: Connection, deadline: float) -> None:
-    """Informs the accepting side that its proof is wrong, which allows it to report the reason."""
+    """Informs the accepting side that its proof is wrong, so that it can report the reason."""
     with contextlib.suppress(HandshakeUnfinishedError):
         _send(connection, _REFUSAL, deadline)
 

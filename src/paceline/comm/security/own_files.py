@@ -101,7 +101,7 @@ def append_to(path: str) -> int:
 
 
 def require_own_directory(path: str, may_be_roots: bool = False) -> None:
-    """Checks that a directory belongs to this user, which prevents other users from replacing files in it.
+    """Checks that a directory belongs to this user, so that other users cannot replace files in it.
 
     Args:
         path: the directory's path. Its last part must not be a link unless `may_be_roots`.

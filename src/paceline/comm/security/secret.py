@@ -34,7 +34,7 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
     Attributes:
         fd: the descriptor in the process that created the file.
         inode: the file's inode.
-        maker: the id of that process.
+        maker: the id of the process that created the file.
     """
 
     def __init__(self, fd: int, inode: int, maker: int) -> None:

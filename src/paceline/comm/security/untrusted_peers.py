@@ -1,8 +1,8 @@
 """Handling of peers that have not been authenticated.
 
-The kernel reports the origin of a connection. The number of pending connections is limited, which keeps silent peers
-from blocking others. The first rejected connections are logged in full, and further ones as a count. Malformed data of
-any kind raises a `ValueError`.
+The kernel reports the origin of a connection. The number of pending connections is limited, so that silent peers cannot
+block others. The first rejected connections are logged in full, and further ones as a count. Malformed data of any kind
+raises a `ValueError`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 def origin_of_connection(connection: socket.socket) -> str:
-    """Returns the origin of a connection (see `origin_of`), or an empty string if the connection has ended."""
+    """Returns the origin of a connection (see `origin_of`), or an empty string if the connection is closed."""
     with contextlib.suppress(OSError):
         return origin_of(connection.getpeername(), connection.getsockname())
     return ""
@@ -64,7 +64,7 @@ def origin_of(peer: object, own: object) -> str:
     if host.startswith(_LOOPBACK_PREFIXES):
         with contextlib.suppress(OSError, struct.error):  # the kernel or a sandbox forbids the query
             return f"user {_user_at(peer, own)}"
-    if ":" in host:  # whoever has one IPv6 address usually has the whole /64 network
+    if ":" in host:  # a host with one IPv6 address usually controls its entire /64 network
         network = socket.inet_pton(socket.AF_INET6, host)[:8] + bytes(8)
         return f"{socket.inet_ntop(socket.AF_INET6, network)}/64"
     return host

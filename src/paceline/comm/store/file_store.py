@@ -3,7 +3,7 @@
 The file is a log of the operations that changed the store; every process replays it. Processes coordinate with locks on
 bytes beyond any data. A process locks the first of these bytes during an operation, and holds a shared lock on the
 second one while it has the store open. A process that finds this second byte unlocked when it opens the file is the
-only user and restarts the log, so a file from an earlier run is harmless. A file that does not begin as a log is not
+only user and restarts the log, so a file from an earlier run is harmless. A file that does not begin like a log is not
 changed, and neither is a file to which other users have access. A process with last wills locks a byte of its own; a
 waiting process that finds this byte unlocked executes the wills.
 """
@@ -67,7 +67,7 @@ class FileStore(Store):
         self._table = _core.StoreTable()
         self._replayed = len(_MAGIC)
         self._testator: bytes | None = None  # identifies the byte that this process locks once it has a will
-        self._wills: dict[bytes, dict[bytes, bytes]] = {}  # for each testator, the values by key
+        self._wills: dict[bytes, dict[bytes, bytes]] = {}  # for each process with wills, the values by key
         while self._fd < 0:
             try:
                 self._fd = open_own(self.path)

@@ -40,7 +40,7 @@ class RemoteStore(Store):
         open_connection: a function that opens an authenticated connection. It keeps trying as long as the function
             passed to it returns true.
         name: the store's name in error messages.
-        timeout: the timeout of waiting calls, in seconds or as a timedelta.
+        timeout: the timeout of blocking calls, in seconds or as a timedelta.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Store(ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """The timeout of `get`, `wait` and the other waiting calls; 300 s by default."""
+        """The timeout of `get`, `wait` and other blocking calls. Default: 300 s."""
         return timedelta(seconds=self._timeout_s)
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -148,7 +148,7 @@ class Store(ABC):
         return self._ask(StoreOp.QUEUE_LENGTH, [key.encode()])[0]
 
     def set_last_will(self, key: str, value: bytes | str | None) -> None:
-        """Makes the store set `key` to `value` when the connection of this process ends for any reason.
+        """Makes the store set `key` to `value` when the connection of this process is lost or closed.
 
         Each key has its own will. A later call for the same key replaces the value, and None withdraws it. A
         `HashStore` exists only as long as its process, and ignores wills.

@@ -93,7 +93,7 @@ class TCPStore(RemoteStore):
         port: the server's port. If it is 0 on the server, the system chooses a port; see the attribute `port`.
         world_size: the number of clients, including the serving rank; None if unknown.
         is_master: whether this process serves the store.
-        timeout: the timeout for connecting and for every waiting call, in seconds or as a timedelta.
+        timeout: the timeout for connecting and for each blocking call, in seconds or as a timedelta.
         wait_for_workers: whether the serving rank waits until `world_size` clients have connected.
         multi_tenant: whether to reuse a server that this process already runs on `port`.
         master_listen_fd: the descriptor of a listening socket, which the server closes.
@@ -153,7 +153,7 @@ class TCPStore(RemoteStore):
 
     @property
     def serves(self) -> bool:
-        """Whether this process serves the store; if so, `close` ends the store for all ranks."""
+        """Whether this process serves the store; if so, `close` closes the store for all ranks."""
         return self._owns_server
 
     def close(self) -> None:
@@ -286,7 +286,7 @@ def _require_own(host_name: str, address: str, error: OSError) -> None:
 def port_owner(port: int) -> str | None:
     """Describes the process that listens on a port of this machine, for example as "process 4711 (python train.py)".
 
-    Returns None if the process belongs to another user or has ended.
+    Returns None if the process belongs to another user or has exited.
     """
     sockets = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening_inodes(table, port)}
     if not sockets:

@@ -11,12 +11,12 @@ from paceline.cli.doctor.script.trace import JobTrace
 from paceline.cli.doctor.script.value import SimulatedRank
 
 _LAUNCHED = (8, 4)
-"""The ranks of the imaginary job and those on a machine, if a launcher starts the script on two machines."""
+"""The world size and the ranks per machine of the simulated job, if a launcher starts the script (on two machines)."""
 _STARTED_BY_SCRIPT = (4, 4)
 
 
 def check_script(text: str) -> list[Diagnostic]:
-    """Interprets a script for every rank of an imaginary job; returns the findings in line order.
+    """Interprets a script for every rank of a simulated job; returns the findings in line order.
 
     Raises:
         SyntaxError: the text is not valid Python.

@@ -1,4 +1,4 @@
-"""The meaning of calls that start processes and communicate between them."""
+"""Semantics of calls that start processes or communicate between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SPAWNING_MODULES = COMMUNICATORS | {"torch.multiprocessing", "mp", "xmp"}
 
 
 def rank_query(call: LibraryCall) -> AbstractValue:
-    """Returns the result of a function such as `get_rank`, whose value for all ranks is known."""
+    """Returns the result of a function such as `get_rank`, whose value is known for every rank."""
     module, _, name = call.callee.called.rpartition(".")
     if name in ("get_rank", "get_world_size"):
         group = call.argument(0, "group")
@@ -49,7 +49,7 @@ def rank_query(call: LibraryCall) -> AbstractValue:
 
 
 def communicate(call: LibraryCall) -> AbstractValue | None:
-    """Performs initializations, collectives and messages."""
+    """Interprets calls that initialize communication, run collectives or transfer messages."""
     if call.name == "is_initialized":
         return known(call.interpreter.initialized)
     if call.name in ("is_available", "is_nccl_available", "is_gloo_available"):
@@ -106,7 +106,7 @@ def _collective(call: LibraryCall) -> AbstractValue:
 
 
 def _in_group(call: LibraryCall, first: int) -> bool:
-    """Returns whether one of the arguments from `first` on is a group other than the world."""
+    """Returns True if an argument at index `first` or later is a group other than WORLD."""
     values = [call.keywords[key] for key in ("group", "process_group", "pg", "device_mesh") if key in call.keywords]
     unnamed = (each for each in call.arguments[first:] if not each.is_known)
     values += [each for each in unnamed if _GROUP_NAME.search(each.called or each.text)]
@@ -114,7 +114,7 @@ def _in_group(call: LibraryCall, first: int) -> bool:
 
 
 def _asynchronous(call: LibraryCall) -> AbstractValue:
-    """Returns the Work of a call, which uses its tensors until the script waits for it."""
+    """Returns the Work of an asynchronous call, which uses its tensors until the script waits for the Work."""
     work = AbstractValue(f"{call.name} of line {call.line}", called="asynchronous", node=call.node)
     work.keywords = {"operation": AbstractValue(call.name)}
     work.escaped = call.interpreter.path.phase == "uncalled"

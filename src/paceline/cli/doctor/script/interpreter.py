@@ -1,9 +1,9 @@
-"""An abstract interpreter that runs a script as one rank of an imaginary job, and records its trace.
+"""An abstract interpreter that runs a script as one rank of a simulated job, and records its trace.
 
-It follows values through variables, attributes, functions and methods, as in abstract interpretation (Cousot and Cousot
-1977). A test whose result is known selects a branch. If the result is unknown, both branches are interpreted and their
-results are merged. The body of a loop is interpreted once, unless the number of iterations depends on the rank or on
-the number of ranks. Nothing of the script is executed.
+The interpreter tracks values through variables, attributes, functions and methods, as in abstract interpretation
+(Cousot and Cousot 1977). A test whose result is known selects a branch. If the result is unknown, both branches are
+interpreted and their results are merged. The body of a loop is interpreted once, unless the number of iterations
+depends on the rank or on the number of ranks. The script is never executed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.cli.doctor.script.value import (
 )
 
 Flow = set[str]
-"""The ways in which a block ends: `next`, `break`, `continue`, `return`, or `stop` (an exception or an exit)."""
+"""The possible ways to leave a block: `next`, `break`, `continue`, `return`, or `stop` (an exception or an exit)."""
 
 _MOST_STEPS = 30_000
 _MOST_UNCALLED_STEPS = 10_000
@@ -44,21 +44,22 @@ _RUN_ONCE = {
 
 
 class RankInterpreter:
-    """Runs a script as one rank; `run` returns the trace.
+    """Interprets a script as one rank; `run` returns the trace."""
 
     Args:
         tree: The syntax tree of the script.
-        identity: The rank.
-        module_name: The value of `__name__`, which is `__main__` for a script that is run.
-        has_init: Whether the script itself initializes the communication. If not, it is assumed to be initialized.
+        identity: The simulated rank.
+        module_name: The value of `__name__`, which is `__main__` unless the script is imported.
+        has_init: Whether the script itself initializes the communication. If not, it is assumed to be initialized
+            elsewhere.
     """
 
     def __init__(self, tree: ast.Module, identity: SimulatedRank, module_name: str = "__main__", has_init: bool = True):
         self.identity = identity
         self.initialized = not has_init
         self.seeded = False  # whether all ranks draw the same random numbers
-        self.start_method: object = None  # of new processes
-        self.process_count: int | None = None  # of the processes that the script starts, if it is a constant
+        self.start_method: object = None  # the multiprocessing start method, such as "spawn"
+        self.process_count: int | None = None  # of the started processes, if it is a constant
         self.trace = RankTrace(identity.rank)
         self.path = ExecutionPath(self.trace)
         self._tree = tree
@@ -80,11 +81,11 @@ class RankInterpreter:
         return self.trace
 
     def run_uncalled(self, called: set[ast.AST]) -> None:
-        """Interprets the functions that are not called, and those that they define."""
+        """Interprets the functions that the script never calls, and the functions defined inside them."""
         self.path.phase = "uncalled"
         self.initialized = True
         self._steps = 0
-        for function in self._functions:  # which grows
+        for function in self._functions:  # the list grows during the loop
             if function.node not in called | self.entered:
                 self.path.conditions, self.path.loops, self._scopes = [], [], (self._module,)
                 this = [AbstractValue("self", instance_of=function.owner)] if function.owner else []
@@ -136,7 +137,7 @@ class RankInterpreter:
         return AbstractValue(method.text, function=function, receiver=owner if owner.instance_of else None)
 
     def _named(self, name: str, value: AbstractValue) -> AbstractValue:
-        """Derives an unknown value from the name of its variable, such as `local_rank`."""
+        """Infers an unknown value from the name of its variable, such as `local_rank`."""
         if not value.is_plain or "lora" in value.text:
             return value
         number = self.identity.number_named(name)
@@ -185,7 +186,7 @@ class RankInterpreter:
         return flow
 
     def _statement(self, node: ast.stmt) -> tuple[Flow, PathCondition | None]:
-        """Returns how the statement ends, and the condition under which the next one is reached."""
+        """Interprets a statement; returns the ways to leave it, and the condition for reaching the next one."""
         match node:
             case ast.If():
                 test = self.evaluate(node.test)
@@ -253,7 +254,7 @@ class RankInterpreter:
         return {"next"}, None
 
     def _narrow(self, test: ast.expr) -> None:
-        """Notes that a value is false, after `assert not value`."""
+        """Records that a value is false after `assert not value`."""
         match test:
             case ast.BoolOp(op=ast.And(), values=parts):
                 for part in parts:
@@ -268,9 +269,9 @@ class RankInterpreter:
     def branch(
         self, node: ast.AST, test: AbstractValue, then: Callable[[], Flow], otherwise: Callable[[], Flow]
     ) -> tuple[Flow, PathCondition | None]:
-        """Interprets one branch if the test is known, otherwise both; merges the variables that they assign.
+        """Interprets one branch if the result of the test is known, otherwise both; merges the assignments.
 
-        Returns how the branches end. If only one of two branches continues, also returns the condition of this one.
+        Returns the ways to leave the branches. If only one of two branches continues, also returns its condition.
         """
         truth = test.truth()
         if truth is not None:
@@ -484,7 +485,7 @@ class RankInterpreter:
         keywords: dict[str, AbstractValue],
         node: ast.AST,
     ) -> AbstractValue:
-        """Interprets a function of the script."""
+        """Interprets a call to a function of the script."""
         self.entered.add(function.node)
         name = getattr(function.node, "name", "lambda")
         result = AbstractValue(f"{name}()", facts=inherited_facts([*arguments, *keywords.values()]))
@@ -616,7 +617,7 @@ class RankInterpreter:
         return operations.arithmetic(op, left, right)
 
     def _boolean(self, node: ast.BoolOp) -> AbstractValue:
-        """Evaluates `and` or `or`, whose later operands are evaluated only if the earlier ones permit it."""
+        """Evaluates `and` or `or`. Later operands are interpreted only if the earlier ones do not decide the result."""
         stops_at = isinstance(node.op, ast.Or)
         values: list[AbstractValue] = []
 
@@ -675,7 +676,7 @@ class RankInterpreter:
 
     @contextmanager
     def process(self, phase: Phase) -> Iterator[None]:
-        """Interprets the code in the block as that of another process."""
+        """Interprets the code in the `with` block as the code of another process."""
         outer = self.path.phase, self.initialized, self.path.conditions, self.path.loops, self.path.outer_loops
         if self.path.phase != "uncalled":
             self.path.phase = phase
@@ -690,7 +691,7 @@ class RankInterpreter:
 
 
 def _append(results: list[AbstractValue], value_of: Callable[[], AbstractValue]) -> Callable[[], Flow]:
-    """Returns an arm of a branch that appends a value to the results."""
+    """Returns a branch that appends a value to `results`."""
 
     def arm() -> Flow:
         results.append(value_of())

@@ -1,4 +1,4 @@
-"""The meaning of calls to libraries: what they return on a rank, and which events they add to its trace."""
+"""Semantics of library calls: the values that they return on a rank, and the events that they add to its trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of a function that the script does not define, and the recognition of the objects of libraries."""
+"""`LibraryCall`, a call to a function that the script does not define, and tests that recognize library objects."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class ExitError(Exception):
-    """The script raises an exception or exits at this place."""
+    """Raised where the script raises an exception or exits."""
 
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """The function, the arguments, and the rank that makes the call."""
+    """A call to a library function: the function, its arguments, and the calling rank."""
 
     interpreter: RankInterpreter
     callee: AbstractValue
@@ -68,7 +68,7 @@ class LibraryCall:
         self.interpreter.path.record(kind, name, self.node, subject, result, in_group)
 
     def object(self, **parts: object) -> AbstractValue:
-        """Returns a new object that is known by the function and the line that made it."""
+        """Returns a new object, identified by the function and the line that created it."""
         value = AbstractValue(
             f"{self.name} of line {self.line}", called=self.path, node=self.node, arguments=tuple(self.arguments),
             keywords=self.keywords,
@@ -78,7 +78,7 @@ class LibraryCall:
         return value
 
     def run(self, function: AbstractValue, arguments: Sequence[AbstractValue]) -> AbstractValue:
-        """Interprets a function of the script that the library calls."""
+        """Interprets a function of the script that the library calls back."""
         return self.interpreter.call(function, list(arguments), {}, self.node)
 
 
@@ -100,13 +100,13 @@ def qualified_name(node: ast.AST) -> str:
 
 
 def is_module(value: AbstractValue) -> bool:
-    """Returns whether the value is imported, or is an attribute of an imported module."""
+    """Returns True if the value is an imported module or an attribute of one."""
     return value.called == "import" or (value.receiver is not None and value.receiver.called == "import")
 
 
 @cache
 def is_generator(node: ast.AST) -> bool:
-    """Returns whether a function yields."""
+    """Returns whether a function is a generator function."""
     return any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(node))
 
 
@@ -128,7 +128,7 @@ def is_loader(value: AbstractValue) -> bool:
 
 
 def sampler_of(loader: AbstractValue) -> AbstractValue | None:
-    """Returns the sampler that was passed to a `DataLoader`, which may be the constant None."""
+    """Returns the sampler passed to a `DataLoader` (possibly the constant None), or None if no sampler is passed."""
     for name in ("batch_sampler", "sampler"):
         value = loader.keywords.get(name)
         if value is not None and value.is_none() is not True:
@@ -137,7 +137,7 @@ def sampler_of(loader: AbstractValue) -> AbstractValue | None:
 
 
 def loaders_in(value: AbstractValue) -> list[AbstractValue]:
-    """Returns the loaders over which an iteration over the value iterates."""
+    """Returns the data loaders that a loop over the value iterates over."""
     return [each for each in value.sources(3) if is_loader(each)]
 
 
@@ -151,12 +151,12 @@ def is_different_on_each_rank(iterable: AbstractValue) -> bool:
 
 
 def disables_gradients(value: AbstractValue) -> bool:
-    """Returns whether a context disables gradients, as in an evaluation."""
+    """Returns whether a context manager disables gradients, as in evaluation."""
     return "no_grad" in value.text or "inference_mode" in value.text
 
 
 def orders_ranks(value: AbstractValue) -> bool:
-    """Returns whether a context lets the ranks run one after another, or copes with uneven ranks."""
+    """Returns True if the context manager runs the ranks one after another or supports uneven inputs."""
     name = value.called or value.text
     return _ORDERS_RANKS.search(name.partition("(")[0]) is not None
 
@@ -196,10 +196,10 @@ def is_work(value: AbstractValue) -> bool:
 
 
 def is_world(group: AbstractValue) -> bool:
-    """Returns whether a group argument stands for all ranks."""
+    """Returns whether a group argument denotes all ranks."""
     return group.is_none() is True or group.text.endswith("WORLD")
 
 
 def is_function(value: AbstractValue) -> bool:
-    """Returns whether the script defines the value as a function."""
+    """Returns whether the value is a function that the script defines."""
     return value.function is not None

@@ -57,7 +57,7 @@ def unary(op: ast.unaryop, operand: AbstractValue) -> AbstractValue:
 
 
 def compare(op: ast.cmpop, left: AbstractValue, right: AbstractValue, identity: SimulatedRank) -> AbstractValue:
-    """Returns the result of a comparison; a script that a launcher starts has the launcher's variables."""
+    """Returns the result of a comparison. The launcher's environment variables count as set."""
     if left.alternatives or right.alternatives:
         return either(compare(op, a, b, identity) for a in left.each() for b in right.each())
     facts = inherited_facts([left, right])
@@ -96,7 +96,7 @@ def item(owner: AbstractValue, index: AbstractValue, identity: SimulatedRank) ->
 
 
 def _selected(value: AbstractValue, index: AbstractValue) -> AbstractValue:
-    """Returns an item that depends on the rank if the index does."""
+    """Returns an item of a collection; it depends on the rank if the index does."""
     facts = index.inherited() - value.facts
     if not facts:
         return value
@@ -121,7 +121,7 @@ def unknown_item(value: AbstractValue, index: str) -> AbstractValue:
 
 
 def part(value: AbstractValue, number: int, length: int) -> AbstractValue:
-    """Returns one of the parts into which an assignment to a tuple divides a value."""
+    """Returns the part of a value that tuple unpacking assigns to one target."""
     if value.items is not None and len(value.items) == length:
         return value.items[number]
     return unknown_item(value, str(number))

@@ -1,4 +1,4 @@
-"""Rules about ranks that act differently although they must act alike, or alike although only one of them may act."""
+"""Rules about code that must run identically on all ranks but does not, or that must run on only one rank."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def collectives(job: JobTrace) -> Iterator[Diagnostic]:
             yield found(event, "not-all-ranks", f"{event.name}()", reason, fix, confidence)
 
 
-def _ends_early(node: ast.AST) -> bool:
+"""Returns whether a test only decides if a loop or function is left early; another rule examines such tests."""
     """Returns whether a test decides about the end of a loop or a function, which another rule examines."""
     ends = (ast.Break, ast.Continue, ast.Return, ast.Raise)
     return any(isinstance(each, ends) for each in ast.walk(node))
@@ -158,7 +158,7 @@ def uneven_loops(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def uneven_ranges(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports loops with collectives whose number of iterations is different on each rank."""
+    """Reports loops that contain collectives and whose number of iterations differs between the ranks."""
     for ranks in job.by_node("iterate"):
         event = first(ranks)
         lengths = [
@@ -265,7 +265,7 @@ def _is_ordered(job: JobTrace, event: TraceEvent) -> bool:
 
 
 def initialization(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports calls that need the process group, but are made before it is created."""
+    """Reports calls that require the process group but are made before it is created."""
     places = set()
     for trace in job.traces:
         early: list[TraceEvent] = []
@@ -288,7 +288,7 @@ def initialization(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def waits(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports asynchronous calls for whose completion the script does not wait."""
+    """Reports asynchronous calls that the script does not wait for."""
     unfinished: dict[ast.AST, str] = {}
     for trace in job.traces:
         for work in trace.objects:
@@ -312,7 +312,7 @@ def waits(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def processes(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports processes that cannot be started because they import the script."""
+    """Reports processes that cannot start, because each imports the script or cannot import its function."""
     for event in job.imported.of("spawn"):
         if event.phase == "uncalled":
             continue

@@ -1,4 +1,4 @@
-"""The traces of the ranks of the imaginary job: the events that matter to the rules, in their order."""
+"""Traces of the ranks of the simulated job: the events that the rules examine, in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Phase = Literal["script", "worker", "uncalled"]
 
 @dataclass(frozen=True)
 class PathCondition:
-    """A test on the way to an event, with its outcome."""
+    """A test on the path to an event, with its outcome."""
 
     node: ast.AST
     text: str
@@ -32,7 +32,7 @@ class PathCondition:
 
     @property
     def depends_on_the_rank(self) -> bool:
-        """Whether the test was computed, or may have been computed, from the rank."""
+        """Whether the test depends, or may depend, on the rank."""
         return not self.facts.isdisjoint({Fact.RANK, Fact.PERHAPS_RANK})
 
 
@@ -46,10 +46,10 @@ class TraceEvent:
     conditions: tuple[PathCondition, ...]
     loops: tuple[ast.AST, ...]
     phase: Phase
-    subject: AbstractValue | None = None  # of the action, such as the path of a file
+    subject: AbstractValue | None = None  # the object of the action, such as the path of a file
     result: AbstractValue | None = None
     without_gradients: bool = False
-    in_group: bool = False  # whether the call has a group other than the world
+    in_group: bool = False  # whether the call uses a group other than WORLD
     guarded: bool = False  # whether a lock or a similar context surrounds the action
 
     @property
@@ -58,13 +58,13 @@ class TraceEvent:
         return getattr(self.node, "lineno", 1)
 
     def guard(self) -> PathCondition | None:
-        """Returns the innermost test of the rank."""
+        """Returns the innermost test that depends on the rank, or None."""
         return next((each for each in reversed(self.conditions) if each.depends_on_the_rank), None)
 
 
 @dataclass(eq=False)
 class RankTrace:
-    """The events of a rank. If `truncated`, the script was too large to be interpreted to its end."""
+    """The events of a rank. If `truncated`, the script was too large to be interpreted completely."""
 
     rank: int
     events: list[TraceEvent] = field(default_factory=list)
@@ -78,20 +78,20 @@ class RankTrace:
 
 @dataclass(eq=False)
 class ExecutionPath:
-    """The place that an interpreter has reached, and the trace to which it adds the events there."""
+    """The current position of an interpreter, and the trace to which it adds events."""
 
     trace: RankTrace
     phase: Phase = "script"
     conditions: list[PathCondition] = field(default_factory=list)
-    loops: list[tuple[ast.AST, int]] = field(default_factory=list)  # with the number of conditions around each loop
+    loops: list[tuple[ast.AST, int]] = field(default_factory=list)  # each with the number of conditions around it
     outer_loops: int = 0  # the number of loops around the current function
     without_gradients: int = 0  # the number of contexts that disable gradients
     evaluates: bool = False  # whether a model is in evaluation mode
-    locks: int = 0  # the number of contexts that let the ranks run one after another
+    locks: int = 0  # the number of contexts that run the ranks one after another
 
     @property
     def is_in_loop(self) -> bool:
-        """Whether the current function is in a loop of its own."""
+        """Whether the current position is inside a loop of the current function."""
         return len(self.loops) > self.outer_loops
 
     def record(
@@ -111,7 +111,7 @@ class ExecutionPath:
         self.trace.events.append(event)
 
     def record_leave(self, name: str, node: ast.AST, depth: int, test: PathCondition | None = None) -> None:
-        """Adds the event that the loop at a depth ends early, with the conditions inside this loop."""
+        """Adds an event for leaving the loop at `depth` early, with the conditions inside this loop."""
         loops = tuple(loop for loop, _ in self.loops[: depth + 1])
         conditions = (test,) if test else tuple(self.conditions[self.loops[depth][1] :])
         guarded = self.locks > 0
@@ -133,7 +133,7 @@ class JobTrace:
     traces: Sequence[RankTrace]
     local_size: int
     imported: RankTrace
-    phase: Phase = field(init=False)  # in which the ranks run
+    phase: Phase = field(init=False)  # the phase in which the ranks train
     is_certain: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,27 +148,27 @@ class JobTrace:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the script communicates, as opposed to a script that trains in one process."""
+        """Whether the script communicates (rather than training in a single process)."""
         kinds: tuple[EventKind, ...] = ("init", "collective", "message", "wrap", "query")
         return any(event.phase == self.phase for trace in self.traces for event in trace.of(*kinds))
 
     @property
     def initializes_itself(self) -> bool:
-        """Whether the script itself connects the ranks, rather than a function of another file."""
+        """Whether the script itself, rather than an imported function, connects the ranks."""
         events = list(self.of(self.traces[0], "init"))
         return bool(events) and all(event.name != "imported" for event in events)
 
     @property
     def uses_accelerator(self) -> bool:
-        """Whether a library prepares the loaders and selects the devices."""
+        """Whether a library (Accelerate or Fabric) prepares the data loaders and selects the devices."""
         return any(event.name in ("Accelerator", "Fabric") for trace in self.traces for event in trace.of("init"))
 
     def of(self, trace: RankTrace, *kinds: EventKind) -> Iterator[TraceEvent]:
-        """Yields the events of a rank, without those in functions that the script does not call."""
+        """Yields the events of a rank, except those in functions that the script does not call."""
         return (event for event in trace.of(*kinds) if event.phase == self.phase)
 
     def by_node(self, *kinds: EventKind) -> Iterator[list[list[TraceEvent]]]:
-        """Yields, for every place in the script, the events of each rank."""
+        """Yields, for every syntax node with such events, the events of each rank."""
         places: dict[ast.AST, list[list[TraceEvent]]] = {}
         for number, trace in enumerate(self.traces):
             for event in trace.of(*kinds):
@@ -177,12 +177,12 @@ class JobTrace:
         yield from sorted(places.values(), key=lambda ranks: first(ranks).line)
 
     def confidence(self, event: TraceEvent, *, unless: bool = False) -> Confidence:
-        """Returns the confidence of a finding; it is low if `unless` is true."""
+        """Returns the confidence level of a finding, which is low if `unless` is true."""
         certain = self.is_certain and self.is_distributed and event.phase == self.phase and not unless
         return Confidence.HIGH if certain else Confidence.LOW
 
     def counts(self, *kinds: EventKind, phase: Phase) -> list[Counter[str]]:
-        """Returns, for every rank, the number of calls with each name, without those in groups."""
+        """Returns, for every rank, the number of calls with each name, excluding calls in other groups than WORLD."""
         return [
             Counter(event.name for event in trace.of(*kinds) if event.phase == phase and not event.in_group)
             for trace in self.traces
@@ -190,7 +190,7 @@ class JobTrace:
 
 
 def first(ranks: Sequence[Sequence[TraceEvent]]) -> TraceEvent:
-    """Returns an event of the lowest rank that has one."""
+    """Returns the first event of the lowest rank that has any events."""
     return next(events[0] for events in ranks if events)
 
 
@@ -209,6 +209,6 @@ def who(ranks: Sequence[int], world_size: int) -> str:
 def found(
     event: TraceEvent, about: str, seen: str, reason: str, fix: str, confidence: Confidence = Confidence.HIGH
 ) -> Diagnostic:
-    """Returns a finding at the place of an event."""
+    """Returns a finding at the line of an event."""
     level = Severity.BAD if confidence is Confidence.HIGH else Severity.NOTE
     return Diagnostic(level, about, seen, reason, fix, event.line, confidence)

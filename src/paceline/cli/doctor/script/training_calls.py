@@ -1,4 +1,4 @@
-"""The meaning of calls that build models, read data, write files and select devices."""
+"""Semantics of calls that build models, read data, write files or select devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SAME_OBJECT = {
     "contiguous", "detach_", "unwrap",
 }  # fmt: skip
 _PASS_THROUGH = {"compile", "script", "convert_sync_batchnorm", "set_model", "no_sync"}
-_WRITERS = {  # function, and the position of the path
+_WRITERS = {  # function, and the position of its path argument
     "torch.save": 1, "numpy.save": 0, "np.save": 0, "numpy.savez": 0, "np.savez": 0, "numpy.savetxt": 0,
     "np.savetxt": 0, "safetensors.torch.save_file": 1, "torch.jit.save": 1, "torch.onnx.export": 2,
     "torchvision.utils.save_image": 1, "vutils.save_image": 1, "joblib.dump": 1, "shutil.copyfile": 1,
@@ -44,7 +44,7 @@ _TEXT_METHODS = {"lower", "upper", "strip", "format", "startswith"}
 
 
 def note_assignment(interpreter: RankInterpreter, owner: AbstractValue, value: AbstractValue, node: ast.expr) -> None:
-    """Records that an assignment to an attribute or an item replaces a layer of a wrapped model."""
+    """Records an event if an assignment to an attribute or an item replaces a layer of a wrapped model."""
     for work in filter(is_work, value.sources(2)):
         work.escaped = True
     if is_torch_module(value) and wrapped_owner(owner) is not None:
@@ -54,13 +54,13 @@ def note_assignment(interpreter: RankInterpreter, owner: AbstractValue, value: A
 def note_environment(
     interpreter: RankInterpreter, owner: AbstractValue, key: AbstractValue, value: AbstractValue, node: ast.AST
 ) -> None:
-    """Records that the script selects the visible GPUs."""
+    """Records an event if the script selects the visible GPUs."""
     if owner.last_name == "environ" and key.constant == "CUDA_VISIBLE_DEVICES":
         interpreter.path.record("visible_devices", "CUDA_VISIBLE_DEVICES", node, value)
 
 
 def note_use(interpreter: RankInterpreter, value: AbstractValue, node: ast.AST) -> None:
-    """Records that the script uses a tensor before an asynchronous call has completed."""
+    """Records an event if the script uses a tensor before an asynchronous call has completed."""
     work = value.pending
     if work is not None and not work.methods_called & {"wait", "is_completed", "synchronize"} and not work.escaped:
         interpreter.path.record("race", value.text, node, work)
@@ -68,7 +68,7 @@ def note_use(interpreter: RankInterpreter, value: AbstractValue, node: ast.AST) 
 
 
 def build_model(call: LibraryCall) -> AbstractValue | None:
-    """Performs calls that wrap, convert or copy a model."""
+    """Interprets calls that wrap, convert or copy a model."""
     module = call.argument(0, "module")
     if module is None:
         return None
@@ -101,7 +101,7 @@ def _wrap(call: LibraryCall, module: AbstractValue) -> AbstractValue:
 
 
 def read_data(call: LibraryCall) -> AbstractValue | None:
-    """Performs calls that create loaders or download files."""
+    """Interprets calls that create loaders or download files."""
     if call.name in ("DataLoader", "DistributedSampler"):
         value = call.object()
         call.record("loader" if call.name == "DataLoader" else "sampler", call.name, value, value)
@@ -120,7 +120,7 @@ def read_data(call: LibraryCall) -> AbstractValue | None:
 
 
 def access_files(call: LibraryCall) -> AbstractValue | None:
-    """Performs calls that write or create files, or load checkpoints."""
+    """Interprets calls that write or create files, or load checkpoints."""
     if call.name == "open":
         return _open(call)
     if call.path == "torch.load":
@@ -151,7 +151,7 @@ def _open(call: LibraryCall) -> AbstractValue | None:
     if path is None or mode is None or not isinstance(mode.constant, str) or not set("wxa") & set(mode.constant):
         return None
     if is_method and not re.search("path|file|dir", path.text, re.I):
-        return None  # an unrelated method, such as that of an image
+        return None  # an unrelated method, such as `save` of an image
     call.record("write", f'open(..., "{mode.constant}")', path)
     return AbstractValue(f"file {path.text}", called="open", arguments=(path,), facts=path.inherited())
 
@@ -178,7 +178,7 @@ def _written_path(call: LibraryCall) -> AbstractValue | None:
 
 
 def select_device(call: LibraryCall) -> AbstractValue | None:
-    """Performs calls that select or use a GPU."""
+    """Interprets calls that select or use a GPU."""
     first = call.argument(0, "device")
     if call.path.endswith(("cuda.set_device", "accelerator.set_device_index")) or call.path == "torch.cuda.device":
         call.record("set_device", call.name, first)
@@ -214,7 +214,7 @@ def _device(kind: AbstractValue, index: AbstractValue | None) -> AbstractValue:
 
 
 def call_method(call: LibraryCall) -> AbstractValue | None:
-    """Performs forward and backward passes, and methods of models, tensors, lists and strings."""
+    """Interprets forward and backward passes, and methods of models, tensors, lists and strings."""
     owner = call.callee.receiver
     if call.callee.wraps is not None or call.callee.wrapper is not None:
         return _forward(call)

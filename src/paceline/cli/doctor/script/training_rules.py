@@ -42,7 +42,7 @@ def _keyword(call: AbstractValue, name: str, position: int) -> AbstractValue | N
 
 
 def loaders(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports loaders that read the entire data set on every rank, or too much of it in a step."""
+    """Reports loaders that read the entire data set on every rank, or that read too many samples per step."""
     for ranks in job.by_node("loader"):
         event = first(ranks)
         loader = event.result
@@ -93,7 +93,7 @@ def _is_divided(loader: AbstractValue) -> bool:
 
 
 def _is_familiar(loader: AbstractValue) -> bool:
-    """Returns whether the data set is of a kind that does not divide itself among the ranks."""
+    """Returns whether no user-defined class, which might divide the data among the ranks, provides the data set."""
     data = _keyword(loader, "dataset", 0)
     if data is None:
         return False
@@ -104,7 +104,7 @@ def _is_familiar(loader: AbstractValue) -> bool:
 
 
 def samplers(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports samplers that repeat an order, or that are used for another purpose than theirs."""
+    """Reports samplers that use the same order in every epoch, or that are used for the wrong purpose."""
     mentions_set_epoch = any(
         isinstance(each, ast.Attribute) and each.attr == "set_epoch" for each in ast.walk(job.tree)
     )
@@ -151,7 +151,7 @@ def _evaluation(job: JobTrace, sampler: AbstractValue, loader: AbstractValue, sh
 
 
 def _counts_samples(job: JobTrace, loader: AbstractValue, iterations: list[TraceEvent]) -> bool:
-    """Returns whether the ranks add their counts after the loop, and divide the sum by the size of the data set."""
+    """Returns whether the ranks sum their counts after the loop, and divide the sum by the size of the data set."""
     data = _keyword(loader, "dataset", 0)
     events = job.traces[0].events
     after = events[events.index(iterations[0]) :]
@@ -162,7 +162,7 @@ def _counts_samples(job: JobTrace, loader: AbstractValue, iterations: list[Trace
 
 
 def models(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports models that are changed, used or saved in a way that their wrapper prevents."""
+    """Reports models that are changed, used or saved in a way that is incompatible with their wrapper."""
     for ranks in job.by_node("change"):
         event = first(ranks)
         reason = "the wrapper averages only the gradients of the layers that existed when it was created"
@@ -191,7 +191,7 @@ def models(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def _uses_cpu_backend(job: JobTrace) -> bool:
-    """Returns whether the script selects a backend for CPUs, with which ranks can share a GPU."""
+    """Returns whether the script selects a CPU backend, with which ranks can share a GPU."""
     backends = {event.subject.constant for event in job.of(job.traces[0], "init") if event.subject is not None}
     return bool(backends & {"gloo", "mpi", "tcp"})
 
@@ -218,7 +218,7 @@ def checkpoints(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def devices(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports scripts that use the same GPU on every rank, or one that a machine does not have."""
+    """Reports scripts that use the same GPU on every rank, or a GPU that the machine does not have."""
     selects = any(True for trace in [*job.traces, job.imported] for _ in trace.of("set_device", "visible_devices"))
     inits = list(job.of(job.traces[0], "init"))
     fixed_by_launcher = any(True for trace in job.traces for _ in trace.of("visible_devices"))
@@ -226,7 +226,7 @@ def devices(job: JobTrace) -> Iterator[Diagnostic]:
     uncertain = not job.initializes_itself
     places = [(first(ranks), _indices(ranks)) for ranks in job.by_node("device", "set_device")]
     fixed = {indices[0] for _, indices in places if indices and len(set(indices)) == 1}
-    uncertain |= fixed_by_launcher or len(fixed - {"cuda"}) > 1  # a model that is divided among several GPUs
+    uncertain |= fixed_by_launcher or len(fixed - {"cuda"}) > 1  # several GPUs: the model may be divided among them
     reason = "every rank of the machine computes on the first GPU"
     fix = 'call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) at the start, and use the device "cuda"'
     reported: set[int] = set()
@@ -259,7 +259,7 @@ def devices(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def _indices(ranks: list[list[TraceEvent]]) -> list[object]:
-    """Returns the number of the GPU on each rank, or `cuda` for the current one; nothing for other devices."""
+    """Returns the GPU index used by each rank ("cuda" for the current GPU); ranks that use no GPU are omitted."""
     indices: list[object] = []
     for events in ranks:
         value = events[0].subject if events else None

@@ -1,4 +1,4 @@
-"""Abstract values: what is known, without running a script, about an object that one rank computes."""
+"""Abstract values: static information about an object that one rank computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Fact(Enum):
-    """A property that a value keeps through computations, until a collective makes it the same on all ranks."""
+    """A property that computed values inherit until a collective makes the value equal on all ranks."""
 
     RANK = "computed from the rank"
     PERHAPS_RANK = "returned by an unknown function that received the rank"
@@ -30,7 +30,7 @@ INHERITED = {
     Fact.RANK, Fact.PERHAPS_RANK, Fact.WORLD_RANGE, Fact.PER_RANK, Fact.CLOCK, Fact.FINITENESS,
     Fact.REPLICA_OUTPUT, Fact.INNER_OUTPUT,
 }  # fmt: skip
-"""The facts that the result of any computation takes over from the operands."""
+"""The properties that a computed value inherits from its operands."""
 
 
 class _UnknownValue(Enum):
@@ -53,11 +53,11 @@ class FunctionObject:
 
     @property
     def is_nested(self) -> bool:
-        """Whether the function is defined inside another function, so that other processes cannot import it."""
+        """Whether the function is nested in another function and can therefore not be imported by other processes."""
         return len(self.scopes) > 1 and self.owner is None
 
     def bind(self, arguments: Sequence[AbstractValue], keywords: dict[str, AbstractValue]) -> dict[str, AbstractValue]:
-        """Returns the variables of a call."""
+        """Binds the arguments of a call to the parameters; returns the function's variables."""
         signature = self.node.args
         positional = [*signature.posonlyargs, *signature.args]
         names = [each.arg for each in [*positional, *signature.kwonlyargs]]
@@ -82,7 +82,7 @@ class ClassObject:
     bases: tuple[AbstractValue, ...]
 
     def lookup(self, name: str) -> AbstractValue | None:
-        """Returns the member of the class or of its bases in the script."""
+        """Returns a member of the class or of a base class in the script, or None."""
         if name in self.members:
             return self.members[name]
         for base in self.bases:
@@ -91,7 +91,7 @@ class ClassObject:
         return None
 
     def base_names(self) -> Iterator[str]:
-        """Yields the names of all bases, with those of the bases in the script."""
+        """Yields the names of all bases, including indirect bases through classes in the script."""
         for base in self.bases:
             yield base.text
             if base.class_object is not None:
@@ -100,7 +100,7 @@ class ClassObject:
 
 @dataclass(eq=False)
 class AbstractValue:
-    """An object of one rank: a constant, a function, an instance, the result of an unknown call, or a choice of these.
+    """An object on one rank: a constant, a function, an instance, the result of an unknown call, or alternatives.
 
     `text` is the expression that yields the value, with all known parts replaced by constants. Two ranks whose texts
     differ have different values.
@@ -113,13 +113,13 @@ class AbstractValue:
     function: FunctionObject | None = None
     class_object: ClassObject | None = None
     instance_of: ClassObject | None = None
-    receiver: AbstractValue | None = None  # of a method, or of an attribute
+    receiver: AbstractValue | None = None  # the object that owns the method or attribute
     items: list[AbstractValue] | None = None
     alternatives: tuple[AbstractValue, ...] = ()
-    arguments: tuple[AbstractValue, ...] = ()  # of the call that returned the value
+    arguments: tuple[AbstractValue, ...] = ()  # to the call that returned the value
     keywords: dict[str, AbstractValue] = field(default_factory=dict)
     called: str = ""  # the qualified name of the function that returned the value
-    node: ast.AST | None = None  # this call
+    node: ast.AST | None = None  # the call that returned the value
     methods_called: set[str] = field(default_factory=set)
     escaped: bool = False  # whether an unknown function has received the value
     wraps: AbstractValue | None = None  # the module inside a DistributedDataParallel
@@ -143,7 +143,7 @@ class AbstractValue:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but the text is known, so that the name of a variable may determine its meaning."""
+        """Whether only the text is known; the variable's name may then determine the meaning."""
         structures = (self.function, self.class_object, self.instance_of, self.items, self.wraps)
         unknown = not self.is_known and not self.alternatives and Fact.OPAQUE not in self.facts
         return unknown and all(structure is None for structure in structures)
@@ -166,7 +166,7 @@ class AbstractValue:
 
     @property
     def is_object(self) -> bool:
-        """Whether the value was returned by a class, to judge by the name, and is therefore not None."""
+        """Whether the value, judging by the name, was returned by a class and is therefore not None."""
         return self.called_name[:1].isupper()
 
     def is_none(self) -> bool | None:
@@ -176,11 +176,11 @@ class AbstractValue:
         return False if self.truth() else None
 
     def inherited(self) -> frozenset[Fact]:
-        """Returns the facts that results computed from the value have."""
+        """Returns the properties that results computed from the value inherit."""
         return self.facts & INHERITED
 
     def entries(self) -> dict[str, AbstractValue]:
-        """Returns the entries of a dict that has texts as its keys."""
+        """Returns the entries of a dict whose keys are strings."""
         found: dict[str, AbstractValue] = {}
         for value in self.each():
             found |= {key[2:-2]: entry for key, entry in value.attributes.items() if key[:2] == "['"}
@@ -204,7 +204,7 @@ class AbstractValue:
                 yield from part.sources(depth - 1)
 
     def make_equal_on_all_ranks(self, line: int) -> None:
-        """Forgets what differs between the ranks, after a collective has written the value."""
+        """Removes all differences between the ranks, because a collective has written the value."""
         for part in self.each():
             part.facts -= INHERITED
             part.text = f"the result of the collective on line {line}"
@@ -214,22 +214,22 @@ class AbstractValue:
 
 
 def known(value: object, facts: frozenset[Fact] = frozenset()) -> AbstractValue:
-    """Returns a constant."""
+    """Returns the abstract value of a constant."""
     return AbstractValue(shortened(repr(value)), value, facts)
 
 
 def shortened(text: str) -> str:
-    """Returns a text of bounded length that is still different for different values."""
+    """Shortens a text to a bounded length, such that different texts remain different."""
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 24]}...{hash(text)}"
 
 
 def inherited_facts(values: Iterable[AbstractValue]) -> frozenset[Fact]:
-    """Returns the facts that a result computed from the values has."""
+    """Returns the properties that a result computed from the values inherits."""
     return frozenset().union(*(value.inherited() for value in values))
 
 
 def either(values: Iterable[AbstractValue]) -> AbstractValue:
-    """Returns the choice between values, which is a single value if they are equal."""
+    """Returns the alternatives as one value, or the common value if all are equal."""
     distinct: dict[object, AbstractValue] = {}
     for value in values:
         for each in value.each():
@@ -245,14 +245,14 @@ def either(values: Iterable[AbstractValue]) -> AbstractValue:
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """A rank of the imaginary job. Its machines have the same number of ranks."""
+    """A rank of the simulated job, in which all machines have the same number of ranks."""
 
     rank: int
     world_size: int
     local_size: int
 
     def number_named(self, name: str) -> AbstractValue | None:
-        """Returns the value of a variable, attribute or function that is named after a number of the rank."""
+        """Returns the value of a variable, attribute or function whose name denotes a rank or a number of ranks."""
         name = name.lower().strip("_")
         if name in _RANK_NAMES:
             return known(self.rank, frozenset({Fact.RANK}))
@@ -314,7 +314,7 @@ _MISSING = AbstractValue("missing")
 
 
 class AssignmentLog:
-    """Assigns variables and attributes, so that each branch of a test begins with the same values.
+    """Records assignments to variables and attributes, so that each branch of a test starts with the same values.
 
     `begin` is called before a branch and `undo` after it. `merge` then assigns the values of all branches.
     """

@@ -61,7 +61,7 @@ class AcceleratorStream:
     """An engine's own stream, which runs concurrently with the program's streams.
 
     Args:
-        device: the device; the calling thread's current one if it has no index.
+        device: the device; without an index, the calling thread's current device of this type.
         high_priority: whether the device runs this stream's work first; useful for calls on which other ranks wait.
     """
 
@@ -151,7 +151,7 @@ def activated(device: torch.device) -> Iterator[None]:
         yield
         return
     module = _module(device)
-    if hasattr(module, "device"):  # unlike `set_device`, this initializes nothing on the previous device
+    if hasattr(module, "device"):  # does not initialize the previous device, unlike `set_device`
         with module.device(device):
             yield
         return
@@ -249,7 +249,7 @@ def is_capturing(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def _beside_captures(device: torch.device) -> Iterator[None]:
-    """Lets the calling thread query events during a graph capture, which the query would otherwise invalidate."""
+    """Allows the calling thread to query events during a graph capture without invalidating the capture."""
     exchange = _exchange_capture_mode() if device.type == "cuda" else None
     if exchange is None:
         yield

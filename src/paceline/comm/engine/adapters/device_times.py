@@ -146,7 +146,7 @@ class DevicePhases:
             DEVICE_WATCH.add(self._poll, self._device)
 
     def _poll(self) -> bool:
-        """Records the marks that the device has passed; returns whether any are left."""
+        """Records the marks that the device has passed; returns whether any marks remain."""
         while self._marks and self._marks[0][0].done():
             event, phase, step = self._marks[0]
             tick = clock_of(self._device).tick_of(event)

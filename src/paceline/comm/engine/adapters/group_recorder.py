@@ -34,7 +34,7 @@ class RecordedOperation(Protocol):
         """Sets the start and end times from events on a device; see `RecordedWork.follow`."""
 
     def end_behind(self, ended: AcceleratorEvent) -> None:
-        """Sets the event for the end if `follow` was called without it."""
+        """Sets the end event if `follow` was called without it."""
 
     def end(self, outcome: int, /) -> None:
         """Records that the operation is complete, with an `OutcomeCode`."""
@@ -81,8 +81,8 @@ class RecordedWork:
 
         Args:
             device: the device.
-            reached: an event with timing, behind the program's work that precedes the operation.
-            ended: an event with timing, behind the operation, or None if `end_behind` will set it.
+            reached: a timing event recorded after the program's preceding work.
+            ended: a timing event recorded after the operation, or None if `end_behind` sets it later.
         """
         with self._lock:
             if not self.is_recorded or self._is_ended:
@@ -91,12 +91,12 @@ class RecordedWork:
         DEVICE_WATCH.add(self._poll, device)
 
     def end_behind(self, ended: AcceleratorEvent) -> None:
-        """Sets the event for the end (with timing) if `follow` was called without it."""
+        """Sets the end event (a timing event) if `follow` was called without it."""
         with self._lock:
             self._ended = ended
 
     def end(self, outcome: int, /) -> None:
-        """Records that the operation is complete, with an `OutcomeCode`; only the first call counts."""
+        """Records that the operation is complete, with an `OutcomeCode`; later calls have no effect."""
         with self._lock:
             self._end(outcome)
 

@@ -53,7 +53,7 @@ def exchange_members(context: EngineContext) -> tuple[RankIdentity, ...]:
 
 
 def announce_death(context: EngineContext) -> None:
-    """Makes the store's server report the death of this rank, since ranks on other hosts cannot detect it."""
+    """Registers a last will, so that the store's server reports this rank's death to ranks on other hosts."""
     will = _key(context.rank), MemberExit.DIED.value
     if context.formation is not None and context.formation.is_open:
         context.formation.publish_on_exit(*will)
@@ -191,7 +191,7 @@ class FailureDiagnosis:
             self._store.set(self._keys[self.rank], _LEFT)
 
     def _lost(self, silent: Sequence[int], left: Sequence[int], said: str, is_store_there: bool) -> CallFailure | None:
-        """Returns the failure if ranks are lost, and None if not.
+        """Returns the failure if any rank is lost, otherwise None.
 
         If any rank died, the failure contains only the dead ranks, since all others left because of them.
         """
@@ -249,7 +249,7 @@ def _first_difference(histories: Sequence[Mapping[int, HeaderFields]]) -> list[H
 
 @dataclass(frozen=True)
 class GatheredMembers:
-    """The members of a group that all members are opening.
+    """The members of a group that is being opened.
 
     Args:
         members: the members, by group rank.
@@ -279,7 +279,7 @@ class LibraryGroup:
         self.messages.record_messages_as(group)
 
     def abort(self) -> None:
-        """Ends the group's collectives; see `SerialChannel.abort`."""
+        """Aborts the group's collectives; see `SerialChannel.abort`."""
         self.channel.abort()
 
     def failure(self) -> int:

@@ -80,7 +80,7 @@ def _joined(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
     return joined
 
 
-_DIVISIBLE = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)  # into blocks of any number of elements
+_DIVISIBLE = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)  # into blocks of any size
 
 
 class BlockTransfer(Protocol):

@@ -160,7 +160,7 @@ class QueuedCall:
 class SerialChannel(EngineChannel, ABC):
     """An `EngineChannel` for which an engine only needs to implement `perform`.
 
-    A failed call breaks the group: all later calls end with the same outcome.
+    A failed call breaks the group: all later calls fail with the same outcome.
     """
 
     def __init__(self, diagnosis: FailureDiagnosis) -> None:
@@ -194,7 +194,7 @@ class SerialChannel(EngineChannel, ABC):
         return turn.outcome()
 
     def submit(self, call: CollectiveCall, /) -> QueuedCall:
-        """Queues a call behind earlier ones and returns at once."""
+        """Queues a call after the earlier ones and returns at once."""
         return self._queue(call)
 
     def record_as(self, group: int, /) -> None:
@@ -202,9 +202,9 @@ class SerialChannel(EngineChannel, ABC):
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Ends queued and later calls; a call that the library is performing ends at its timeout.
+        """Aborts queued and later calls. A call that is already running in the library continues until its timeout.
 
-        When their own calls end, the other ranks detect that this rank has left.
+        The other ranks detect that this rank has left when their own calls fail.
         """
         if self._broken is None:
             self._broken = CallFailure(OutcomeCode.ABORTED)
@@ -215,7 +215,7 @@ class SerialChannel(EngineChannel, ABC):
         return OutcomeCode.OK if self._broken is None else self._broken.code
 
     def close(self) -> None:
-        """Reports to the other ranks that this rank has left, and ends the queued calls; idempotent."""
+        """Reports to the other ranks that this rank has left, and cancels the queued calls; idempotent."""
         if self._broken is None:
             self._broken = CallFailure(OutcomeCode.INTERRUPTED)
         self._diagnosis.leave()

@@ -140,9 +140,9 @@ class _Memory:
 
 _MOST_ELEMENTS = 1 << 26
 _SMALL = 1 << 14
-# From this size on, Open MPI's non-blocking all-reduce takes twice as long as a schedule over MPI messages.
+# For tensors of at least this size, Open MPI's non-blocking all-reduce takes twice as long as a schedule over messages.
 _SCHEDULED_BYTES = 1 << 20
-_AT_ONCE = range(20)  # how often a request is tested before the lock is released
+_AT_ONCE = range(20)  # the number of tests of a request before the lock is released
 _AVG = int(ReduceOp.AVG)
 _ALL_REDUCE = int(Operation.ALL_REDUCE)
 
@@ -155,8 +155,8 @@ class MpiChannel(SerialChannel):
         lock: the lock to hold during every MPI call.
         diagnosis: determines why a call failed.
         hosts: the group ranks of each host.
-        algorithm: the algorithm with which all collectives run as schedules; None uses MPI's own collectives where
-            possible.
+        algorithm: the algorithm to force for all collectives, which then run as schedules; None uses MPI's own
+            collectives where possible.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ def start(name: str, context: EngineContext) -> MpiEngine:
     """Initializes the library and starts the engine.
 
     Raises:
-        ValueError: MPI's rank numbers differ, or this process was not started by mpirun.
+        ValueError: this process has a different rank or world size in MPI, or was not started by mpirun.
     """
     mpi = initialised()
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()

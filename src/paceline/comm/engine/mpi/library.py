@@ -43,7 +43,7 @@ def library() -> Any:
 def initialised() -> Any:
     """Initializes `library()` and returns it.
 
-    MPI is finalized at exit, unless the program failed; in that case mpirun ends the other ranks.
+    MPI is finalized at exit, unless the program failed; in that case mpirun terminates the other ranks.
 
     Raises:
         ValueError: the library does not allow calls from several threads.

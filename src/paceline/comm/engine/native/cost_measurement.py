@@ -210,7 +210,7 @@ def _names(topology: Topology) -> list[str]:
 def _play_rounds(
     formation: Formation, topology: Topology, links: Messages, host: int
 ) -> dict[Pair, tuple[float, float]]:
-    """Performs all rounds; returns the costs that this host measured for the link to each other host."""
+    """Performs all rounds of the tournament; returns the costs of the links between this host and the others."""
     mine = {}
     leaders = [ranks[0] for ranks in topology.hosts]
     for pairs in round_robin_rounds(len(leaders)):

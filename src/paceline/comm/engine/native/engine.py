@@ -102,7 +102,7 @@ class NativeGroup:
         self.messages.record_as(group)
 
     def abort(self) -> None:
-        """Ends calls and messages on all ranks; see `engine.channel.EngineChannel`."""
+        """Aborts calls and messages on all ranks; see `engine.channel.EngineChannel`."""
         self.channel.abort()
         self.messages.abort()
 

@@ -109,7 +109,7 @@ class ScheduledChannel(EngineChannel):
         return self._links.run(*self._planned(call))
 
     def submit(self, call: CollectiveCall) -> _core.Work:
-        """Queues a call behind earlier ones and returns at once."""
+        """Queues a call after the earlier ones and returns at once."""
         self._log_miss()
         return self._links.submit(*self._planned(call))
 
@@ -123,7 +123,7 @@ class ScheduledChannel(EngineChannel):
         self._links.record_as(group)
 
     def abort(self) -> None:
-        """Ends calls on all ranks, and messages, which use the same links."""
+        """Aborts calls and messages on all ranks. (Messages use the same links as calls.)"""
         self._links.abort()
 
     def failure(self) -> int:

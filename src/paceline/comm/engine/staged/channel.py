@@ -82,11 +82,11 @@ class StagedWork:
         _core.announce_ending()  # wakes the completion thread
 
     def is_enqueued(self) -> bool:
-        """Returns whether the call has failed, or all of its copies have been enqueued."""
+        """Returns True if the call has failed or all of its copies have been enqueued."""
         return self._enqueued.is_set()
 
     def done(self) -> bool:
-        """Returns whether the call has failed, or its results are on the device."""
+        """Returns True if the call has failed or its results are on the device."""
         return self._enqueued.is_set() and (self._end is None or self._end.done())
 
     def wait(self, timeout_ns: int, /) -> bool:
@@ -139,7 +139,7 @@ class StagedChannel(EngineChannel):
         self._to_host = AcceleratorStream(device)
         self._to_device = AcceleratorStream(device)
         self._memory: PinnedMemory | None = None
-        self._slot_free: list[AcceleratorEvent | None] = [None] * SLOTS  # events behind the copies that read the slots
+        self._slot_free: list[AcceleratorEvent | None] = [None] * SLOTS  # recorded after copies that read the slots
         self._next_slot = 0
         self._sequence = 0
         self._arrived = threading.Condition()
@@ -156,7 +156,7 @@ class StagedChannel(EngineChannel):
         return work.outcome()
 
     def submit(self, call: CollectiveCall, /) -> StagedWork:
-        """Queues a call behind earlier ones and returns at once.
+        """Queues a call after the earlier ones and returns at once.
 
         Raises:
             TypeError: the reduction is not defined for the dtype.
@@ -169,7 +169,7 @@ class StagedChannel(EngineChannel):
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Ends current and later calls, on all ranks if the inner channel supports this."""
+        """Aborts current and later calls; if the inner channel supports it, also those on the other ranks."""
         self._break(CallFailure(OutcomeCode.ABORTED))
         self.inner.abort()
 
@@ -178,7 +178,7 @@ class StagedChannel(EngineChannel):
         return self.inner.failure() if self._failure is None else self._failure.code
 
     def close(self) -> None:
-        """Ends queued calls and the thread; idempotent. The inner channel must be closed first.
+        """Cancels queued calls and stops the thread; idempotent. The inner channel must be closed first.
 
         If the device takes a long time to complete enqueued copies, the channel's thread waits for them in the
         background.
@@ -234,7 +234,7 @@ class StagedChannel(EngineChannel):
             self._close_memory()
 
     def _await_work(self, has_chunks: bool) -> bool:
-        """Waits for a call, retiring completed calls in the meantime; returns False if the thread must end."""
+        """Waits for a call, retiring completed calls in the meantime; returns False if the thread must exit."""
         while True:
             try:
                 self._retire()
@@ -325,7 +325,7 @@ class StagedChannel(EngineChannel):
             work.end(None, event)
 
     def _await_device(self, chunk: _Chunk) -> CallOutcome | None:
-        """Waits until the device has copied the chunk; returns the failure if the call ends first."""
+        """Waits until the device has copied the chunk; returns the failure if the call fails first."""
         event = chunk.copied
         if event is None:
             return self._failure
@@ -417,12 +417,12 @@ class StagedChannel(EngineChannel):
                 self._failure = failure
 
     def _give_up(self, error: Exception) -> None:
-        """Breaks the channel, on all ranks if the inner channel supports this."""
+        """Breaks the channel; if the inner channel supports it, the channel also breaks on the other ranks."""
         self._break(CallFailure(OutcomeCode.REFUSED, said=str(error)))
         self.inner.abort()
 
     def _drop(self, chunks: deque[_Chunk]) -> None:
-        """Drops the chunks and ends all calls with the channel's failure."""
+        """Drops the chunks and fails all calls with the channel's failure."""
         with self._arrived:
             works = [*(chunk.work for chunk in chunks), *self._works]
             self._works.clear()
@@ -513,7 +513,7 @@ class StagedGroup:
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Ends calls and messages, on all ranks if the inner group supports this."""
+        """Aborts calls and messages; if the inner group supports it, also those on the other ranks."""
         self.channel.abort()
         self.inner.abort()
         self.messages.close(CallFailure(OutcomeCode.ABORTED))
@@ -530,7 +530,7 @@ class StagedGroup:
 
 
 def announce_once(device: torch.device, backend: str, rank: int) -> None:
-    """Prints, once per process and only on rank 0, that tensors on the device are staged through host memory."""
+    """Prints once per process, and only on rank 0, that tensors on the device are staged through host memory."""
     global _announced
     if _announced or rank != 0:
         return

@@ -20,7 +20,7 @@ from paceline.comm.engine.codes import ITEM_SIZES
 from paceline.comm.schedule.steps import Operation
 
 _NO_FLAGS = 0
-_MANY = 8  # from this number of pieces on, joining them in a kernel for a single copy is faster
+_MANY = 8  # at least this many pieces are faster to join with a kernel and copy at once
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
 

@@ -101,7 +101,7 @@ class OutgoingDeviceMessage:
         return True
 
     def outcome(self) -> CallOutcome | None:
-        """Returns why the message failed, or None if it succeeded."""
+        """Returns the reason why the message failed, or None if it succeeded."""
         return self._failure if self._message is None else self._message.outcome()
 
     def source(self) -> int:
@@ -122,7 +122,7 @@ class IncomingDeviceMessage:
         host: the message's host memory.
         target: the memory on the device.
         stream: the stream for copies to the device.
-        start: the event behind the program's earlier work on the memory.
+        start: the event recorded after the program's earlier work on this memory.
         recorded: the message in the recording.
     """
 
@@ -145,7 +145,7 @@ class IncomingDeviceMessage:
         self._copied: AcceleratorEvent | None = None
 
     def done(self) -> bool:
-        """Returns whether the message has failed, or its values are on the device."""
+        """Returns True if the message has failed or its values are on the device."""
         if not self._message.done():
             return False
         copied = self._copy()
@@ -161,7 +161,7 @@ class IncomingDeviceMessage:
         return True
 
     def outcome(self) -> CallOutcome | None:
-        """Returns why the message failed, or None if it succeeded."""
+        """Returns the reason why the message failed, or None if it succeeded."""
         return self._message.outcome()
 
     def source(self) -> int:
@@ -169,11 +169,11 @@ class IncomingDeviceMessage:
         return self._message.source()
 
     def is_copied(self) -> bool:
-        """Returns whether no copy to the device is in progress: it is complete, or has not been enqueued."""
+        """Returns True if no copy to the device is in progress: it has completed or has not been enqueued yet."""
         return self._copied is None or self._copied.done()
 
     def _copy(self) -> AcceleratorEvent | None:
-        """Enqueues the copy to the device once; returns the event behind the copy, or None if the message failed."""
+        """Enqueues the copy once; returns the event recorded after the copy, or None if the message failed."""
         with self._lock:
             if self._copied is None:
                 failure = self._message.outcome()

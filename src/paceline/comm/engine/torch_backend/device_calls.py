@@ -50,7 +50,7 @@ StartCall = Callable[[TorchGroup], StartedCall]
 """Starts a call of a process group on the current stream."""
 
 _CLOSED = CallFailure(OutcomeCode.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
-# A rank whose process has exited may have finished its part of a call, which then completes soon.
+# The time to wait for a call after a rank has exited, which may have finished its part of the call before.
 _GRACE_S = 1.0
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 _POLLING_S = 0.01
@@ -66,7 +66,7 @@ class CallInFlight:
         recorded: the call in the recording.
         event: the position after the call on the stream; None until the call is on the stream.
         is_captured: whether the call was captured into a graph; its completion then cannot be observed.
-        failure: why the call failed; None while it runs and after it succeeded.
+        failure: the reason why the call failed; None while it runs and after success.
     """
 
     header: HeaderFields
@@ -84,8 +84,8 @@ class StreamRanks:
 
     Attributes:
         members: the ranks with their hosts and processes.
-        group_ranks: their ranks in the group, for failure reports.
-        index: the index of this rank among them.
+        group_ranks: the group ranks of `members`, for failure reports.
+        index: the index of this rank in `members`.
         are_pair: whether the ranks are the sender and the receiver of messages, rather than the ranks of collectives.
     """
 
@@ -106,7 +106,7 @@ class StreamSettings:
         identify: a function that returns a string that identifies a device across processes, or "" if processes may
             share it.
         store: the store in which ranks report how they exited.
-        is_closing: a function that returns whether the engine is being closed.
+        is_closing: a function that returns True if the engine is being closed.
     """
 
     construct: ConstructGroup
@@ -207,7 +207,7 @@ class CallStream:
             elif flight.failure is None:
                 self._flights.append(flight)
         if self.failure is not None and flight in self._flights:
-            self._break(self.failure, flight)  # another thread has ended the group in the meantime
+            self._break(self.failure, flight)  # another thread has broken the stream in the meantime
         return DeviceWork(flight, self)
 
     def _put(self, flight: CallInFlight, start: StartCall, after: AcceleratorEvent | None) -> None:
@@ -331,7 +331,7 @@ class CallStream:
         )
 
     def _mismatch(self, calls: Sequence[HeaderFields]) -> CallFailure:
-        """Returns the failure for ranks that made these calls, given by the ranks' indices."""
+        """Returns the failure for mismatched calls, given the call of each rank by index."""
         by_group_rank = self._by_group_rank(calls)
         me = self._ranks.group_ranks[self._ranks.index]
         return CallFailure(OutcomeCode.MISMATCH, reporter=me, calls=by_group_rank, algorithms=[0] * len(by_group_rank))
@@ -387,9 +387,9 @@ class CallStream:
         )
 
     def _break(self, failure: CallFailure, entering: CallInFlight | None = None) -> None:
-        """Fails `entering` and all calls in flight, and ends the group; any thread may call this.
+        """Fails `entering` and all calls in flight, and aborts the process group; any thread may call this.
 
-        Only the first failure counts.
+        Only the first failure is kept.
         """
         with self._breaking:
             is_first = self.failure is None
@@ -413,17 +413,17 @@ class CallStream:
         return [self._ranks.group_ranks[index] for index in indices]
 
     def abort(self) -> None:
-        """Ends the calls on the stream and rejects later ones; the other ranks' calls end at their timeouts."""
+        """Aborts the calls on the stream and rejects later ones; calls on the other ranks fail at their timeouts."""
         self._break(CallFailure(OutcomeCode.ABORTED))
 
     def leave(self) -> None:
-        """Rejects later calls and ends a call that still waits for other ranks to connect; idempotent."""
+        """Rejects later calls and aborts a call that still waits for other ranks to connect; idempotent."""
         self._leaving = True
 
     def drain(self) -> None:
-        """Waits until all calls are complete or have failed, at their timeouts or because a rank has died.
+        """Waits until every call has completed or failed. (A call fails at its timeout or if a rank dies.)
 
-        The watch must still be running. Failed calls are reported by a warning, since their results are undefined.
+        The watch must still be running. Failed calls cause a warning, because their results are undefined.
         """
         self.leave()
         in_flight = len(self._flights)
@@ -441,7 +441,7 @@ class CallStream:
             )
 
     def close(self, deadline: float) -> None:
-        """Ends the process group, waiting for the other ranks to do so until `deadline`; idempotent.
+        """Shuts down the process group, waiting for the other ranks until `deadline`; idempotent.
 
         The deadline is a value of `time.monotonic`. All streams of an engine are closed concurrently, each on its own
         thread, since another rank may close them in a different order.
@@ -460,7 +460,7 @@ class CallStream:
                 )
 
     def forget_peers(self) -> None:
-        """Stops watching the other ranks; the watch must have ended. Idempotent."""
+        """Stops watching the other ranks; the watch must have been closed. Idempotent."""
         if self._peers is not None:
             self._peers.close()
 
@@ -508,7 +508,7 @@ class CallWatch:
         self._called.set()
 
     def close(self) -> None:
-        """Ends the thread; idempotent."""
+        """Stops the thread; idempotent."""
         self._closing.set()
         self._called.set()
         self._thread.join()
@@ -565,5 +565,5 @@ class DeviceWork:
         return poll_until(self.done, timeout_ns)
 
     def outcome(self) -> CallFailure | None:
-        """Returns why the call failed, or None if no failure has been detected so far."""
+        """Returns the reason why the call failed, or None if no failure has been detected so far."""
         return self._flight.failure

@@ -90,7 +90,7 @@ class DeviceChannel(EngineChannel):
         return work.outcome()
 
     def submit(self, call: CollectiveCall) -> DeviceWork:
-        """Enqueues a call behind earlier ones.
+        """Enqueues a call after the earlier ones.
 
         Raises:
             TypeError: the library does not support the reduction for this dtype.
@@ -114,7 +114,7 @@ class DeviceChannel(EngineChannel):
         self._recorder.group = group
 
     def abort(self) -> None:
-        """Ends the calls on this rank."""
+        """Aborts the calls on this rank."""
         self._calls.abort()
 
     def failure(self) -> int:
@@ -123,7 +123,7 @@ class DeviceChannel(EngineChannel):
         return OutcomeCode.OK if failure is None else failure.code
 
     def close(self) -> None:
-        """Rejects further calls; the group ends the call stream. Idempotent."""
+        """Rejects further calls; the group closes the call stream. Idempotent."""
         self._calls.leave()
 
     def _reduction(self, call: CollectiveCall) -> TorchReduction | None:
@@ -195,7 +195,7 @@ class MessageLane:
         self._is_open = False
 
     def put(self, message: DeviceMessage, put: Callable[[AcceleratorEvent | None], DeviceWork]) -> None:
-        """Enqueues a message behind earlier ones by calling `put`, possibly with an event that the message must follow.
+        """Enqueues a message after the earlier ones by calling `put`, possibly with an event that it must follow.
 
         Raises:
             RuntimeError: the lane is not open, and the current stream is being captured into a graph.

@@ -96,7 +96,7 @@ class DeviceGroup:
         return [self.calls, *self.messages.streams()]
 
     def abort(self) -> None:
-        """Ends calls and messages on this rank; see `CallStream.abort`."""
+        """Aborts calls and messages on this rank; see `CallStream.abort`."""
         for calls in self.streams():
             calls.abort()
 
@@ -105,12 +105,12 @@ class DeviceGroup:
         return self.channel.failure()
 
     def close(self) -> None:
-        """Ends the group after its calls are complete; idempotent."""
+        """Closes the group after its calls are complete; idempotent."""
         self.end(self)
 
 
 class DeviceEngine:
-    """Connects the ranks' devices, until `close` is called; a group's ranks are connected by the group's first call.
+    """Connects the ranks' devices until `close` is called. The first call on a group connects the group's ranks.
 
     Args:
         name: the name of the engine, which is also the name of PyTorch's backend.
@@ -191,14 +191,14 @@ class DeviceEngine:
         return group
 
     def close(self) -> None:
-        """Closes every group and ends the watch; idempotent."""
+        """Closes every group and stops the watch; idempotent."""
         self._is_closing = True
         self._end(*self._groups)
         self._watch.close()
         announce_leave(self._context)
 
     def _end(self, *groups: DeviceGroup) -> None:
-        """Ends groups concurrently, because ranks may end their process groups in different orders."""
+        """Closes groups concurrently, because ranks may close their process groups in different orders."""
         groups = tuple(group for group in groups if group in self._groups)
         streams = [calls for group in groups for calls in group.streams()]
         self._groups = [group for group in self._groups if group not in groups]

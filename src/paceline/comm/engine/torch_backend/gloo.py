@@ -38,7 +38,7 @@ from paceline.routes import resolver_name
 
 SHORTEST = timedelta(milliseconds=1)  # gloo's timeouts have a resolution of 1 ms
 _ROUNDED_NS = 1_000_000  # gloo's waits are rounded and may end this much before the deadline
-_COLLECTIVES_TAG = 0  # the program's messages use tags from 1 on
+_COLLECTIVES_TAG = 0  # the program's messages use tags >= 1
 
 
 class GlooTransfer:
@@ -102,8 +102,8 @@ class GlooChannel(SerialChannel):
         diagnosis: determines why a call failed.
         rank: the group rank of this process.
         hosts: the group ranks of each host.
-        algorithm: the algorithm with which all collectives run as schedules; None uses gloo's own collectives where
-            possible.
+        algorithm: the algorithm to force for all collectives, which then run as schedules; None uses gloo's own
+            collectives where possible.
     """
 
     def __init__(

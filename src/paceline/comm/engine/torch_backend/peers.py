@@ -1,8 +1,9 @@
 """The other ranks of a process group: their processes, their progress, and whether they are alive.
 
 `exchange_peers` exchanges processes and devices through the store before the library connects the ranks. `RankProgress`
-publishes each rank's latest calls there, so that a timeout can name the missing ranks. `PeerWatch` polls the processes
-on this machine, and the store for ranks on other machines, since NCCL itself waits for a dead rank forever.
+publishes each rank's latest calls in the store, so that a timeout error can list the missing ranks. `PeerWatch` polls
+the processes on this machine, and the store for ranks on other machines, because NCCL itself waits for a dead rank
+forever.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from paceline.linux import pidfd_open
 
 _PUBLISH_INTERVAL_S = 0.5
 _COMPARISONS = 10
-_RANKS_AT_FULL_RATE = 128  # with more, each rank publishes less often, since all use one store
+_RANKS_AT_FULL_RATE = 128  # with more ranks, each rank publishes less often, because all use one store
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
@@ -36,7 +37,7 @@ class RankProgress:
 
     Args:
         store: a store for the exclusive use of this object.
-        index: the index of this rank among the ranks.
+        index: the index of this rank in the process group.
         size: the number of ranks.
         kept: the number of latest calls to publish for comparison.
     """
@@ -52,7 +53,7 @@ class RankProgress:
         self._interval_s = _PUBLISH_INTERVAL_S * max(1.0, size / _RANKS_AT_FULL_RATE)
 
     def arrive(self, call: HeaderFields) -> None:
-        """Records that this rank makes `call`, which `publish` publishes later."""
+        """Records a call made by this rank for `publish`."""
         self._calls.append(call)
 
     @property
@@ -163,10 +164,10 @@ def exchange_peers(
     Args:
         store: a store for the exclusive use of this exchange.
         members: the ranks of the communicator, in order.
-        index: the index of this rank among them.
+        index: the index of this rank in `members`.
         mine: this rank's process and device.
         deadline: the time of `time.monotonic` at which to give up.
-        stopped: a function that is called while waiting and returns whether to give up.
+        stopped: a function that is called while waiting and returns True to give up.
 
     Raises:
         AbsentError: not all members published in time.
@@ -184,7 +185,7 @@ def exchange_peers(
 
 
 def _let_all_read(store: Store, size: int) -> None:
-    """Waits until all ranks have read the answers, because the store may end with a rank that gives up."""
+    """Waits until all ranks have read the answers, because the store may shut down with a rank that gives up."""
     if store.add("read", 1) == size:
         store.set("all_read", b"")
     with contextlib.suppress(StoreError):
@@ -224,9 +225,9 @@ class PeerWatch:
 
     Args:
         peers: the ranks' processes.
-        index: the index of this rank among them.
-        has_exited: a function that returns whether the exit of the rank with this index is in the store; it is called
-            for the ranks on other machines, a few of them every five seconds.
+        index: the index of this rank in `peers`.
+        has_exited: a function that returns True if the store contains the exit of the rank with the given index. It is
+            called every five seconds for a few of the ranks on other machines.
     """
 
     def __init__(self, peers: Sequence[DevicePeer], index: int, has_exited: Callable[[int], bool]) -> None:

@@ -1,7 +1,7 @@
 """PyTorch's process groups, constructed directly rather than through torch.distributed.
 
-In PyTorch, a watchdog thread ends the process if a call on a device fails or times out. Paceline enforces timeouts
-itself. Groups are therefore constructed with settings that disable this thread, and are ended with
+In PyTorch, a watchdog thread terminates the process if a call on a device fails or times out. Paceline enforces
+timeouts itself. Groups are therefore constructed with settings that disable this thread, and are stopped with
 `OwnedProcessGroup.abort`.
 """
 
@@ -26,13 +26,13 @@ _ABORTING_S = 10.0
 _POLLING_S = 0.01
 
 _WITHOUT_WATCHDOG: Mapping[str, str | None] = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a failed call must not end the process
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a failed call must not terminate the process
     "NCCL_ASYNC_ERROR_HANDLING": None,  # the former name of the same setting
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # `wait` must not block the thread
     "NCCL_BLOCKING_WAIT": None,
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a late thread must not end the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a late thread must not terminate the process
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # a device error must not end the process
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # a device error must not terminate the process
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # irrelevant, since each direction has its own group
 }
@@ -60,7 +60,7 @@ def _set_variables(variables: Mapping[str, str | None]) -> None:
 
 
 class TorchStore(c10d.Store):
-    """Adapter that gives a process group access to Paceline's store through the interface of PyTorch's store.
+    """Adapter through which a process group uses Paceline's store as if it were one of PyTorch's stores.
 
     Args:
         store: the store.
@@ -106,7 +106,7 @@ class TorchStore(c10d.Store):
 
 
 class OwnedProcessGroup:
-    """A PyTorch process group that is ended exactly once, by `shut_down` or `abort`.
+    """A PyTorch process group that is shut down exactly once, by `shut_down` or `abort`.
 
     Args:
         group: the group.
@@ -127,13 +127,13 @@ class OwnedProcessGroup:
         return None if error.name == "SUCCESS" else f"{error.name}"
 
     def abort(self) -> None:
-        """Ends the group at once; the results of its calls are undefined. Idempotent; any thread may call this."""
+        """Aborts the group at once; the results of its calls are undefined. Idempotent; any thread may call this."""
         if not self._ended:
             self._ended = True
             run_bounded(self._end_now, time.monotonic() + _ABORTING_S, "abort")
 
     def shut_down(self, deadline: float, stopped: Callable[[], bool]) -> bool:
-        """Ends the group after its calls are complete on all ranks; returns whether this succeeded before `deadline`.
+        """Shuts down the group when its calls are complete on all ranks; returns whether this succeeded in time.
 
         If it does not succeed, or once `stopped` returns True, the group is aborted. Idempotent.
         """
@@ -165,7 +165,7 @@ def run_bounded(
         function: the function.
         deadline: the time on the clock `time.monotonic` at which to give up. The thread then keeps running.
         name: a name for the thread.
-        stopped: a function that is called while waiting and returns whether to give up.
+        stopped: a function that is called while waiting and returns True to give up.
 
     Raises:
         Exception: `function` raised it.

@@ -194,7 +194,7 @@ def reduce_scatter_multigpu(
 def _between_ranks(op: Reduction) -> ReduceOp:
     """Returns the reduction between ranks, after each rank has reduced its own tensors with `op`.
 
-    For AVG it is SUM, because the division takes place at the end, and for PREMUL_SUM because the factor has already
+    For AVG and PREMUL_SUM the result is SUM: an average is divided at the end, and the factor of PREMUL_SUM has already
     been applied.
     """
     return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
@@ -260,8 +260,8 @@ def _require_lists(lists: Sequence[Sequence[torch.Tensor]], devices: int, member
 def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) -> torch.Tensor:
     """Reduces `tensors` to a new tensor with the shape and device of the first one.
 
-    For float16 and bfloat16 tensors the result is in float32, which lets the caller round only once, at the end. For
-    AVG the result is the sum, and for PREMUL_SUM the sum of the multiplied tensors.
+    For float16 and bfloat16 tensors the result is in float32, so that the caller rounds only once, at the end. For AVG
+    the result is the sum, and for PREMUL_SUM the sum of the multiplied tensors.
 
     Raises:
         TypeError: the reduction is not defined for the tensors' dtype.

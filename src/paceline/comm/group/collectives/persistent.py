@@ -57,11 +57,11 @@ class PersistentCall(_core.QuickCall):
     be prepared in any order.
 
     The tensors must keep their memory and layout; their values may change between calls. A persistent call becomes
-    invalid when its group ends. In an elastic job, each view has its own group.
+    invalid when its group is destroyed. In an elastic job, each view has its own group.
 
     Raises:
         ValueError: the memory, shape, strides or dtype of a tensor has changed; the call is already in progress, or has
-            not been started; or its group has ended.
+            not been started; or its group has been destroyed.
         CollectiveError: the call failed; the error is the same as for the plain call.
     """
 
@@ -112,7 +112,7 @@ class PersistentCall(_core.QuickCall):
             if work.is_completed():
                 self.is_started, self._work = False, None
             raise
-        self.is_started, self._work = False, None  # on a device the call may still be running; the next one follows it
+        self.is_started, self._work = False, None  # on a device the call may still be running; the next call follows it
 
     @eager
     def test(self) -> bool:
