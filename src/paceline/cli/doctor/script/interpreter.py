@@ -44,7 +44,7 @@ _RUN_ONCE = {
 
 
 class RankInterpreter:
-    """Interprets a script as one rank; `run` returns the trace."""
+    """Interprets a script as one rank; `run` returns the trace.
 
     Args:
         tree: The syntax tree of the script.
@@ -59,7 +59,7 @@ class RankInterpreter:
         self.initialized = not has_init
         self.seeded = False  # whether all ranks draw the same random numbers
         self.start_method: object = None  # the multiprocessing start method, such as "spawn"
-        self.process_count: int | None = None  # of the started processes, if it is a constant
+        self.process_count: int | None = None  # number of started processes, if it is a constant
         self.trace = RankTrace(identity.rank)
         self.path = ExecutionPath(self.trace)
         self._tree = tree

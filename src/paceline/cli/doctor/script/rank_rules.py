@@ -60,8 +60,8 @@ def collectives(job: JobTrace) -> Iterator[Diagnostic]:
             yield found(event, "not-all-ranks", f"{event.name}()", reason, fix, confidence)
 
 
-"""Returns whether a test only decides if a loop or function is left early; another rule examines such tests."""
-    """Returns whether a test decides about the end of a loop or a function, which another rule examines."""
+def _ends_early(node: ast.AST) -> bool:
+    """Returns whether a test only decides if a loop or function is left early; another rule examines such tests."""
     ends = (ast.Break, ast.Continue, ast.Return, ast.Raise)
     return any(isinstance(each, ends) for each in ast.walk(node))
 

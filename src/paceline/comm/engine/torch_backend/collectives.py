@@ -4,6 +4,7 @@ The choice of the operation depends only on properties that are the same on all 
 rank's tensors. Pieces that are not adjacent in memory are copied to a flat buffer. Data that is moved but not reduced
 is passed as bytes. A dtype that the process group does not support is reduced as another dtype with the same result:
 booleans as bytes of 0 and 1, complex numbers as pairs of floats, unsigned sums as signed sums.
+"""
 
 from __future__ import annotations
 
