@@ -1,5 +1,5 @@
-// The call site: the line of the user's program that makes a call. It is recorded when the call is made, because a rank
-// may have gone on to other lines by the time that the call turns out to be wrong.
+// The call site: the line of the user's program that makes a call. It is recorded when the call is made, because the
+// rank may be at a different line by the time an error in the call is detected.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,7 +11,7 @@ namespace paceline::bindings {
 void note_call_site();
 
 // Sets the function that returns the name under which a file is recorded, or None if the file is not the user's. Until
-// then, no call sites are recorded.
+// this is called, no call sites are recorded.
 void name_user_files_by(nanobind::object name_of);
 
 }  // namespace paceline::bindings

@@ -54,7 +54,7 @@ Call to_call(nanobind::handle fields);
 // and include this process.
 int place_among(const std::vector<int>& members, const shm::Mesh& mesh);
 
-// Handles pending signals (Ctrl-C interrupts a waiting call). Leaves the Python exception set on the calling thread.
+// Handles pending signals (Ctrl-C interrupts a blocked call). Leaves the Python exception set on the calling thread.
 bool python_interrupted();
 
 // Returns the group's queue. Throws nb::value_error if the group is closed or was inherited through a fork.
@@ -63,14 +63,14 @@ std::shared_ptr<CallQueue> usable(std::shared_ptr<CallQueue> queue);
 // Returns true if releasing the interpreter lock would take longer than copying and reducing the tensors.
 bool is_small(const Call& call);
 
-// Returns None if the call succeeded.
+// Converts an outcome for Python; returns None if the call succeeded.
 nanobind::object report(Outcome outcome);
 
-// Runs the call on this thread and releases the interpreter lock: at once, or only when the thread has to wait if
-// `may_be_over_at_once` is set.
+// Runs the call on this thread. Releases the interpreter lock at once or, if `may_be_over_at_once` is set, only when
+// the thread has to wait.
 nanobind::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once = false);
 
-// Queues the call behind earlier calls.
+// Queues the call after earlier calls.
 std::shared_ptr<Work> submit_call(const std::shared_ptr<CallQueue>& queue, Call call);
 
 // Have no effect if the queue's group has been closed.

@@ -216,7 +216,7 @@ std::shared_ptr<shm::Mesh> join_mesh(int rank, int size, int fd, std::vector<int
     if (rank < 0 || rank >= size) throw nb::value_error("the rank is not one of the directory's");
     if (!names.empty() && names.size() != static_cast<std::size_t>(size))
         throw nb::value_error("each rank of the directory needs a name");
-    errno = EBADMSG;  // for a file that is not a directory of ranks
+    errno = EBADMSG;  // reported if the file is not a host directory
     auto directory = fd < 0 ? shm::HostDirectory::create(size) : shm::HostDirectory::adopt(fd, size);
     if (!directory) throw std::system_error(errno, std::generic_category(), "the directory of the host's ranks");
     directory->close_descriptor();

@@ -20,7 +20,7 @@ using executor::Messenger;
 using executor::Request;
 using executor::Schedule;
 
-// A send or a receive in progress. It does not keep its group alive: closing the group ends all messages.
+// A send or a receive in progress. It does not keep its group alive: closing the group fails all messages.
 class Message {
   public:
     Message(const std::shared_ptr<Messenger>& messenger, std::shared_ptr<Request> request)
@@ -237,7 +237,7 @@ std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int
     throw nb::value_error(told.c_str());
 }
 
-// Measures how many seconds this machine takes to reduce `nbytes` bytes of float32.
+// Returns the time, in seconds, that this machine takes to reduce `nbytes` bytes of float32.
 double time_reduction(std::size_t nbytes) {
     std::vector<float> a(nbytes / sizeof(float), 1.0F);
     std::vector<float> b = a;

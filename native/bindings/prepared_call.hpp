@@ -23,7 +23,7 @@ class PreparedCall {
     // Runs the call on this thread; returns None on success. Throws nb::value_error if another thread is running the
     // same call or the group is closed.
     nanobind::object run(std::int64_t timeout_ns);
-    // Queues the call behind earlier calls.
+    // Queues the call after earlier calls.
     std::shared_ptr<Work> submit(std::int64_t timeout_ns);
 
   private:

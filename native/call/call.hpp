@@ -42,7 +42,7 @@ constexpr bool needs_all(Operation operation) {
 
 // Describes a rank's call to the other ranks, which compare the headers in the first round.
 struct CallHeader {
-    std::uint64_t sequence;  // the call's number in its group, from 1
+    std::uint64_t sequence;  // the call's number in its group, counted from 1
     std::uint64_t count;     // total number of elements; for all_to_all, the number that this rank sends (not compared)
     std::int32_t root;       // group rank, or -1 if the operation has no root
     Operation operation;
@@ -130,7 +130,7 @@ struct Outcome {
 // Data that a group collects during a call for the recording.
 struct Observed {
     int last_arrived = -1;         // the group rank that arrived last, or -1 if unknown
-    std::uint64_t complete = 0;    // when all ranks had arrived, in ticks of the recording's clock; 0: not measured
+    std::uint64_t complete = 0;    // time of the last rank's arrival, in recorder ticks; 0: not measured
     std::uint64_t shm_nbytes = 0;  // sent by this rank
     std::uint64_t tcp_nbytes = 0;
 };
@@ -183,7 +183,7 @@ inline std::uint64_t count_in_header(const Call& call) {
     return nbytes / item_size(call.dtype);
 }
 
-// A callback that a waiting call runs periodically; returning true ends the call as `interrupted`.
+// A callback that a blocked call runs periodically. If it returns true, the call fails as `interrupted`.
 using Interrupted = std::function<bool()>;
 
 // Runs the calls of one group sequentially. A call with mismatched headers fails on every rank and leaves the group
@@ -192,11 +192,11 @@ class Collectives {
   public:
     virtual ~Collectives() = default;
     virtual Outcome run(Call& call, const Interrupted& interrupted, bool background) = 0;
-    // Ends all waiting and later calls, on all ranks, as `aborted`. Any thread may call this while another thread is in
-    // `run`; `abort` does not wait for that thread.
+    // Fails all current and later calls, on all ranks, as `aborted`. Any thread may call this while another thread is
+    // in `run`; `abort` does not wait for that thread.
     virtual void abort() = 0;
-    // Returns why the group is broken, as far as this rank can determine between calls, or `ok`. Any thread may call
-    // this.
+    // Returns the reason why the group is broken, as far as this rank can determine it between calls, or `ok`. Any
+    // thread may call this.
     virtual Code failure() = 0;
     // Returns true if each rank has a spare core on which its thread for asynchronous calls may busy-wait.
     virtual bool has_spare_core() const { return false; }

@@ -15,8 +15,8 @@ using Clock = std::chrono::steady_clock;
 constexpr std::int64_t kInterruptCheckNs = std::chrono::nanoseconds(kTurnsPerInterruptCheck * kTurn).count();
 constexpr int kSpinsPerLook = 16;  // spins between two clock reads; on some processors one spin takes a microsecond
 
-// Nonzero while a thread of this process busy-waits for a call. The value is `forks_from_members()` plus 1, which makes
-// a value inherited from the parent process invalid in a forked child.
+// Nonzero while a thread of this process busy-waits for a call. The value is `forks_from_members()` plus 1, so that a
+// value inherited from the parent process is invalid in a forked child.
 std::atomic<std::uint32_t> lingering{0};
 
 bool may_linger() {
@@ -78,7 +78,7 @@ void CallQueue::close() {
         const std::lock_guard hold(joining_);
         if (thread_.joinable()) thread_.join();
     }
-    const std::lock_guard hold(running_);  // waits until a call on another thread has ended
+    const std::lock_guard hold(running_);  // waits until a call on another thread is complete
 }
 
 void CallQueue::arrive(RecordedCall& recorded, const Call& call, bool is_async) {

@@ -56,7 +56,7 @@ class CallQueue {
     CallQueue(const CallQueue&) = delete;
     CallQueue& operator=(const CallQueue&) = delete;
     ~CallQueue() { close(); }
-    // Ends every waiting call on any thread, and returns once no call is running. Idempotent.
+    // Cancels all blocked calls on all threads, and returns once no call is running. Idempotent.
     void close();
 
     // Runs a call synchronously. `interrupted` is called on the caller's thread.

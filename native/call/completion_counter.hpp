@@ -1,7 +1,7 @@
 // Wakes threads that watch several asynchronous calls whenever an asynchronous call of this process completes.
 //
 // A watcher reads the count, checks its calls, and sleeps only while the count is unchanged. A call that completes
-// between the check and the sleep changes the count, which prevents a lost wake-up.
+// between the check and the sleep changes the count, so no wake-up is lost.
 #pragma once
 
 #include <atomic>

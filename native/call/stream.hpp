@@ -24,11 +24,11 @@ class Stream {
 
     std::size_t nbytes() const { return nbytes_; }
     const std::vector<Piece>& pieces() const { return pieces_; }
-    // Returns to the front, which allows another call to use the same pieces.
+    // Returns to the front, so that another call can use the same pieces.
     void rewind() { index_ = within_ = 0; }
 
-    // Calls visit(data, n, done) for each piece of the next `count` bytes. `done` is the number of bytes visited
-    // before.
+    // Calls visit(data, n, done) for each piece of the next `count` bytes. `done` is the number of bytes that have
+    // already been visited.
     template <class Visit>
     void next(std::size_t count, Visit visit) {
         std::size_t done = 0;

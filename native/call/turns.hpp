@@ -1,5 +1,6 @@
-// Intervals of a call's waits. A waiting thread sleeps for at most one turn at a time and then checks for events that
-// end the wait early: verdicts from other ranks, deaths, the deadline and Python signals.
+// Intervals of the loop in which a blocked call waits. In each iteration (a *turn*), the thread sleeps for at most
+// kTurn and then checks for events that end the wait early: verdicts from other ranks, deaths, the deadline and Python
+// signals.
 #pragma once
 
 #include <chrono>

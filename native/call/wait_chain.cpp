@@ -11,8 +11,8 @@ constexpr std::chrono::nanoseconds kLeastPatience = std::chrono::milliseconds(30
 constexpr std::chrono::nanoseconds kMostPatience = std::chrono::seconds(1);
 constexpr int kLongest = 3;          // the search ends after this multiple of the patience, even if it is incomplete
 constexpr std::size_t kMost = 8192;  // maximum number of queries, a bound for malformed answers
-// How long a rank continues to answer queries after its search is complete. Ranks that wait for each other often time
-// out together, and the first one to finish must not appear to hold up the others.
+// The time for which a rank continues to answer queries after its search is complete. Ranks that wait for each other
+// often time out together, and the first one to finish must not appear to hold up the others.
 constexpr std::chrono::milliseconds kStays{300};
 
 }  // namespace

@@ -1,9 +1,10 @@
-// Tracks which ranks this process's threads wait for, in all groups, and answers queries from other ranks about it.
+// Records, for all groups, the ranks for which this process's threads wait, and answers queries about these waits.
 //
-// A thread that has waited for one turn records its wait in an entry, which it updates every turn. When a call times
-// out, a search (wait_chain.hpp) queries the awaited ranks, then the ranks for which those wait, and so on. A query may
-// arrive over the lanes of any group that the two ranks share, so waiting threads periodically read the lanes of all
-// groups (`serve`) and answer for the whole process. A rank without waiting threads does not answer.
+// After its first wait iteration, a thread records what it waits for in an entry, and updates the entry in each
+// iteration. When a call times out, a search (wait_chain.hpp) queries the awaited ranks, then the ranks for which those
+// wait, and so on. A query may arrive over the lanes of any group that the two ranks share, so waiting threads
+// periodically read the lanes of all groups (`serve`) and answer for the whole process. A rank without waiting threads
+// does not answer.
 //
 // Lock order: `linking_`, then the lock of a link (which links acquire only with try_lock), then `mutex_`.
 #pragma once
@@ -60,7 +61,7 @@ class Waits {
   public:
     using Clock = std::chrono::steady_clock;
 
-    // How long a thread waits in its call before it also serves other groups.
+    // The time that a thread waits in its call before it also serves other groups.
     static constexpr std::chrono::milliseconds kServesAfter{200};
 
     // The lanes of one group. Neither function blocks on a lock.

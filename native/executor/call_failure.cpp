@@ -15,7 +15,7 @@ constexpr auto kReasonComes = std::chrono::milliseconds(200);
 
 }  // namespace
 
-// Fails the call because a lane to `peer` has ended. Waits briefly for the reason, a goodbye or a verdict, which may
+// Fails the call because a lane to `peer` is closed. Waits briefly for the reason, a goodbye or a verdict, which may
 // arrive later because it is sent over the control lane.
 void Executor::lost(int peer) {
     const auto has = [peer](const std::vector<int>& ranks) {
@@ -36,7 +36,7 @@ std::vector<int> Executor::awaited() const {
     return peers;
 }
 
-// Checks, once per turn of waiting, whether the call must fail; returns false if so.
+// Called after each iteration of the wait loop. Returns false if the call must fail.
 bool Executor::look_around(int turn, const Interrupted& interrupted, bool holds_program, Waits::Entry& entry) {
     hear();
     lanes_.meter().measure_if_due(Clock::now());

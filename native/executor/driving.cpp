@@ -58,7 +58,8 @@ void Messenger::look_for_silence() {
     }
 }
 
-// Checks for expired deadlines, silent peers, queries and interrupts. Runs once per turn, even while data is moving.
+// Checks for expired deadlines, silent peers, queries and interrupts. Runs in every iteration of the wait loop, even
+// while data is moving.
 void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int turn,
                             const Interrupted& interrupted) {
     expire(hold);

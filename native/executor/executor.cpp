@@ -57,11 +57,12 @@ bool Executor::place_step(const Step& step, StepState& step_state) const {
 }
 
 // Maps the schedule's three buffers to the call's tensors and locates every step in them. Returns the first step that
-// does not fit the call; nothing has been sent at that point, so the group remains usable. A schedule is measured in
-// blocks, a call in bytes. For operations on one tensor, `cut` gives all blocks the same number of elements, plus one
-// for the first blocks if they do not divide evenly; scratch is cut in the same way, so that a block fits there. Every
-// other operation has one block of any size for each tensor of the caller (one, or one for each rank), and its scratch
-// blocks hold `count` elements each. `starts_` has an additional last entry, the end of the last block.
+// does not fit the call; nothing has been sent at that point, so the group remains usable. Schedules are measured in
+// blocks, and calls in bytes. For operations on one tensor, `cut` divides the tensor into blocks of equal size or, if
+// this is impossible, adds one element to each of the first blocks. Scratch is divided in the same way, so that a block
+// fits there. Every other operation has one block of any size for each tensor of the caller (one, or one for each
+// rank), and its scratch blocks hold `count` elements each. `starts_` has an additional last entry, the end of the last
+// block.
 std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     item_ = item_size(call.dtype);
     for (Memory& each : buffers_) each = Memory();

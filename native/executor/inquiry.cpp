@@ -9,7 +9,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A rank records its call only after waiting for a turn, so it delays the answer that it is not in a call.
+// A rank records its call only after one iteration of the wait loop, so a query is answered with "not in a call" only
+// after this delay.
 constexpr auto kDenies = std::chrono::milliseconds(100);
 constexpr std::size_t kMostQuestions = 64;  // per peer
 
@@ -111,7 +112,7 @@ std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& hold,
     return outcome;
 }
 
-// Returns a predicate: whether a rank is known to have begun the current call.
+// Returns a predicate that is true for the ranks known to have begun the current call.
 std::function<bool(int)> Executor::has_come() const {
     return [this, latest = messenger_.latest()](int rank) {
         return rank == lanes_.rank() || latest[static_cast<std::size_t>(rank)].sequence >= header_.sequence;

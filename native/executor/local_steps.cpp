@@ -8,8 +8,8 @@
 namespace paceline::executor {
 namespace {
 
-// Number of bytes of floats to convert before driving the lanes again. Small enough to keep packed or received data in
-// the cache and socket buffers from running empty.
+// Number of bytes of floats to convert before driving the lanes again. It is small enough that packed or received data
+// stays in the cache and that socket buffers do not run empty.
 constexpr std::size_t kAtATime = 128 << 10;
 
 }  // namespace

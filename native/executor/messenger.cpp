@@ -169,7 +169,7 @@ void Messenger::note(const Outcome& outcome) {
     if (cause.known()) lanes_.blame(cause);
 }
 
-// Ends the connection to a peer that died, violated the protocol, or sent a goodbye.
+// Closes the connection to a peer that died, violated the protocol, or sent a goodbye.
 void Messenger::closed(int peer) {
     PeerState& from = state(peer);
     const std::deque<Outgoing> unsent = std::exchange(from.outgoing, {});
@@ -254,7 +254,7 @@ Outcome Messenger::fail(Outcome outcome) {
 void Messenger::abort() {
     abort_asked_.store(true, std::memory_order_release);
     waiter_.wake();
-    // The driving thread may hold the lock as long as data is moving. In that case it breaks the group itself.
+    // The driving thread may hold the lock as long as data is moving. In that case, that thread breaks the group.
     const std::lock_guard hold(mutex_);
     heed_abort();
 }

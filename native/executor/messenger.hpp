@@ -23,7 +23,7 @@
 //   all of its requests with it, and forwards it to all ranks: each must have the reason before it detects that another
 //   rank leaves. Later verdicts are ignored.
 // - *goodbye* is the last frame of a rank that destroys its group. Its peers fail their open requests to and from that
-//   rank; all other requests continue. A lane that ends without a goodbye means that the rank died, which breaks the
+//   rank; all other requests continue. If a lane is closed without a goodbye, its rank has died, which breaks the
 //   group. A rank trusts its peers only with the data: a frame that violates these rules counts as the peer's death.
 //
 // A thread that waits for a request *drives* all control lanes, one thread at a time. The messenger's own thread does
@@ -92,7 +92,7 @@ class Messenger final : public Waits::Link {
     Messenger(const Messenger&) = delete;
     Messenger& operator=(const Messenger&) = delete;
     ~Messenger() override { close(); }
-    // Ends open requests, sends a goodbye to every peer, finishes all lanes, and waits briefly until the goodbyes have
+    // Fails open requests, sends a goodbye to every peer, finishes all lanes, and waits briefly until the goodbyes have
     // been delivered. Idempotent.
     void close();
 
@@ -113,7 +113,7 @@ class Messenger final : public Waits::Link {
     void poll();
     // Sets the waiter (or nullptr) to wake when any thread breaks the group.
     void on_failure(link::Waiter* waiter);
-    // Returns why the group is broken, or nullopt if it is not.
+    // Returns the outcome that broke the group, or nullopt if the group is not broken.
     std::optional<Outcome> failure();
     // Breaks the group on this rank and sends the verdict to all other ranks. Returns the outcome that first broke the
     // group.
@@ -130,7 +130,7 @@ class Messenger final : public Waits::Link {
     void saw_all(const CallHeader& header);
     // Returns the latest call of each rank, announced or recorded; its operation is `none` if no call is known.
     std::vector<CallHeader> latest();
-    // Answers those queries from peers whose answers this rank already has.
+    // Answers the queries from peers for which this rank already has the answer.
     void answer();
     void serve() override;
     bool ask(int name, const Occasion& in) override;

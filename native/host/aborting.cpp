@@ -11,7 +11,7 @@ int Group::aborted_by() const {
     return -1;
 }
 
-// Ends the call because a rank has aborted the group; always returns false.
+// Fails the call because a rank has aborted the group; always returns false.
 bool Group::adopt_abort() {
     outcome_.code = Code::aborted;
     outcome_.reporter = aborted_by();
@@ -23,7 +23,7 @@ void Group::abort() {
     if (aborted_by() >= 0) return;  // every rank reports the same aborting rank
     control(rank_).aborted.store(1, std::memory_order_release);
     // Waiting threads sleep on cells of this rank or of any other awaited rank, so all cells are woken. A thread that
-    // is about to sleep misses the wake-up and detects the abort after its turn.
+    // is about to sleep misses the wake-up and detects the abort in its next wait iteration.
     for (int r = 0; r < size_; ++r)
         for (Cell& each : control(r).cells) shm::futex_wake_all(each.round);
 }

@@ -14,10 +14,11 @@ constexpr std::int64_t kServesAfterNs = std::chrono::nanoseconds(Waits::kServesA
 
 }  // namespace
 
-// Checks after a turn of waiting whether the wait must end, and returns false if this rank gave up or adopted a
-// verdict. `missing` returns the ranks that have not arrived; `since` is when the wait began. Checks verdicts from
-// other ranks, aborts, ranks that died or left, the deadline and interrupts, in this order: a rank that gave up or
-// aborted usually leaves soon afterward, and its verdict or abort is the more precise reason.
+// Called after each iteration of the wait loop. Returns false if the call must fail, because this rank gave up or
+// adopted a verdict. `missing` returns the ranks that have not arrived; `since` is the time at which the wait began.
+// The function checks for verdicts from other ranks, aborts, ranks that died or left, the deadline and interrupts, in
+// this order: a rank that gave up or aborted usually leaves soon afterward, and its verdict or abort is the more
+// precise reason.
 bool Group::look_around(int turn, Clock::time_point since, const std::function<RankSet()>& missing,
                         Waits::Entry& entry) {
     const RankSet lost = this->lost();

@@ -23,12 +23,12 @@ constexpr int kBackgroundSpins = 100;
 constexpr int kMoment = 50;  // number of spins in a brief wait, about one or two microseconds
 constexpr int kYields = 20;
 constexpr double kManyYielding = 4;  // ranks per core above which yielding takes longer than sleeping
-constexpr double kManyLooking = 8;   // ranks per core above which turns are longer: every rank checks once per turn
+constexpr double kManyLooking = 8;   // ranks per core above which a wait iteration lasts longer than kTurn
 constexpr int kLongestTurn = 10;     // in units of kTurn
 // A yield that took this long gave the core to a computing thread. Yielding again would cost another time slice,
 // whereas the scheduler soon runs a thread that is woken from sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);
-constexpr std::int64_t kTurnNs = std::chrono::nanoseconds(kTurn).count();  // a death ends a turn early
+constexpr std::int64_t kTurnNs = std::chrono::nanoseconds(kTurn).count();  // a death ends the sleep early
 
 std::uint64_t total_nbytes(const std::vector<Stream>& streams) {
     std::uint64_t nbytes = 0;
@@ -120,7 +120,7 @@ bool Group::await(std::uint32_t round) {
     return true;
 }
 
-// Waits for `peer` to publish `round`: spins or yields, then sleeps on the cell's futex in turns.
+// Waits for `peer` to publish `round`: spins or yields, then sleeps on the cell's futex repeatedly.
 bool Group::await_slowly(int peer, std::uint32_t round) {
     const std::atomic<std::uint32_t>& word = cell(peer, round).round;
     if (crowded_) {

@@ -57,14 +57,14 @@ constexpr std::size_t kLine = 64;  // size of a cache line in bytes
 constexpr std::size_t in_lines(std::size_t nbytes) {
     return (nbytes + kLine - 1) / kLine * kLine;
 }
-// Returns how many bytes of a slot with `room` bytes each round uses to stage `nbytes`: whole cache lines, at least
-// one.
+// Returns the number of bytes that each round stages in a slot of `room` bytes, for a message of `nbytes` bytes: a
+// whole number of cache lines, at least one.
 constexpr std::size_t staged(std::size_t nbytes, std::size_t room) {
     return std::clamp(in_lines(nbytes), kLine, room / kLine * kLine);
 }
 
 constexpr std::uint32_t kSlots = 4;
-// With two ranks, the size of a slot as a multiple of `slot_bytes`. Long all-reduces use the whole slot and wait a
+// The size of a slot with two ranks, as a multiple of `slot_bytes`. Long all-reduces use the whole slot and wait a
 // third as often, which reduces the time for 1 MiB by 20 % and for 4 MiB by 30 %. reduce_scatter uses it too: with an
 // update, larger parts absorb more of one rank's delays. With four ranks on two cores, larger slots did not speed up a
 // step with an update. Shorter calls rotate through the slot (`stage_in`), and each rank writes 1.5 MiB before it

@@ -73,8 +73,8 @@ bool Group::scatter(Call& call) {
         });
 }
 
-// In the first round every rank publishes how many bytes it sends to and expects from each rank, which allows all ranks
-// to detect a mismatch.
+// In the first round every rank publishes the number of bytes that it sends to and expects from each rank, so that all
+// ranks can detect a mismatch.
 bool Group::all_to_all(Call& call) {
     const auto ranks = static_cast<std::size_t>(size_);
     const std::uint32_t first = round_;

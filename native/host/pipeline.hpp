@@ -1,4 +1,4 @@
-// Runs the data rounds of a call, pipelined: when a rank waits for round i, it has already published round i + 1.
+// Runs the data rounds of a call as a pipeline: when a rank waits for round i, it has already published round i + 1.
 #pragma once
 
 #include "host/group.hpp"

@@ -60,7 +60,7 @@ class LaneSet {
     void watch_control(Waiter& waiter) const;
     // Watches the bulk lanes. Input on control lanes only wakes the sleeping thread (`Waiter::watch_for_alerts`).
     void watch_bulk(Waiter& waiter) const;
-    // Returns how many deaths and departures of ranks on this host have been reported.
+    // Returns the number of deaths and departures of ranks on this host that have been reported.
     std::uint32_t changes() const { return mesh_->changes().count(); }
 
   private:

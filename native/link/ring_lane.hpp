@@ -12,8 +12,8 @@
 
 namespace paceline::link {
 
-// The marks of a ring. They are stored apart from its bytes, which reduces the number of pages that a rank accesses
-// when it polls many rings.
+// The marks of a ring. They are stored apart from its bytes, so that a rank accesses fewer pages when it polls many
+// rings.
 struct RingMarks {
     alignas(128) std::atomic<std::uint64_t> head{0};
     alignas(128) std::atomic<std::uint64_t> tail{0};

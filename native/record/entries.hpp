@@ -44,7 +44,7 @@ Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
     return {};
 }
 
-// Stores the words from index `first` on; used if the preceding words have not changed.
+// Stores the words at index `first` and later; used if the preceding words have not changed.
 template <class Fields, std::size_t N>
 void fill_from(Entry<N>& entry, const Fields& fields, std::size_t first) {
     std::uint64_t words[N];

@@ -36,7 +36,7 @@ constexpr std::uint32_t kEvents = 16384;
 constexpr std::uint32_t kLinks = 256;
 constexpr std::uint32_t kValue = 2;  // the event kind whose `first` contains the bits of a double
 constexpr std::size_t kNameBytes = 64;
-constexpr unsigned kLineBits = 22;         // of `CallFields::site`
+constexpr unsigned kLineBits = 22;         // bits for the line in `CallFields::site`
 constexpr std::size_t kMostMembers = 224;  // the largest group whose members are listed
 
 template <std::size_t N>

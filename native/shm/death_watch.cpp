@@ -30,7 +30,7 @@ struct WaitV {
 
 constexpr int kManyLooking = 32;  // number of ranks above which each rank checks less often
 constexpr std::chrono::milliseconds kSeldom{200};
-constexpr std::chrono::hours kLong{1};  // timeout while every pulse is watched
+constexpr std::chrono::hours kLong{1};  // timeout while the thread waits for every rank
 
 WaitV expecting(const std::atomic<std::uint32_t>& word, std::uint32_t value) {
     return {value, reinterpret_cast<std::uintptr_t>(&word), kWord32, 0};
@@ -51,7 +51,7 @@ void wait_for_any(const std::vector<WaitV>& words, std::chrono::nanoseconds time
 // The result of one check of all entries.
 struct DeathWatch::Look {
     int gone = 0;
-    bool has_found = false;     // whether the check found a rank whose end had not been reported
+    bool has_found = false;     // whether the check found a rank whose exit had not been reported
     bool waits_for_all = true;  // whether `pulses` covers every rank
     std::vector<std::pair<const std::atomic<std::uint32_t>*, std::uint32_t>> pulses;  // with their values
 };
@@ -77,7 +77,7 @@ DeathWatch::~DeathWatch() {
 
 void DeathWatch::close() {
     closing_.store(1, std::memory_order_release);
-    futex_wake_all(closing_);  // a thread that polls reads the flag in its next turn instead
+    futex_wake_all(closing_);  // a thread that polls reads the flag in its next iteration
     if (thread_.joinable()) thread_.join();
 }
 
@@ -105,7 +105,7 @@ DeathWatch::Look DeathWatch::look() const {
     return seen;
 }
 
-// Returns how long to sleep between two infrequent checks.
+// Returns the interval between two infrequent checks.
 std::chrono::milliseconds DeathWatch::seldom_turn() const {
     return std::min(kTurn * (1 + directory_->size() / kManyLooking), kSeldom);
 }

@@ -1,11 +1,11 @@
 // Detects on its own thread which ranks in the host directory have exited.
 //
-// The thread sleeps on the directory's count of changes and on the pulses of the next kMostWatchers ranks in the
-// circle. This needs futex_waitv; before Linux 5.16 the thread checks all pulses in every turn instead. It also checks
-// all pulses every few turns while a rank has not arrived yet, and occasionally on hosts with more ranks, where all
-// watchers of a rank may die together with it. On those hosts it pauses for some turns after each change: without the
-// pause, every departing rank would wake all others. A rank without a pulse (processor emulators lack robust futexes)
-// counts as live while its socket listens.
+// The thread waits on the directory's change counter and on the futexes of the next kMostWatchers ranks, in cyclic
+// order. This requires futex_waitv; before Linux 5.16 the thread polls all futexes in short intervals instead. It also
+// polls all futexes frequently until every rank is present, and occasionally on hosts where a rank has more than
+// kMostWatchers peers, because all watchers of a rank may die together with that rank. On hosts with many ranks it
+// pauses after each change; without the pause, every departing rank would wake all others. A rank without futexes
+// (processor emulators do not support robust futexes) counts as alive while its socket listens.
 #pragma once
 
 #include <atomic>

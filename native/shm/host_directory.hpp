@@ -7,13 +7,13 @@
 //
 // Each rank fills its entry before it sets the state to `present`. An entry's state only increases; the stores are
 // releases, so a rank that reads `left` or `lost` also sees all data that the other rank published before. A rank marks
-// itself as `left`. Any rank that detects the end of another rank's pulse marks that rank as `lost`.
+// itself as `left`. Any rank that finds the futexes of another rank orphaned marks that rank as `lost`.
 //
-// The pulse detects deaths quickly. The kernel closes the sockets of a dying process only after freeing its memory,
-// which takes a second for 4 GiB. Before that, it walks each thread's list of robust futexes (man 2 get_robust_list),
-// marks every futex as orphaned and wakes one waiter per futex. One thread of every rank therefore holds the futexes in
-// the rank's entry, one for each of the kMostWatchers preceding ranks. A thread can wait on few more futexes than that.
-// Each of the preceding ranks reports the death to all others.
+// Robust futexes (a rank's *pulse*) reveal deaths quickly. The kernel closes the sockets of a dying process only after
+// freeing its memory, which takes a second for 4 GiB. Before that, it walks each thread's list of robust futexes (man 2
+// get_robust_list), marks every futex as orphaned and wakes one waiter per futex. One thread of every rank therefore
+// holds the futexes in the rank's entry, one for each of the kMostWatchers preceding ranks. A thread can wait on few
+// more futexes than that. Each of the preceding ranks reports the death to all others.
 #pragma once
 
 #include <linux/futex.h>
@@ -51,7 +51,7 @@ struct alignas(2048) RankEntry {
     std::atomic<std::uint32_t> offers{0};  // number of regions that the rank has offered; other ranks wait on this word
     std::array<char, kNameBytes> listener{};  // the abstract name of the rank's listening socket
     std::array<char, kNameBytes> doorbell{};
-    alignas(128) Held pulse[kMostWatchers];  // pulse[d - 1] is for the d-th preceding rank, cyclically
+    alignas(128) Held pulse[kMostWatchers];  // pulse[d - 1] is for the d-th preceding rank in cyclic order
 };
 static_assert(sizeof(RankEntry) == 2048);
 

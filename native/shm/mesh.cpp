@@ -68,7 +68,7 @@ void Mesh::close() {
     guard_.close();
 }
 
-// The server's thread, which also holds the pulse.
+// The server's thread, which also holds this rank's robust futexes.
 void Mesh::serve(std::promise<void> begun) {
     pthread_setname_np(pthread_self(), "paceline-mesh");
     Pulse pulse(*directory_, rank_);

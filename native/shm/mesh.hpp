@@ -74,7 +74,7 @@ class Mesh {
 
     // Offers `segment` to the other ranks. `id` must not have been used for an earlier region of this rank.
     void offer(RegionId id, std::shared_ptr<Segment> segment);
-    // Ends the offer, requests all ranks that cached the region to drop it, and returns the region.
+    // Withdraws the offer, requests that all ranks that cached the region drop it, and returns the region.
     std::shared_ptr<Segment> withdraw(RegionId id);
     // Cancels a present or future offer. Ranks that wait for the region then stop waiting.
     void give_up(RegionId id);

@@ -1,4 +1,4 @@
-// A set of ranks on one host. Its size is fixed, which permits storing it in shared memory.
+// A set of ranks on one host. Its size is fixed, so that it can be stored in shared memory.
 #pragma once
 
 #include <array>

@@ -126,7 +126,7 @@ Received read_reply(int connection) {
     return segment ? Received{std::move(segment), 0} : Received{nullptr, ENOMEM};
 }
 
-// Waits for data for at most one turn; returns true if there is data to read.
+// Waits for data for at most kTurn; returns true if there is data to read.
 bool has_come(int connection) {
     pollfd watched{connection, POLLIN, 0};
     return poll(&watched, 1, static_cast<int>(kTurn.count())) > 0;

@@ -63,8 +63,8 @@ class RegionExchange {
     // Sends a region's descriptor to the rank that requested it. A null `segment` means that the region does not exist:
     // because of `failure`, or not yet if that is 0.
     static void reply(int connection, const Segment* segment, int failure = 0);
-    // Sends a request to the rank with this listener and waits for the reply. Stops at `deadline` or when `given_up`
-    // returns true, with the failure ETIMEDOUT.
+    // Sends a request to the rank with this listener and waits for the reply. Fails with ETIMEDOUT at `deadline`, or as
+    // soon as `given_up` returns true.
     static Received ask(const SocketName& listener, const Request& request,
                         std::chrono::steady_clock::time_point deadline, const std::function<bool()>& given_up);
     // Returns true if a process is listening on this socket.

@@ -36,7 +36,7 @@ class RankProgress {
     // Returns the watermark that the step may reach now, or nullopt if it may not advance at all.
     std::optional<double> limit(std::uint32_t step) const;
 
-    // Returns how many bytes, up to `most`, the steps in `numbers` from index `at` on may move now. `numbers` lists the
+    // Returns the number of bytes, at most `most`, that the steps in `numbers[at:]` may move now. `numbers` lists the
     // steps of one flow in order; counting stops at the first step that does not directly follow the previous one in
     // the schedule.
     double ahead(std::span<const std::uint32_t> numbers, std::size_t at, double most) const;

@@ -270,7 +270,7 @@ void Simulation::try_take(std::uint32_t number) {
     stream.is_taking = false;
 }
 
-// The mark prevents steps that this one resumes from consuming the same bytes.
+// `is_taking` prevents steps that this one resumes from consuming the same bytes.
 void Simulation::take(Stream& stream, double nbytes) {
     stream.waiting -= nbytes;
     stream.receiving = advance_along(stream.route->target, *stream.receives, stream.receiving, nbytes);
@@ -313,8 +313,8 @@ void Simulation::wake_followers(std::uint32_t number, std::uint32_t step, bool i
     }
 }
 
-// Advances the steps from index `at` on; returns the index of the first unfinished step. These steps advance before all
-// others, which makes the result independent of the number of messages in the stream.
+// Advances the steps at index `at` and later; returns the index of the first unfinished step. These steps advance
+// before all others, so the result does not depend on the number of messages in the stream.
 std::size_t Simulation::advance_along(std::uint32_t number, const std::vector<std::uint32_t>& steps, std::size_t at,
                                       double nbytes) {
     Rank& rank = ranks_[number];

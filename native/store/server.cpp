@@ -35,8 +35,8 @@ void watch(int epoll, int operation, int fd, std::uint32_t events) {
     epoll_ctl(epoll, operation, fd, &event);
 }
 
-// Ends a connection cleanly: sends the `unsent` bytes and a goodbye, from which the client infers that this process has
-// not died. Does not wait for clients that do not read.
+// Closes a connection cleanly: sends the `unsent` bytes and a goodbye, from which the client infers that this process
+// has not died. Does not wait for clients that do not read.
 void say_goodbye(const tls::Socket& socket, std::string unsent = {}) {
     encode({static_cast<std::uint8_t>(Status::closing), 0, {}}, unsent);
     for (std::size_t sent = 0; sent < unsent.size();) {
@@ -191,7 +191,7 @@ void Server::accept_new() {
     watch(epoll_, EPOLL_CTL_MOD, listener_, 0);
 }
 
-// Returns false if the connection has ended.
+// Returns false if the connection is closed.
 bool Server::receive(Connection& connection) {
     const ssize_t got = connection.socket.recv(buffer_.get(), kReadBytes);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;

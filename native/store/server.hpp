@@ -31,7 +31,7 @@ class Server {
 
     // Takes ownership of `socket`, a connected stream socket.
     void adopt(tls::Socket socket);
-    // Reports to every client that the server is shutting down, closes the connections and ends the thread. Idempotent.
+    // Notifies every client that the server is shutting down, closes the connections and stops the thread. Idempotent.
     void close();
 
   private:

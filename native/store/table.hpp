@@ -23,7 +23,7 @@ class Table {
     // Returns true if `key` has a non-empty queue but no value.
     bool is_queue(const std::string& key) const { return !values_.contains(key) && queues_.contains(key); }
 
-    // Returns approximately how many bytes the keys and values occupy.
+    // Returns the approximate number of bytes that the keys and values occupy.
     std::size_t nbytes() const { return nbytes_; }
 
     // Returns the keys that have a value.

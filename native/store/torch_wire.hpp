@@ -1,10 +1,9 @@
-// The wire protocol of PyTorch's TCPStore, which allows its clients to use the store's server. Uses no sockets.
+// The wire protocol of PyTorch's TCPStore, with which its clients can use the store's server. Uses no sockets.
 //
 //   u8 query | u64 count, if the query has several keys | (u64 length | bytes) for each key or value | number
 //
 // Numbers are little-endian and not aligned. The first query of a connection is `validate`. Clients are not
-// authenticated: the limits are those of PyTorch's own server, and no memory is allocated for a length before that many
-// bytes have arrived.
+// authenticated: the limits are those of PyTorch's own server, and memory is allocated only as the bytes arrive.
 #pragma once
 
 #include "store/table.hpp"
@@ -31,7 +30,7 @@ enum class TorchQuery : std::uint8_t {
     queue_pop,
     queue_length,
     list_keys,
-    barrier,  // key, number: the number of clients that meet
+    barrier,  // key, number: the number of clients that synchronize
 };
 
 constexpr std::uint32_t kTorchMagic = 0x3C85F7CE;
@@ -53,7 +52,7 @@ class TorchReader {
     TorchQuery query() const { return query_; }
     Message& request() { return request_; }
 
-    // Returns how many bytes of an incomplete query are stored here, in addition to the caller's copy.
+    // Returns the number of bytes of an incomplete query that are stored here, in addition to the caller's copy.
     std::size_t nbytes() const { return at_; }
 
   private:
@@ -68,8 +67,8 @@ void encode(TorchWait answer, std::string& out);
 
 enum class TorchOutcome { answered, waits, refused };
 
-// Applies any query except validate, cancel_wait and barrier to the table, and appends the answer to `out`. A refused
-// query ends the connection, because the protocol has no error responses.
+// Applies any query except validate, cancel_wait and barrier to the table, and appends the answer to `out`. The
+// connection is closed after a refused query, because the protocol has no error responses.
 TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::vector<std::string>& changed,
                    std::string& out);
 

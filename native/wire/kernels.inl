@@ -112,7 +112,7 @@ struct Scaled {
     }
 };
 
-// `length` is a compile-time constant in all groups except the last, which allows the compiler to unroll the loops.
+// `length` is a compile-time constant in all groups except the last, so the compiler can unroll the loops.
 template <class T, class Format>
 inline void pack_group(const T* source, float* residual, std::uint8_t* packed, std::size_t length) {
     float values[kGroup];
