@@ -85,9 +85,9 @@ class WorkerRunning:
 
 @dataclass(frozen=True)
 class WorkerGone:
-    """Note that a worker has ended.
+    """Note that a worker has exited.
 
-    `how` describes its failure. It is "" if the worker succeeded or was asked to end, and None if only the worker's
+    `how` describes its failure. It is "" if the worker succeeded or was asked to exit, and None if only the worker's
     recording shows whether it succeeded.
     """
 

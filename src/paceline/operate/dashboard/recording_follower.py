@@ -311,7 +311,7 @@ class RecordingUpdate:
     Attributes:
         step: the current step of the process; None before the first step.
         heard_s: the time of the process's latest record.
-        is_ended: whether the process has ended normally.
+        is_ended: whether the process has exited normally.
         steps: the steps that have ended, in order.
         values: the logged values, as (step, name, value).
         marks: other events that have ended.

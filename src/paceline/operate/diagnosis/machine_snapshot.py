@@ -127,7 +127,7 @@ def _waits_too_long(worker: WatchedWorker, patience: StallThreshold) -> bool:
 
 
 def snapshot_ended_workers(workers: Sequence[WatchedWorker]) -> MachineSnapshot:
-    """Builds a snapshot of workers that have ended from their recordings."""
+    """Builds a snapshot of workers that have exited from their recordings."""
     ranks = tuple(replace(_recorded(worker), ending=worker.ending, place=None) for worker in workers)
     return MachineSnapshot(time.monotonic(), ranks)
 

@@ -13,7 +13,7 @@ from all ranks. This probability is bounded by the method of Chernoff (1952), wh
 for heavy tails: a single long pause is one draw among `n` ranks, however long it is.
 
 Consecutive steps are not independent: another process may occupy a core for some seconds. Steps are therefore added up
-in blocks, which are merged until neighbouring blocks are uncorrelated (Flyvbjerg and Petersen 1989), and the mean must
+in blocks, which are merged until neighboring blocks are uncorrelated (Flyvbjerg and Petersen 1989), and the mean must
 exceed its standard error over the blocks. The probability is multiplied by the number of tests and ranks (Bonferroni),
 and by `k (k + 1) / 2` if the steps are tested for the k-th time (a spending function, Lan and DeMets 1983).
 """
@@ -336,7 +336,7 @@ def _advantage(block: Sequence[float], column: int) -> float:
 
 
 def _is_correlated(series: Sequence[float]) -> bool:
-    """Returns whether neighbours in a series are positively correlated beyond chance."""
+    """Returns whether neighbors in a series are positively correlated beyond chance."""
     mean = fmean(series)
     centred = [value - mean for value in series]
     variance = sum(value * value for value in centred)

@@ -168,7 +168,7 @@ def _join(options: argparse.Namespace) -> int:
     host = f"[{token.host}]" if ":" in token.host else token.host
     options.rdzv_endpoint, options.rdzv_backend = f"{host}:{token.port}", "c10d"
     options.rdzv_conf = {**options.rdzv_conf, "is_host": "0"}
-    options.nnodes = (2, 2)  # any number above 1; the machine that serves the meeting determines the actual number
+    options.nnodes = (2, 2)  # any number above 1; the machine that hosts the rendezvous determines the actual number
     job = job_of(options)
     _check_settings(options, job)
     return run_job(job, secret=token.secret)

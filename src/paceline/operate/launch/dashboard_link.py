@@ -38,7 +38,7 @@ class DashboardLink:
 
     Args:
         job: The job, whose options specify whether there is a dashboard.
-        connection: The connection to the meeting. The launcher that serves the meeting also serves the dashboard.
+        connection: The connection to the rendezvous. The launcher that hosts the rendezvous also serves the dashboard.
         is_secret: Whether the job has a secret.
         directory: The job's directory, or None.
         say: A function that prints a line for the user.
@@ -119,7 +119,7 @@ class DashboardLink:
             self._feed = RemoteDashboardFeed(self.local, self._workers, self._offset_s, self._connection.client.send)
 
     def record_exits(self) -> None:
-        """Records how workers have ended, before the launcher reports their end and closes their recordings.
+        """Records how workers have exited, before the launcher reports their end and closes their recordings.
 
         Must be called while `workers` still returns these workers.
         """
@@ -134,7 +134,7 @@ class DashboardLink:
         Args:
             number: The worker's number in the job.
             pid: The worker's process id.
-            how: A description of its failure, or "" if it succeeded or was asked to end.
+            how: A description of its failure, or "" if it succeeded or was asked to exit.
         """
         if self.local is not None:
             self.local.worker_ended(number, pid, how)

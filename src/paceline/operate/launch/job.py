@@ -259,7 +259,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
 
 
 def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[tuple[str, int], bool | None]:
-    """Returns the address of the meeting, and whether this machine serves it (None if not known yet)."""
+    """Returns the address of the rendezvous, and whether this machine serves it (None if not known yet)."""
     otherwise = options.port or _TORCHRUNS_PORT
     if options.rdzv_endpoint:
         return endpoint_of(options.rdzv_endpoint, otherwise), None

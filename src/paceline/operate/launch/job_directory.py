@@ -201,7 +201,7 @@ class Events:
 
 
 class RecordingMemory:
-    """The memory that one worker records into. The launcher calls `release` after the worker has ended."""
+    """The memory that one worker records into. The launcher calls `release` after the worker has exited."""
 
     def __init__(self, keeper: RecordingKeeper, path: Path | None) -> None:
         self.fd = linux.memfd_create(MEMORY_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)

@@ -142,7 +142,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def _follow(self, order: Order) -> None:
-        """Executes an order from the meeting."""
+        """Executes an order from the rendezvous."""
 
     @abstractmethod
     def _deadlines(self) -> list[float | None]:
@@ -150,7 +150,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def _tick(self, now_s: float) -> None:
-        """Performs timed actions and detects workers that have ended."""
+        """Performs timed actions and detects workers that have exited."""
 
     @abstractmethod
     def _stop(self, number: signal.Signals) -> None:

@@ -1,6 +1,6 @@
 """Distribution of a job's secret to its launchers: with a join token, or with a file under Slurm.
 
-A join token encodes the meeting's address and the secret as one word, and must be protected like a key:
+A join token encodes the rendezvous address and the secret as one word, and must be protected like a key:
 
     pl1-<base32 of: length of the address, address, port, secret, CRC-32 of all before>
 
@@ -211,7 +211,7 @@ class SlurmSecret:
 
 
 def secret_of(job: Job, shared: SlurmSecret, say: Callable[[str], None]) -> bytes | None:
-    """Returns the secret for the meeting of a job's machines, or None.
+    """Returns the secret for the rendezvous of a job's machines, or None.
 
     Raises:
         RendezvousTimeoutError, ValueError, OSError: see `SlurmSecret` and `job_secret`.

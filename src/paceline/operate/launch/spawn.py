@@ -220,7 +220,7 @@ class Spawned:
         self._release()
 
     def _wait(self, running: list[int], deadline_s: float | None) -> None:
-        """Waits until a process has ended or failed, the watchdog needs attention, or the deadline has passed."""
+        """Waits until a process has exited or failed, the watchdog needs attention, or the deadline has passed."""
         watchdog = self._watchdog.watchdog
         deadlines = [time_s for time_s in (deadline_s, watchdog.deadline_s) if time_s is not None]
         timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None

@@ -209,7 +209,7 @@ class Watchdog:
 
 
 def _with_own_descriptor(worker: WatchedWorker) -> WatchedWorker:
-    """Returns the worker with a duplicate of its descriptor, which remains open after the worker has ended."""
+    """Returns the worker with a duplicate of its descriptor, which remains open after the worker has exited."""
     try:
         return replace(worker, recording=None if worker.recording is None else os.dup(worker.recording))
     except OSError:  # no free descriptors

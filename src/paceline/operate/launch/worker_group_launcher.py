@@ -52,7 +52,7 @@ def run(job: Job, listener: ListeningEndpoint | None = None, secret: bytes | Non
 
     Args:
         job: the job to run.
-        listener: an open listener for the meeting, or None.
+        listener: an open listener for the rendezvous, or None.
         secret: the job's secret. By default, a single machine creates a secret; several machines use the secret in the
             environment or, under Slurm, the one created by launcher 0.
 

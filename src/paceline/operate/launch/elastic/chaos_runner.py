@@ -73,7 +73,7 @@ class ChaosStats:
         self.acts[kind] += 1
 
     def lost(self, slot: int, others: set[str], now_s: float) -> None:
-        """Records that a slot's worker has ended while the workers `others` take part."""
+        """Records that a slot's worker has exited while the workers `others` take part."""
         for loss in self._losses.values():
             loss.behind &= others
         self._losses[slot] = _Loss(now_s, set(others))

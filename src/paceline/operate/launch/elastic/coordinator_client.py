@@ -104,10 +104,10 @@ _LOSSES = {
 
 
 class CoordinatorClient:
-    """A client for the meeting that survives the loss of its server and records data for the next coordinator.
+    """A client for the rendezvous that survives the loss of its server and records data for the next coordinator.
 
     Args:
-        connection: The connection to the launcher that currently serves the meeting.
+        connection: The connection to the launcher that currently hosts the rendezvous.
         secret: The job's secret.
         job: The job's description.
         standby: The controller that responds to other launchers.

@@ -1,8 +1,8 @@
-"""`ElasticController`: adapts the coordinator of an elastic job to the controller protocol of the meeting.
+"""`ElasticController`: adapts the coordinator of an elastic job to the controller protocol of the rendezvous.
 
-The coordinator identifies machines by number, and the meeting identifies nodes. The controller translates between the
-two, and `MachineRegistry` assigns slots and stores. `ShutdownPlan` determines the final reports and the exit code of a
-launcher that was asked to end.
+The coordinator identifies machines by number, and the rendezvous identifies nodes. The controller translates between
+the two, and `MachineRegistry` assigns slots and stores. `ShutdownPlan` determines the final reports and the exit code
+of a launcher that was asked to exit.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class ShutdownPlan:
         number: The signal that requested the shutdown, or None.
         insists: Whether a second signal has arrived.
         took_part: Whether a worker on this machine has entered a view.
-        has_left: Whether this launcher has reported to the coordinator that its workers have ended.
+        has_left: Whether this launcher has reported to the coordinator that its workers have exited.
     """
 
     is_shared: bool
@@ -189,8 +189,8 @@ class ShutdownPlan:
 
 
 _RETURN_PATIENCE_S = 2.0  # time to wait for a machine to reconnect after the last contact
-# Time to wait for announcements of a running job, which arrive at the meeting's address four times per second. The wait
-# costs little, because workers take about as long to start.
+# Time to wait for announcements of a running job, which arrive at the rendezvous address four times per second. The
+# wait costs little, because workers take about as long to start.
 _QUIET_S = 2.0
 _QUIET_SINCE_A_CALL_S = 5.0
 
@@ -202,7 +202,7 @@ class ElasticController:
     The controller waits until enough machines have joined; the coordinator makes all other decisions.
 
     Attributes:
-        policy: The settings of the meeting.
+        policy: The settings of the rendezvous.
         options: The options of the elastic job.
         started_s: The time at which the job began.
         successor: The number of the next coordinator's machine and its launcher's address, or None.
@@ -346,7 +346,7 @@ class ElasticController:
         return [(node, NotifyOrder(text)) for node in self._machines.here]
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose launcher has ended. The kernel has killed its workers."""
+        """Removes a node whose launcher has exited. The kernel has killed its workers."""
         machine = self._machines.here.pop(node, None)
         if machine is None or machine.first_slot is None or self._end is not None:
             return []

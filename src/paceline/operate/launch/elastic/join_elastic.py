@@ -1,6 +1,6 @@
-"""Connection of a launcher to an elastic job on several machines, any of which can serve the meeting later.
+"""Connection of a launcher to an elastic job on several machines, any of which can host the rendezvous later.
 
-`RunningJobAnnouncer` announces the running job to a launcher that has been restarted at the meeting's address.
+`RunningJobAnnouncer` announces the running job to a launcher that has been restarted at the rendezvous address.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _ANSWER_S = 1.0
 
 
 class RunningJobAnnouncer:
-    """Announces a running job at the meeting's address while none of the job's launchers listens there.
+    """Announces a running job at the rendezvous address while none of the job's launchers listens there.
 
     A supervisor may restart the job's first launcher with the same command. The restarted launcher does not have the
     addresses of the other launchers, but they have its address. Announcements are sent from a separate thread.
 
     Args:
-        address: The meeting's address. Its host name is resolved anew for each announcement.
+        address: The rendezvous address. Its host name is resolved anew for each announcement.
         secret: The job's secret.
         running: A function that returns the notice to send, or None while this launcher must not send any.
         is_here: A function that returns whether this launcher coordinates the job and a given machine is connected.
@@ -117,7 +117,8 @@ def join_elastic(
     policy: MembershipPolicy,
     controller: JobController | None,
 ) -> NodeConnection:
-    """Connects this machine to the meeting at `address`. If `listener` is given, this machine serves the meeting on it.
+    """Connects this machine to the rendezvous at `address`. If `listener` is given, this machine hosts the rendezvous
+    on it.
 
     If the job is already running, this machine connects to its coordinator and redirects other launchers that connect
     to `address`. All other machines listen on the same port, or on any free port if that is taken, because each may
@@ -143,11 +144,11 @@ def join_elastic(
 
 
 def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting: tuple[str, int]) -> Connection:
-    """Connects to the coordinator of the job, or to the meeting.
+    """Connects to the coordinator of the job, or to the rendezvous.
 
     Raises:
         JobMovedError: The running job's coordinator has changed, or the job has ended.
-        RendezvousTimeoutError: No launcher served the meeting before the timeout.
+        RendezvousTimeoutError: No launcher hosted the rendezvous before the timeout.
     """
     rendezvous = job.rendezvous
     if rendezvous.running is None:

@@ -123,7 +123,7 @@ class MachineState:
             self._workers[uid].stalled = why
 
     def ended(self, uid: str, how: str, code: int) -> None:
-        """Records that a worker has ended."""
+        """Records that a worker has exited."""
         self._workers.pop(uid, None)
         self._has_failed |= uid in self._finished and code > 0
         self._ended[uid] = (how, code)
@@ -151,7 +151,7 @@ class MachineState:
         )
 
     def machine_ended(self, number: int) -> None:
-        """Records that a machine's launcher has ended and all of its messages have been read."""
+        """Records that a machine's launcher has exited and all of its messages have been read."""
         ended = {*self.knowledge.ended, number}
         self.knowledge = msgspec.structs.replace(self.knowledge, ended=tuple(sorted(ended)))
 

@@ -21,7 +21,7 @@ class StandbyController:
     Methods are called by the serving thread and by the thread that searches for a coordinator.
 
     Args:
-        policy: The settings of the meeting.
+        policy: The settings of the rendezvous.
         options: The elastic options.
         controller: The controller if this launcher coordinates the job from the start, otherwise None.
     """
@@ -108,7 +108,7 @@ class StandbyController:
             return welcome + self._consider(now_s)
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a launcher that has ended."""
+        """Removes a launcher that has exited."""
         with self._changing:
             if self._controller is not None:
                 return self._with(self._controller.ended(node, why, now_s))

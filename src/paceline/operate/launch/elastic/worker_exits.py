@@ -46,7 +46,7 @@ class WorkerExits:
     """Tracks and reports the exits of this machine's workers.
 
     Args:
-        reads: Whether to read the recordings of workers that have ended.
+        reads: Whether to read the recordings of workers that have exited.
         word: The noun for a worker's number in messages, such as "slot".
         say: A function that prints a line for the user.
     """
@@ -83,7 +83,7 @@ class WorkerExits:
         """Reports a worker's exit and its consequence.
 
         Args:
-            member: The worker that has ended.
+            member: The worker that has exited.
             code: The exit code.
             fate: The cause of the exit.
             failure: The failure, or None.
@@ -99,7 +99,7 @@ class WorkerExits:
         self._say(f"{self._verdict(member, code, fate, failure)}; {follows}")
 
     def forget(self, member: PoolWorker) -> None:
-        """Releases the resources of a worker that has ended."""
+        """Releases the resources of a worker that has exited."""
         if (recording := self._recordings.pop(member.uid, None)) is not None:
             os.close(recording)
 

@@ -68,7 +68,7 @@ class WorkerChannel:
         return cls(ours, selector, on_datagram), theirs
 
     def send(self, datagram: bytes) -> None:
-        """Sends a datagram, or queues it until the worker reads. Drops the datagram if the worker has ended."""
+        """Sends a datagram, or queues it until the worker reads. Drops the datagram if the worker has exited."""
         self._unsent.append(datagram)
         self._flush()
 
@@ -103,7 +103,7 @@ class WorkerChannel:
                 self._connection.send(self._unsent[0])
             except BlockingIOError:
                 break
-            except OSError:  # the worker has ended; the launcher detects this elsewhere
+            except OSError:  # the worker has exited; the launcher detects this elsewhere
                 self._unsent.clear()
                 break
             self._unsent.popleft()
@@ -150,7 +150,7 @@ def is_stopped(pid: int) -> bool:
 class WorkerResources:
     """Resources shared by the workers: the secret, the forker, and the store if this launcher serves it.
 
-    With several machines, the launcher that serves the meeting also serves the store. Workers cannot serve the store,
+    With several machines, the launcher that hosts the rendezvous also serves the store. Workers cannot serve the store,
     because any of them may die.
 
     Attributes:
@@ -282,7 +282,7 @@ class WorkerPool:
         marks: A function that returns, for a worker's name, the environment variables that mark all of its processes.
         on_start: A function called with each worker whose process has started.
         on_message: A function called with each message from a worker, or with None for an invalid datagram.
-        on_end: A function called with each worker that has ended, after all of its messages and output were handled.
+        on_end: A function called with each worker that has exited, after all of its messages and output were handled.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Decisions on whether and when to replace a worker that has ended. Uses neither processes nor a clock.
+"""Decisions on whether and when to replace a worker that has exited. Uses neither processes nor a clock.
 
 `SlotHistory` decides for one slot. `SlotTable` tracks which slots on a machine are waiting for a worker, and until
 when.
@@ -117,7 +117,7 @@ class SlotHistory:
     soon: int = 0
 
     def ended(self, fate: ExitCause, life: WorkerHistory, now_s: float) -> ReplaceWorker | CloseSlot:
-        """Decides whether to replace a worker that has ended."""
+        """Decides whether to replace a worker that has exited."""
         if fate in (ExitCause.DONE, ExitCause.LEFT):
             return CloseSlot(None)
         if fate is ExitCause.REFUSED:
@@ -187,7 +187,7 @@ class SlotTable:
         return due
 
     def ended(self, slot: int, fate: ExitCause, life: WorkerHistory, now_s: float) -> ReplaceWorker | CloseSlot:
-        """Decides whether to replace a slot's worker that has ended."""
+        """Decides whether to replace a slot's worker that has exited."""
         if slot not in self._slots:
             return CloseSlot(None)
         decision = self._slots[slot].ended(fate, life, now_s)

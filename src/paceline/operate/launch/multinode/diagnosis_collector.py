@@ -35,7 +35,7 @@ class ControllerMiddleware:
     """A controller that forwards everything to `inner`. Subclasses handle some reports themselves."""
 
     inner: JobController
-    _serves: dict[str, bool] = field(default_factory=dict, kw_only=True)  # whether each node serves the meeting
+    _serves: dict[str, bool] = field(default_factory=dict, kw_only=True)  # whether each node hosts the rendezvous
 
     @property
     def deadline_s(self) -> float | None:
@@ -49,7 +49,7 @@ class ControllerMiddleware:
         return self.inner.reported(node, report, now_s)
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose launcher has ended."""
+        """Removes a node whose launcher has exited."""
         self._forget(node)
         return self.inner.ended(node, why, now_s)
 
@@ -63,11 +63,11 @@ class ControllerMiddleware:
         return self.inner.tick(now_s)
 
     def _serving(self) -> list[str]:
-        """Returns the node that serves the meeting, or an empty list if it is not connected."""
+        """Returns the node that hosts the rendezvous, or an empty list if it is not connected."""
         return [node for node, serves in self._serves.items() if serves]
 
     def _others(self) -> list[str]:
-        """Returns the nodes that do not serve the meeting."""
+        """Returns the nodes that do not host the rendezvous."""
         return [node for node, serves in self._serves.items() if not serves]
 
     def _forget(self, node: str) -> None:
@@ -193,7 +193,7 @@ class DiagnosisCollector(ControllerMiddleware):
         return self._with_final_diagnosis(super().reported(node, report, now_s), now_s)
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose launcher has ended."""
+        """Removes a node whose launcher has exited."""
         return self._with_final_diagnosis(super().ended(node, why, now_s), now_s)
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:

@@ -80,7 +80,7 @@ Orders = list[tuple[str, Order]]  # pairs of a node and an order for it
 
 
 class JobController(Protocol):
-    """The state machine behind a meeting: `Membership` for ordinary jobs, `ElasticController` for elastic jobs."""
+    """The state machine behind a rendezvous: `Membership` for ordinary jobs, `ElasticController` for elastic jobs."""
 
     @property
     def deadline_s(self) -> float | None:
@@ -90,7 +90,7 @@ class JobController(Protocol):
         """Handles a node's report."""
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose launcher and workers have ended."""
+        """Removes a node whose launcher and workers have exited."""
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
         """Removes a node that disconnected or was silent for `silent_s` seconds. Its workers may still be alive."""
@@ -116,7 +116,7 @@ class MembershipPhase(Enum):
 
 @dataclass(frozen=True)
 class MembershipPolicy:
-    """The settings of the job, taken from the node that serves the meeting. All times are in seconds.
+    """The settings of the job, taken from the node that hosts the rendezvous. All times are in seconds.
 
     Attributes:
         run_id: The name of the job.
@@ -128,8 +128,8 @@ class MembershipPolicy:
         join_timeout_s: The time to wait for `min_nodes` nodes.
         port: The port for torch's store as chosen by the user, or None.
         return_timeout_s: The time to wait for machines without which an elastic job cannot continue.
-        meeting_first: Whether the node that serves the meeting gets the first ranks, because all other nodes can reach
-            it.
+        meeting_first: Whether the node that hosts the rendezvous gets the first ranks, because all other nodes can
+            reach it.
     """
 
     run_id: str
@@ -229,13 +229,13 @@ class Membership:
         return self._stop(f"rank {failure.rank} failed on {failure.host}", but=node)
 
     def finished(self, node: str, report: WorkersFinished, now_s: float) -> Orders:
-        """Records that a node's workers have ended without a failure."""
+        """Records that a node's workers have exited without a failure."""
         if report.generation == self.generation:
             self._finished.add(node)
         return self._closed(node, report.generation, now_s)
 
     def stopped(self, node: str, report: Stopped, now_s: float) -> Orders:
-        """Records that all of a node's workers have ended."""
+        """Records that all of a node's workers have exited."""
         if node in self.nodes:
             self.nodes[node] = msgspec.structs.replace(self.nodes[node], port=report.port, store_port=report.store_port)
         if report.generation == self.generation:
@@ -253,7 +253,7 @@ class Membership:
         return [(node, JobEnded(1)), *self._gone(node, f"{join.host} left ({leave.reason})", now_s)]
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose launcher has ended."""
+        """Removes a node whose launcher has exited."""
         return self.lost(node, why, now_s)
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:

@@ -1,4 +1,4 @@
-"""Connection from this node to the meeting, and the meeting's server if this machine runs it.
+"""Connection from this node to the rendezvous, and the rendezvous server if this machine runs it.
 
 A launcher sends reports and receives orders through a `MeetingClient`. A job on a single machine does not need a
 socket.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class MeetingClient(Protocol):
-    """A launcher's access to the meeting."""
+    """A launcher's access to the rendezvous."""
 
     @property
     def deadline_s(self) -> float | None:
@@ -43,7 +43,7 @@ class MeetingClient(Protocol):
         """Returns a descriptor that is readable while there are orders."""
 
     def clock_offset(self) -> Offset | None:
-        """Returns the estimated offset to the clock of the machine that serves the meeting."""
+        """Returns the estimated offset to the clock of the machine that hosts the rendezvous."""
 
     def send(self, report: Report) -> None:
         """Sends a report without blocking for long. A lost meeting causes a JobEnded, not an exception."""
@@ -56,7 +56,7 @@ class MeetingClient(Protocol):
 
 
 class LocalClient:
-    """The meeting for a job on a single machine, with the controller in this process."""
+    """The rendezvous for a job on a single machine, with the controller in this process."""
 
     def __init__(self, controller: JobController) -> None:
         self._controller = controller
@@ -74,7 +74,7 @@ class LocalClient:
         return self._waiting
 
     def clock_offset(self) -> Offset | None:
-        """Returns an offset of 0, because the meeting is in this process."""
+        """Returns an offset of 0, because the rendezvous is in this process."""
         return Offset(0, 0, time.monotonic_ns())
 
     def send(self, report: Report) -> None:
@@ -108,16 +108,16 @@ class JobMovedError(Exception):
 
 @dataclass
 class NodeConnection:
-    """A client of the meeting, with the address of this node.
+    """A client of the rendezvous, with the address of this node.
 
     Attributes:
-        client: The client of the meeting.
+        client: The client of the rendezvous.
         address: The address at which other nodes can reach this machine.
-        server: The meeting's server if this launcher runs one, or None. In an elastic job, every launcher runs a
+        server: The rendezvous server if this launcher runs one, or None. In an elastic job, every launcher runs a
             server.
         standby: The controller for that server in an elastic job, or None.
-        serves: Whether this launcher opened the meeting.
-        announcer: The announcer for an elastic job whose coordinator may not be at the meeting's address, or None.
+        serves: Whether this launcher opened the rendezvous.
+        announcer: The announcer for an elastic job whose coordinator may not be at the rendezvous address, or None.
     """
 
     client: MeetingClient
@@ -147,17 +147,17 @@ class NodeConnection:
 def open_meeting(
     job: Job, secret: bytes | None, say: Callable[[str], None], listener: ListeningEndpoint | None = None
 ) -> NodeConnection:
-    """Connects this machine to the meeting.
+    """Connects this machine to the rendezvous.
 
     Args:
-        job: The job's description, with the meeting's address.
+        job: The job's description, with the rendezvous address.
         secret: The job's secret.
         say: A function that prints a line for the user.
         listener: The listener to serve on if it is already open, or None.
 
     Raises:
-        StoreConnectionError: This machine should serve the meeting but cannot.
-        RendezvousTimeoutError: No launcher served the meeting before the timeout.
+        StoreConnectionError: This machine should host the rendezvous but cannot.
+        RendezvousTimeoutError: No launcher hosted the rendezvous before the timeout.
         AuthenticationError: The server does not have the job's secret.
         ValueError: The address is not a loopback address, and there is no secret.
     """
@@ -226,7 +226,7 @@ def _listener(options: RendezvousOptions, address: tuple[str, int], secret: byte
         return None if host is None else listen(host, address[1], secret)
     except StoreConnectionError as error:
         if not options.serves and isinstance(error, PortInUseError):
-            return None  # another launcher on this machine already serves the meeting
+            return None  # another launcher on this machine already hosts the rendezvous
         if options.serves:
             raise
     return None

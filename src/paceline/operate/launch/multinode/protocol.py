@@ -1,4 +1,4 @@
-"""Protocol of the meeting: reports from nodes, orders to nodes, and their encoding as a length followed by JSON.
+"""Protocol of the rendezvous: reports from nodes, orders to nodes, and their encoding as a length followed by JSON.
 
 Each report and each order is a frozen msgspec struct, so the declarations below also validate received data: a frame
 that does not match any of them raises `MessageError`, and received data is never executed. Orders from an elastic job's
@@ -45,7 +45,7 @@ class JoinJob(_NodeMessage, frozen=True, tag="Join"):
         workers: The number of workers on the node.
         role: The role of the node's workers, as in torchelastic.
         node_rank: The node's number in a static job, or None.
-        serves: Whether the node serves the meeting.
+        serves: Whether the node hosts the rendezvous.
         version: The version of Paceline; versions before 0.1.0 do not send it.
         is_elastic: Whether the launcher was started with `--elastic`.
         listens: In an elastic job, the address at which other launchers can reach this one if it becomes the
@@ -104,13 +104,13 @@ class Stopped(_NodeMessage, frozen=True):
 
 
 class Leave(_NodeMessage, frozen=True):
-    """Report: the node was stopped by its user or scheduler, and its workers have ended."""
+    """Report: the node was stopped by its user or scheduler, and its workers have exited."""
 
     reason: str
 
 
 class Departing(_NodeMessage, frozen=True):
-    """Elastic report: the node ends soon. Once its workers have ended, it leaves or hands over the coordination."""
+    """Elastic report: the node ends soon. Once its workers have exited, it leaves or hands over the coordination."""
 
 
 class WorkerStarted(_NodeMessage, frozen=True):
@@ -127,7 +127,7 @@ class WorkerStalled(_NodeMessage, frozen=True):
 
 
 class WorkerExited(_NodeMessage, frozen=True):
-    """Elastic report: a worker has ended, and all of its messages have been reported. `how` is for the user."""
+    """Elastic report: a worker has exited, and all of its messages have been reported. `how` is for the user."""
 
     uid: str
     how: str
@@ -161,7 +161,7 @@ class Follow(_NodeMessage, frozen=True):
 
 
 class Running(_NodeMessage, frozen=True):
-    """Elastic report: a notice to the launcher at the meeting's address that a job is already running.
+    """Elastic report: a notice to the launcher at the rendezvous address that a job is already running.
 
     A launcher that is part of that job responds with an Answered. Any other launcher does not respond.
 
@@ -183,12 +183,12 @@ class StateReplicated(_NodeMessage, frozen=True):
 class SnapshotReport(_NodeMessage, frozen=True):
     """Report: a snapshot of the node's workers.
 
-    The node sends a snapshot if a call takes too long, if a worker fails, on request, and after its workers have ended.
-    It also sends one with an empty `body` when stalled calls resume.
+    The node sends a snapshot if a call takes too long, if a worker fails, on request, and after its workers have
+    exited. It also sends one with an empty `body` when stalled calls resume.
 
     Attributes:
         body: The snapshot, encoded by `operate/diagnosis/machine_snapshot.py`.
-        is_last: Whether the workers have ended.
+        is_last: Whether the workers have exited.
         is_failure: Whether a worker has failed, on this node or on the one for which the snapshot was requested.
     """
 
@@ -218,13 +218,16 @@ class Heartbeat(_NodeMessage, frozen=True):
 
 
 class AskTime(_NodeMessage, frozen=True):
-    """Report: a request for the time on the meeting's machine. `asked_ns` is CLOCK_MONOTONIC on the node."""
+    """Report: a request for the time on the machine that hosts the rendezvous.
+
+    `asked_ns` is CLOCK_MONOTONIC on the node.
+    """
 
     asked_ns: Int64
 
 
 class TellTime(_NodeMessage, frozen=True):
-    """Order: the response to `AskTime`. `told_ns` is CLOCK_MONOTONIC on the meeting's machine."""
+    """Order: the response to `AskTime`. `told_ns` is CLOCK_MONOTONIC on the machine that hosts the rendezvous."""
 
     asked_ns: Int64
     told_ns: Int64

@@ -1,4 +1,4 @@
-"""`RemoteClient`: a client for a meeting served over a socket.
+"""`RemoteClient`: a client for a rendezvous served over a socket.
 
 `ServerConnection` maintains a connection on separate threads, independently of the launcher's event loop.
 """
@@ -49,7 +49,7 @@ class DisconnectReason(Enum):
 
 
 class ServerConnection:
-    """A connection to the meeting's server.
+    """A connection to the rendezvous server.
 
     Args:
         connection: The socket; ownership passes to this object.
@@ -104,7 +104,7 @@ class ServerConnection:
             self._connection.sendall(encode(report))
 
     def close(self, *, lives_on: bool = False) -> None:
-        """Disconnects. Idempotent. With `lives_on`, the server does not conclude that this launcher has ended."""
+        """Disconnects. Idempotent. With `lives_on`, the server does not conclude that this launcher has exited."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -163,7 +163,7 @@ class ServerConnection:
 
 
 def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) -> Connection:
-    """Connects to the meeting's server; both sides authenticate with the secret.
+    """Connects to the rendezvous server; both sides authenticate with the secret.
 
     Raises:
         OSError, HandshakeUnfinishedError: No server listens at the address.
@@ -235,7 +235,7 @@ class OrderQueue:
 
 
 class RemoteClient:
-    """A client whose job ends if the connection to the meeting is lost."""
+    """A client whose job ends if the connection to the rendezvous is lost."""
 
     deadline_s: float | None = None
 
@@ -252,7 +252,7 @@ class RemoteClient:
         return self._queue.fileno()
 
     def clock_offset(self) -> Offset | None:
-        """Returns the estimated offset to the clock of the machine that serves the meeting."""
+        """Returns the estimated offset to the clock of the machine that hosts the rendezvous."""
         return self._wire.clock_offset()
 
     def send(self, report: Report) -> None:
@@ -273,26 +273,26 @@ class RemoteClient:
 
 
 def lost_at(peer: str, why: str) -> str:
-    """Returns the message for the user if the job ends because the meeting was lost."""
+    """Returns the message for the user if the job ends because the rendezvous was lost."""
     return f"the launcher at {peer}, where the machines meet, was lost: {why}"
 
 
 def connect_client(
     address: tuple[str, int], secret: bytes | None, timeout_s: float, silence_s: float, say: Callable[[str], None]
 ) -> RemoteClient:
-    """Returns a client for the meeting once the meeting is served; see `connect_in_time`."""
+    """Returns a client for the rendezvous once the rendezvous is available; see `connect_in_time`."""
     return RemoteClient(connect_in_time(address, secret, timeout_s, say), silence_s)
 
 
 def connect_in_time(
     address: tuple[str, int], secret: bytes | None, timeout_s: float, say: Callable[[str], None]
 ) -> Connection:
-    """Connects once the meeting is served. If that takes long, `say` prints a message about the wait.
+    """Connects once the rendezvous is available. If that takes long, `say` prints a message about the wait.
 
     Name resolution is repeated as well, because a pod's name is only published once the pod has started.
 
     Raises:
-        RendezvousTimeoutError: No launcher served the meeting in time.
+        RendezvousTimeoutError: No launcher hosted the rendezvous in time.
         AuthenticationError: The server does not hold the job's secret.
         ValueError: The address is not loopback and there is no secret.
     """

@@ -95,7 +95,7 @@ class _Node:
                     self.fault = str(error)
 
     def part(self) -> None:
-        """Closes the connection in such a way that the node does not conclude that this launcher has ended."""
+        """Closes the connection in such a way that the node does not conclude that this launcher has exited."""
         self.send(Dropped())
         self.close()
 
@@ -122,10 +122,10 @@ def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: floa
 
 
 class MeetingServer:
-    """Serves the meeting on separate threads until `close`.
+    """Serves the rendezvous on separate threads until `close`.
 
     One thread serves the nodes, and another one sends heartbeats. On a busy machine, the diagnosis of a failure may
-    occupy the serving thread for seconds. Without heartbeats, the nodes would then consider the meeting lost.
+    occupy the serving thread for seconds. Without heartbeats, the nodes would then consider the rendezvous lost.
 
     Args:
         listener: The listener that accepts connections; ownership passes to this object.
@@ -247,7 +247,7 @@ class MeetingServer:
         """Forwards a report to the controller. Drops the node if the controller raises an exception."""
         try:
             orders = self._controller.reported(node.name, report, node.heard_s)
-        except Exception as error:  # an error about one node must not end the meeting for the other nodes
+        except Exception as error:  # an error about one node must not end the rendezvous for the other nodes
             seen = f"{type(report).__name__}, which led to {type(error).__name__}: {error}"
             self._drop(node, f"its launcher sent a {seen}")
         else:

@@ -1,8 +1,8 @@
-"""Messages between the starter and the remote launchers: JSON lines on stdin and stdout, carried by ssh.
+"""Messages between the launching process and the remote launchers: JSON lines on stdin and stdout, carried by ssh.
 
-A remote launcher sends `LauncherReady`, receives a `NodeAssignment`, sends `RendezvousAddress` if it serves the
-meeting, and finally `LauncherExited`. The rest of its stdout is worker output. Every line of worker output has a rank
-prefix and therefore cannot be mistaken for a message.
+A remote launcher sends `LauncherReady`, receives a `NodeAssignment`, sends `RendezvousAddress` if it hosts the
+rendezvous, and finally `LauncherExited`. The rest of its stdout is worker output. Every line of worker output has a
+rank prefix and therefore cannot be mistaken for a message.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class LauncherReady(msgspec.Struct, frozen=True, tag="Hello"):
 
 
 class RendezvousAddress(msgspec.Struct, frozen=True, tag=True):
-    """The address of the launchers' meeting."""
+    """The address of the launchers' rendezvous."""
 
     host: str
     port: int
 
 
 class LauncherExited(msgspec.Struct, frozen=True, tag=True):
-    """The launcher has ended with this exit code."""
+    """The launcher has exited with this exit code."""
 
     code: int
 
@@ -41,15 +41,15 @@ class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         words: The complete command line. The other attributes take precedence over its flags.
         directory: The working directory.
-        environment: The variables to set, taken from the starter's environment.
+        environment: The variables to set, taken from the launching process's environment.
         secret: The job's secret in hexadecimal; None with the security level `none`.
         node_rank: The number of this machine.
         nodes: The number of machines.
         workers: The number of workers on this machine; None to use the command line's.
         run_id: The job's name.
         shutdown_s: The time between the shutdown request and SIGKILL, in seconds.
-        meeting: The address of the meeting; None on the machine that serves the meeting.
-        towards: The name of another machine. The meeting's address must be reachable from there.
+        meeting: The address of the rendezvous; None on the machine that hosts the rendezvous.
+        towards: The name of another machine. The rendezvous address must be reachable from there.
         passes_local_rank: Whether to pass --local_rank to workers.
     """
 
@@ -68,7 +68,7 @@ class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """The name of a signal that the starter has received."""
+    """The name of a signal that the launching process has received."""
 
     name: str
 
@@ -86,12 +86,12 @@ def encode_from_launcher(message: FromLauncher) -> bytes:
 
 
 def encode_to_launcher(message: ToLauncher) -> bytes:
-    """Encodes a message from the starter."""
+    """Encodes a message from the launching process."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def decode_to_launcher(line: bytes) -> ToLauncher:
-    """Decodes a message from the starter.
+    """Decodes a message from the launching process.
 
     Raises:
         ValueError: the line is not a message.

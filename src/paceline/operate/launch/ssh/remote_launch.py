@@ -1,7 +1,7 @@
 """State machine for the launchers started by `paceline run --hosts`. Uses neither processes nor a clock.
 
 A launcher starts, reports that it is ready, and receives its assignment. The launcher on the first machine reports the
-meeting's address, which the other assignments include. If a launcher fails to start before that, the job ends.
+rendezvous address, which the other assignments include. If a launcher fails to start before that, the job ends.
 Afterwards the launchers end the job themselves, like any job on several machines, and are killed if they do not end in
 time. Failed starts are explained from the output of ssh and the remote shell.
 """
@@ -94,7 +94,7 @@ class RemoteLaunch:
     """The state of all launchers.
 
     Args:
-        parts: The assignment for each machine, without the address of the meeting.
+        parts: The assignment for each machine, without the address of the rendezvous.
         attempts: The parameters for starting each launcher.
         limits: The time limits.
         now_s: The current time.
@@ -118,7 +118,7 @@ class RemoteLaunch:
         self._meeting: tuple[str, int] | None = None
         self._actions: list[Action] = []
         self._is_failing = False  # whether a launcher failed to start
-        self._is_ending = False  # whether all launchers have been asked to end
+        self._is_ending = False  # whether all launchers have been asked to exit
         self._code = 0
         self._start_by_s: float | None = now_s + limits.start_s
         self._end_by_s: float | None = None  # time at which to ask launchers to end
@@ -126,7 +126,7 @@ class RemoteLaunch:
 
     @property
     def is_over(self) -> bool:
-        """Whether every launcher has ended."""
+        """Whether every launcher has exited."""
         return all(phase is LauncherPhase.ENDED for phase in self._phases)
 
     @property
@@ -209,7 +209,7 @@ class RemoteLaunch:
             self._assign(machine)
 
     def _assign(self, machine: int) -> None:
-        """Sends a launcher its assignment if the launcher is ready and the meeting's address is known."""
+        """Sends a launcher its assignment if the launcher is ready and the rendezvous address is known."""
         if self._phases[machine] is not LauncherPhase.ANSWERED or self._is_failing or self._is_ending:
             return
         if machine == 0 or self._meeting is not None:

@@ -1,8 +1,9 @@
 """Program that `paceline run --hosts` runs on each machine to start the launcher and to end it on request.
 
-The launcher is a child process, because it forks and must not have threads, while this process receives the starter's
-messages. End of file on stdin means that the starter or the connection has ended, and this process then ends the
-launcher. If this process is killed, the kernel kills the launcher, and the launcher's guards kill the workers.
+The launcher is a child process, because it forks and must not have threads, while this process receives the launching
+process's messages. End of file on stdin means that the launching process or the connection has ended, and this process
+then ends the launcher. If this process is killed, the kernel kills the launcher, and the launcher's guards kill the
+workers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _ASSIGNMENT_S = 600.0
 
 
 def main() -> int:
-    """Reports to the starter, runs the assignment received from it, and returns the launcher's exit code."""
+    """Reports to the launching process, runs the assignment received from it, and returns the launcher's exit code."""
     control = _Control()
     send_to_starter(LauncherReady(__version__, sys.executable))
     part = control.receive_assignment()
@@ -58,7 +59,7 @@ def main() -> int:
 
 
 def send_to_starter(message: FromLauncher) -> None:
-    """Sends a message to the starter; does nothing if the starter has ended."""
+    """Sends a message to the launching process; does nothing if the launching process has exited."""
     data = encode_from_launcher(message)
     with contextlib.suppress(OSError):
         while data:
@@ -66,7 +67,10 @@ def send_to_starter(message: FromLauncher) -> None:
 
 
 class _Control:
-    """Reader for the starter's messages. The launcher and its workers get an empty stdin instead of this stream."""
+    """Reader for the launching process's messages.
+
+    The launcher and its workers get an empty stdin instead of this stream.
+    """
 
     def __init__(self) -> None:
         self._fd = os.dup(0)
@@ -81,7 +85,7 @@ class _Control:
         os.close(self._fd)
 
     def receive_assignment(self) -> NodeAssignment | None:
-        """Waits for this machine's assignment; returns None if the starter does not send one."""
+        """Waits for this machine's assignment; returns None if the launching process does not send one."""
         deadline_s = time.monotonic() + _ASSIGNMENT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             if not select.select([self._fd], [], [], left_s)[0]:
@@ -191,7 +195,7 @@ def _enter(directory: str) -> None:
 def _open_meeting(
     options: argparse.Namespace, part: NodeAssignment, secret: bytes | None
 ) -> tuple[ListeningEndpoint | None, tuple[str, int]]:
-    """Returns a listener for the meeting, and an address at which the other machines can reach it.
+    """Returns a listener for the rendezvous, and an address at which the other machines can reach it.
 
     The listener is None in a job with a single port, where the launcher itself opens the port before it listens.
     """

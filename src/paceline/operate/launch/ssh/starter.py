@@ -297,7 +297,7 @@ class LauncherProcess:
     """
 
     def __init__(self, command: Sequence[str], prefixes: tuple[bytes, bytes], writes: tuple[Write, Write]) -> None:
-        # Each launcher gets its own session, because the starter forwards Ctrl-C from the terminal.
+        # Each launcher gets its own session, because the launching process forwards Ctrl-C from the terminal.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -341,7 +341,7 @@ class LauncherProcess:
         return messages, not data
 
     def send(self, message: ToLauncher) -> None:
-        """Sends a message to the launcher; does nothing if the launcher has ended."""
+        """Sends a message to the launcher; does nothing if the launcher has exited."""
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._stdin.write(encode_to_launcher(message))
             self._stdin.flush()

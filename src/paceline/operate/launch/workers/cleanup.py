@@ -275,7 +275,7 @@ class Cleanup:
         self._guard.watch(worker)
 
     def reap(self, workers: Iterable[int]) -> None:
-        """Reaps adopted processes that have ended, except `workers`, whose owner reaps them."""
+        """Reaps adopted processes that have exited, except `workers`, whose owner reaps them."""
         reap_orphans([*self._guard.pids, *workers])
 
     def end_generation(self, name: str) -> None:

@@ -111,7 +111,7 @@ class WorkerSpec:
         """Returns the worker that runs as process `pid`.
 
         Raises:
-            ProcessLookupError: the process has ended and was reaped.
+            ProcessLookupError: the process has exited and was reaped.
         """
         place = self.place
         return WorkerProcess(
@@ -371,7 +371,7 @@ def _replacement(elastic: ElasticOptions) -> str:
 
 
 def _start(job: Job) -> Start | None:
-    """Returns the order that the meeting would give, or None if it cannot be predicted."""
+    """Returns the order that the rendezvous would give, or None if it cannot be predicted."""
     rendezvous = job.rendezvous
     if rendezvous.address is None:
         nodes, node, address = 1, 0, "127.0.0.1"

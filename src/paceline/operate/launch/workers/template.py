@@ -4,7 +4,7 @@ The launcher runs it by path:
 
     python template.py LAUNCHER_PID DESCRIPTOR [MODULE... [-- MODULE...]]
 
-A worker is forked twice: when the intermediate process has ended, the launcher, which adopts orphans, becomes its
+A worker is forked twice: when the intermediate process has exited, the launcher, which adopts orphans, becomes its
 parent, as if the launcher had started it. The template ends when the launcher closes the connection.
 
 It imports the MODULEs, and those after `--`, which the user chose. Threads do not survive a fork, and their locks stay
@@ -80,7 +80,7 @@ def main() -> None:
         with suppress(OSError):  # the cores are no longer allowed
             os.sched_setaffinity(0, command["cores"])
     _reset_modules()
-    while os.getppid() != launcher:  # until the intermediate process has ended
+    while os.getppid() != launcher:  # until the intermediate process has exited
         if not os.path.exists(f"/proc/{launcher}"):
             os._exit(1)
         time.sleep(0.0005)

@@ -84,7 +84,7 @@ class WorkerProcess:
 
 
 def watch_end(pid: int) -> int:
-    """Returns a descriptor that is readable once a current or soon-to-be-adopted child process has ended.
+    """Returns a descriptor that is readable once a current or soon-to-be-adopted child process has exited.
 
     Raises:
         ProcessLookupError: the process does not exist.
@@ -125,7 +125,7 @@ def allow_descriptors(workers: int) -> tuple[int, int] | None:
 
 def bind_process(pid: int, cores: Cores | None, descriptors: tuple[int, int] | None) -> None:
     """Binds a process to cores and limits its descriptors. Processes that it starts later inherit both settings."""
-    with contextlib.suppress(OSError):  # the process has ended, or the cores are no longer allowed
+    with contextlib.suppress(OSError):  # the process has exited, or the cores are no longer allowed
         if cores is not None:
             os.sched_setaffinity(pid, cores)
         if descriptors is not None:

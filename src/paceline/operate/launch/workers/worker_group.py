@@ -46,7 +46,7 @@ class WorkerGroup:
         notice: The pipe by which workers announce exceptions.
         forker: Starts the workers.
         on_start: Receives the process id of each worker.
-        on_exception: Receives a failure whose exception has left a worker's script, before the worker has ended.
+        on_exception: Receives a failure whose exception has left a worker's script, before the worker has exited.
         on_failure: Receives the first failure of an ended worker. This is delayed a moment if the kernel killed it and
             another worker for lack of memory, since the other one may be the cause.
     """
@@ -85,7 +85,7 @@ class WorkerGroup:
         self._killed: list[tuple[float, int]] = []  # time and peak memory of workers killed for lack of memory
         self._grace_s = shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # time (monotonic) and number of the next signal
-        self._asked_s: float | None = None  # time of day at which the workers were asked to end
+        self._asked_s: float | None = None  # time of day at which the workers were asked to exit
         self._report_s: float | None = None  # time (monotonic) to report the first failure, while that is delayed
 
     def start(self, spec: WorkerSpec) -> None:
@@ -103,7 +103,7 @@ class WorkerGroup:
         self._follow(spec.started(pid), spec.outputs)
         if len(self.workers) == self._size:
             self._forker.close()
-        if self._asked_s is not None:  # the workers were asked to end while it was being forked
+        if self._asked_s is not None:  # the workers were asked to exit while it was being forked
             self.workers[-1].signal(signal.SIGKILL)
 
     def _start_no_more(self) -> None:
@@ -187,7 +187,7 @@ class WorkerGroup:
 
     @property
     def is_over(self) -> bool:
-        """Whether all workers have ended and their output is forwarded, even if their children hold pipes open."""
+        """Whether all workers have exited and their output is forwarded, even if their children hold pipes open."""
         if self._unstarted or self._report_s is not None or any(w.exit_code is None for w in self.workers):
             return False
         return not any(forwarder.has_more for forwarder in self._forwarders)
@@ -270,7 +270,7 @@ def ended_as_asked(code: int, record: Record | None, asked_s: float, is_first: b
     Args:
         code: The exit code.
         record: The exception that the worker left, or None.
-        asked_s: The time of day at which it was asked to end.
+        asked_s: The time of day at which it was asked to exit.
         is_first: Whether no other worker of this machine failed before.
     """
     if record is not None and record.time_s < asked_s and record.kind != "KeyboardInterrupt":
