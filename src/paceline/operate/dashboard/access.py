@@ -1,8 +1,8 @@
 """Access rules for the page (token, cookie and Host header), and the ASGI middleware that applies them.
 
-A malicious web site in the same browser could otherwise read the page: after loading, the site can point its own host
-name to 127.0.0.1 (DNS rebinding), and then shares the page's origin. Only the Host header reveals this, so every
-request's Host header is first compared with a list of permitted names.
+Without these rules, a malicious web site in the same browser could read the page: after loading, the site can point its
+own host name to 127.0.0.1 (DNS rebinding) and then shares the page's origin. Only the Host header reveals this attack,
+so the Host header of every request is first compared with a list of permitted names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Aggregation of a job's samples into the state to display. Does not use files, sockets or a clock.
 
-The what-if line estimates the duration of a step if the stragglers were like the other ranks.
+The what-if line estimates the duration of a step if the stragglers were as fast as the other ranks.
 `operate/diagnosis/stragglers.py` contains the rule. Lin et al. (OSDI 2025) replay whole traces to answer the same
 question.
 """
@@ -59,7 +59,7 @@ _STEPS_KEPT = 240
 _LINES_KEPT = 2000
 _EVENTS_KEPT = 500
 _RECENT = 30  # number of steps over which means are computed
-_PATIENCE = 3  # number of samples to wait for ranks that have not finished a step; other machines lag by one
+_PATIENCE = 3  # number of samples to wait for ranks that have not finished a step; other machines' samples lag by one
 
 _SAMPLES_OF_CALLS = 30  # number of samples over which call durations are averaged
 _MOST_KINDS = 256
@@ -72,7 +72,7 @@ _STEPS_OPEN = 4  # number of steps by which a rank's logged values may lag
 _QUIET_S = 10.0  # a job without any new records for this long is reported as making no progress
 _AWAY = (RankActivity.STARTING, RankActivity.DEAD, RankActivity.ENDED)
 
-_STEPS_BETWEEN_TESTS = 60  # number of new steps after which stragglers are looked for again
+_STEPS_BETWEEN_TESTS = 60  # number of new steps between two searches for stragglers
 
 _Kind = tuple[str, str, int, str]
 
@@ -101,7 +101,10 @@ class CallTable:
 
 
 def _row(kind: _Kind, by_rank: dict[int, deque[CallTally]]) -> CallRow:
-    """Returns the row for a kind. Its duration is the shortest over all ranks, which includes the least waiting."""
+    """Returns the row for a kind of call.
+
+    The duration is the shortest over all ranks, because it includes the least waiting.
+    """
     operation, dtype, count, algorithm = kind
     actual_s = min(
         sum(tally.took_s for tally in tallies) / sum(tally.calls for tally in tallies) for tallies in by_rank.values()
@@ -143,7 +146,9 @@ class Curves:
             self._growing = Growing(tuple(self._points), 0, self._epoch)
 
     def _is_complete(self, step: int, name: str) -> bool:
-        """Returns whether all ranks that log this name have logged this step, or several later steps were logged."""
+        """Returns True if every rank that logs this name has logged this step, or if several later steps were already
+        logged.
+        """
         if len(self._open[step, name]) >= self._loggers.get(name, 1 << 30):
             return True
         later = sum(1 for other, its_name in self._open if its_name == name and other > step)
@@ -172,7 +177,9 @@ def _short(value: float) -> float:
 
 
 def owed_calls(sample: JobSample) -> tuple[str, ...]:
-    """Returns a sentence for each call in which ranks wait for others: which ranks owe it to which, and since when."""
+    """Returns a sentence for each call in which ranks wait for others: the missing ranks, the waiting ranks and the
+    time waited.
+    """
     states = tuple(rank.pending for rank in sample.ranks if rank.pending is not None)
     sentences = []
     for wait in waits_of(JobSnapshot(sample.now_s, states)):
@@ -277,7 +284,8 @@ class StragglerWatch:
 
 
 def what_if_of(costs: Sequence[StragglerCost], *, is_over: bool) -> WhatIf | None:
-    """Returns the sentences about the stragglers and the estimate without them, or None without stragglers."""
+    """Returns sentences about the stragglers and the estimated step duration without them, or None without stragglers.
+    """
     if not costs:
         return None
     sentences = [diagnosis.sentence for cost in costs for diagnosis in describe(cost, is_over=is_over)]
@@ -291,7 +299,7 @@ class DashboardAggregator:
 
     Args:
         steps_kept: the number of latest steps to keep in the state.
-        steps_averaged: the number of latest steps to average. Steps with a stall are left out.
+        steps_averaged: the number of most recent steps to average. Steps with a stall are excluded.
     """
 
     def __init__(self, steps_kept: int = _STEPS_KEPT, steps_averaged: int = _RECENT) -> None:
@@ -441,7 +449,7 @@ def _own_time(rank: int, recent: tuple[StepColumn, ...]) -> float:
 
 
 def _mean(numbers: list[float]) -> float:
-    """Returns the mean, or 0 for an empty list. Ten times as fast as `fmean`, which is exact."""
+    """Returns the mean, or 0 for an empty list. Ten times as fast as `fmean`, which sums without rounding errors."""
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 

@@ -25,7 +25,7 @@ from paceline.operate.dashboard.report import STATIC, assets
 ENTRANCE_S = 10.0  # time limit from accepting a connection to its first permitted request
 _MOST_PENDING = 64
 _RETRY_MS = 2000
-_HEARTBEAT_S = 15.0  # interval of keep-alive comments while the state does not change, for proxies
+_HEARTBEAT_S = 15.0  # interval between keep-alive comments, which prevent proxies from closing an idle stream
 
 
 class PageConnections:
@@ -149,7 +149,7 @@ def application(
 
 
 async def _events(broadcaster: Broadcaster, last_id: str | None) -> AsyncIterator[bytes]:
-    """Yields server-sent events: first those that the viewer has missed, then each change."""
+    """Yields server-sent events: first the events that the viewer has missed, then each change."""
     yield b"retry: %d\n\n" % _RETRY_MS
     with broadcaster.viewer(last_id) as viewer:
         while True:

@@ -62,7 +62,7 @@ class Growing(Generic[Item]):
 
 @dataclass(frozen=True)
 class JobHeader:
-    """The job's state in one sentence, with its key figures.
+    """A one-sentence summary of the job's state, with key figures.
 
     `mood` is "good", "waiting", "bad" or "over" and selects the color. `share` is the fraction of steps completed.
     """
@@ -128,7 +128,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The duration of a step: actual, and if the stragglers were like the other ranks. `ranks` are the stragglers."""
+    """The actual duration of a step, and the estimate if the stragglers (`ranks`) were as fast as the other ranks."""
 
     sentence: str
     ranks: tuple[int, ...]
@@ -138,7 +138,7 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class StepColumn:
-    """The data of one step: the mean of each part over all ranks, and each rank's own time and wait (None if absent).
+    """Data for one step: the mean of each part over all ranks, and each rank's own and waiting time (None if absent).
 
     `predicted` is the mean duration over all ranks if the calls had taken the predicted time.
     """
@@ -267,7 +267,7 @@ class Tail(Generic[Item]):
 
 
 class Thinned:
-    """The curve of one logged name over all steps, with a limited number of points.
+    """The curve of one logged metric over all steps, with a limited number of points.
 
     If the limit is exceeded, pairs of neighboring points are merged. A merged point has the minimum and the maximum of
     both, so a spike remains visible even after a million steps.

@@ -57,7 +57,7 @@ class _Recorded:
 
 
 def aggregate_directories(directories: Sequence[Path], verdict: StallNotice | None = None) -> DashboardAggregator:
-    """Returns the data of a job's last attempt, read from the directories of its machines.
+    """Aggregates the data of a job's last attempt, read from the job's directories on all machines.
 
     Args:
         directories: the job's directories, as `paceline runs` lists them on each machine.

@@ -14,7 +14,7 @@ Fact = str | int | list[int]
 TOLD_BY_ALL = frozenset({"wait", "stall", "resume", "view", "end"})
 """Kinds of events that the launchers on all machines report. The report from one launcher is sufficient."""
 
-_NUMBER = (1 << 32) - 1  # mask for the number of a view; higher bits contain its coordinator's term
+_NUMBER = (1 << 32) - 1  # mask for a view's number; the higher bits contain the coordinator's term
 _MOST = 20_000  # limit for unread notes; if exceeded, the oldest are dropped
 _MOST_LINES = 2000  # limit for unread lines of worker output, which must not displace other notes
 
@@ -75,7 +75,7 @@ class EventFormatter:
 
 @dataclass(frozen=True)
 class WorkerRunning:
-    """Note that a worker is running; `fd` is a descriptor for its recording, closed by the page's thread, or -1."""
+    """A note that a worker is running; `fd` is a descriptor for its recording, closed by the page's thread, or -1."""
 
     rank: int
     pid: int
@@ -85,10 +85,10 @@ class WorkerRunning:
 
 @dataclass(frozen=True)
 class WorkerGone:
-    """Note that a worker has exited.
+    """A note that a worker has exited.
 
-    `how` describes its failure. It is "" if the worker succeeded or was asked to exit, and None if only the worker's
-    recording shows whether it succeeded.
+    `how` describes the failure. It is "" if the worker succeeded or was asked to exit, and None if only the recording
+    shows whether the worker succeeded.
     """
 
     rank: int
@@ -98,7 +98,7 @@ class WorkerGone:
 
 @dataclass(frozen=True)
 class RemoteSample:
-    """Note with the state of another machine's ranks, and its events and lines since the previous note."""
+    """A note with the state of another machine's ranks, and that machine's events and lines since the previous note."""
 
     ranks: tuple[RankSample, ...] = ()
     links: tuple[LinkRate, ...] = ()
@@ -112,7 +112,7 @@ Note = WorkerRunning | WorkerGone | RemoteSample | JobEvent | Line | StallNotice
 
 
 class EventQueue:
-    """Queue of notes between two threads. Adding a note never waits for the reader."""
+    """Queue of notes between two threads. Adding a note never blocks."""
 
     def __init__(self) -> None:
         self._notes: deque[Note] = deque(maxlen=_MOST)

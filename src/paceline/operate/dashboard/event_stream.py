@@ -1,8 +1,8 @@
 """Stream of server-sent events to the page's viewers: first a snapshot of the state, then its changes.
 
 A message is one JSON object with the keys of `DashboardState`. Absent keys are unchanged; `null` removes a value. A
-growing list is sent as `{"epoch", "first", "from", "items"}`: the viewer drops its items before index `first` and from
-index `from` on, and appends the new items. If the epoch has changed, it drops all items.
+growing list is sent as `{"epoch", "first", "from", "items"}`: the viewer drops its items before index `first` and those
+at index `from` or later, and appends the new items. If the epoch has changed, it drops all items.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Viewer:
         self._queue.put_nowait(message)
 
     def end(self) -> None:
-        """Ends the stream after the queued messages."""
+        """Closes the stream after the queued messages."""
         self._queue.put_nowait(None)
 
     async def next(self) -> bytes | None:
@@ -190,7 +190,7 @@ class Broadcaster:
                 viewer.put(message)
 
     def end(self) -> None:
-        """Ends the streams of all viewers, and of later ones after a snapshot."""
+        """Closes the streams of all viewers. Streams opened later are closed after a snapshot."""
         self._has_ended = True
         for viewer in self._viewers:
             viewer.end()

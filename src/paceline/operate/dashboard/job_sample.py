@@ -42,7 +42,7 @@ class RankStep:
         data_s, forward_s, backward_s, optimizer_s: the durations of the step's phases, excluding waits for other ranks.
         exposed_s: the time for which the rank waited for communication and did nothing else.
         communication_s: the time for which any communication was in progress.
-        samples: the number of samples that the rank trained on; 0 if the program does not log it.
+        samples: the number of samples that the rank trained on; 0 if the program does not log this number.
         phases: the phases as (name, begin, end), for the timeline.
         buckets: the buckets in the order in which they became ready.
         predicted_s: the duration of the step if its calls had taken the predicted time; None without predictions.
@@ -107,7 +107,7 @@ class RankSample:
         steps: the steps completed since the previous sample, in order.
         values: the values that the program has logged since the previous sample, as (step, name, value).
         calls: the calls with predictions that were completed since the previous sample.
-        pending: the rank's groups and latest calls while some rank on its host waits for long, otherwise None.
+        pending: the rank's groups and latest calls if a rank on its host has been waiting for long, otherwise None.
     """
 
     rank: int

@@ -51,10 +51,10 @@ class _Worker:
     failure: str | None = ""  # description of the failure, "" for none, None if only the recording shows it
     total_steps: int | None = None
     ahead: int | None = None  # number of steps made by the other workers before this worker's first
-    step: int | None = None  # current step, counted as on the other workers
+    step: int | None = None  # current step, in the other workers' numbering
     rates: LinkRates = field(default_factory=LinkRates)
-    has_shm: bool = False  # whether it has sent anything through shared memory
-    has_tcp: bool = False  # whether it has sent anything over the network
+    has_shm: bool = False  # whether the worker has sent data through shared memory
+    has_tcp: bool = False  # whether the worker has sent data over the network
     pending: RankState | None = None
     pending_s: float = float("-inf")  # time of the latest record in `pending`
     memory_nbytes: int = 0
@@ -255,7 +255,10 @@ def _state_of(worker: _Worker, now_s: float) -> tuple[RankActivity, str]:
 
 
 def _event_of(rank: int, mark: StandaloneEvent) -> JobEvent | None:
-    """Returns the event to display for a rank's mark, or None. The launcher reports views, once for all ranks."""
+    """Returns the event to display for a rank's mark, or None.
+
+    Marks for views are ignored: the launcher reports views.
+    """
     if mark.kind is not EventKind.CHECKPOINT:
         return None
     return JobEvent(

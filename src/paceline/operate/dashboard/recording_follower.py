@@ -271,7 +271,7 @@ class EntryRing:
         if stamp == 0 or (owner < index and stamp & 3 == 0):
             self._incomplete.add(index)  # the entry has not been written yet
         elif owner != index:
-            self._incomplete.discard(index)  # a newer entry, or an older open entry that was not replaced
+            self._incomplete.discard(index)  # the slot has a newer entry, or an older open entry that was not replaced
         elif stamp & 3 == 0:
             self._incomplete.discard(index)
             return True
@@ -354,7 +354,7 @@ class RecordingFollower:
         self._calls = EntryRing(layout.CALL, None if is_whole else _RECENT_CALLS)
         self._events = EntryRing(layout.EVENT, None if is_whole else _RECENT_EVENTS)
         self._parts: dict[int, StepParts] = {}  # parts of the steps that have not ended, by step
-        self._samples = 0  # number of the name `SAMPLES` in the name table, once known
+        self._samples = 0  # index of the name `SAMPLES` in the name table, once known
         self._counts: dict[str, int] = {}  # number of values logged under each name, in a program without steps
         self.rank: int | None = None
         self.pid = 0
@@ -362,7 +362,7 @@ class RecordingFollower:
 
     @classmethod
     def of_descriptor(cls, fd: int) -> RecordingFollower:
-        """Creates a follower for the recording behind a descriptor. The caller closes the descriptor."""
+        """Creates a follower for the recording to which a descriptor refers. The caller closes the descriptor."""
         return cls(lambda offset, nbytes: os.pread(fd, nbytes, offset))
 
     def update(self, stride: int = 1) -> RecordingUpdate | None:

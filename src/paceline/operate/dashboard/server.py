@@ -1,4 +1,7 @@
-"""Server for the page on a separate thread, where failures do not affect the job, and the page's address."""
+"""Server for the page, and the page's address.
+
+The server runs on a separate thread, where failures do not affect the job.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ ADDRESS_FILE = "page.json"
 _SUGGESTED_PORT = 8080  # port on the user's own machine when the page uses a Unix socket
 _STOP_S = 2.0
 _START_S = 20.0
-_LAST_S = 1  # time for responses in progress to be completed when the page is closed
+_LAST_S = 1  # time limit for responses in progress when the page is closed
 
 
 class AddressError(ValueError):
@@ -193,7 +196,7 @@ class DashboardServer:
             asyncio.run(self._serve())
         except asyncio.CancelledError:
             pass
-        except Exception as error:  # an error in the page must not end the job
+        except Exception as error:  # an error in the page must not terminate the job
             self._complain(f"the page has failed and is closed; the job continues ({type(error).__name__}: {error})")
         finally:
             self._began.set()

@@ -20,7 +20,7 @@ _LOOKS_AHEAD = 16
 def match_calls(ranks: Sequence[RankState]) -> list[dict[int, RankCall]]:
     """Returns successful collectives with at least two recorded calls, keyed by rank, in order of completion.
 
-    Messages and the formation of groups are left out.
+    Messages and group formation are excluded.
     """
     calls: dict[tuple[str, int], dict[int, RankCall]] = defaultdict(dict)
     for rank in ranks:
@@ -42,7 +42,7 @@ def span_of(matched: Sequence[Mapping[int, RankCall]]) -> float:
 class Slip(Enum):
     """The way in which a rank's calls deviate from those of the other ranks."""
 
-    SKIPPED = "skipped, or made later"  # a call that fails at once does not show which of the two happened
+    SKIPPED = "skipped, or made later"  # a call that fails immediately does not show which of the two happened
     ORDER = "another order"
     TWICE = "called twice"
     SKIPPED_OR_TWICE = "skipped or called twice"
@@ -76,7 +76,9 @@ class CallMismatch:
 
 
 def predicted(past: Sequence[CallSignature], count: int = _LOOKS_AHEAD) -> list[CallSignature]:
-    """Predicts the next calls from those after the earlier point whose history has the longest match with `past`."""
+    """Predicts the calls after `past`: those after the earlier point whose preceding calls match the end of `past`
+    longest.
+    """
     best, best_length = 0, 0
     for end in range(len(past) - 1, 0, -1):
         length = 0
@@ -131,7 +133,7 @@ def _explain(number: int, histories: Mapping[int, Mapping[int, RankCall]]) -> Ca
 
 
 def _by_step(own: Mapping[int, RankCall], number: int, expected: Sequence[CallSignature]) -> Slip:
-    """Uses the training steps to decide whether a rank skipped calls or made one twice, as far as they can tell."""
+    """Determines whether a rank skipped calls or made one twice, as far as the training steps show this."""
     call = own[number]
     if own[number - 1].step != call.step:
         return Slip.SKIPPED
@@ -230,7 +232,7 @@ def miscount(calls: Mapping[int, Sequence[RankCall]]) -> Miscount | None:
 def _counts(calls: Sequence[RankCall]) -> dict[int, int]:
     """Counts the calls in each complete step.
 
-    The first step, whose start may have been overwritten, and the last one, which is still running, are left out.
+    The first step (its start may have been overwritten) and the last one (still running) are excluded.
     """
     counts = Counter(call.step for call in calls if call.step is not None)
     return {step: counts[step] for step in range(min(counts) + 1, max(counts))} if counts else {}

@@ -2,7 +2,7 @@
 
 All ranks share one time axis. Each rank is a process in the trace, with one row for its steps, one for each thread and
 each device, one for the calls in each group, and one for gradient buckets. Arrows lead from sends to receives. Traces
-from `torch.profiler` can be merged. They use the time of day, so the time axis does as well.
+from `torch.profiler` can be merged. These traces use the time of day, so the time axis does as well.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrie
 
 @dataclass(frozen=True)
 class Offset:
-    """Nanoseconds to add to this machine's CLOCK_MONOTONIC to get another machine's, with an error bound at `at_ns`."""
+    """Nanoseconds between CLOCK_MONOTONIC on another machine and on this one, with an error bound at `at_ns`.
+    """
 
     offset_ns: int
     error_ns: int
@@ -50,7 +51,7 @@ class OffsetEstimate:
         """
         if heard_ns >= asked_ns:
             middle_ns, half_ns = (asked_ns + heard_ns) // 2, (heard_ns - asked_ns) // 2
-            error_ns = half_ns + round(DRIFT * half_ns) + 2  # the other clock also drifts during that half
+            error_ns = half_ns + round(DRIFT * half_ns) + 2  # the other clock also drifts during half the round trip
             self._samples.append(Offset(told_ns - middle_ns, error_ns, middle_ns))
 
     def at(self, now_ns: int) -> Offset | None:

@@ -165,7 +165,8 @@ def _where(snapshot: JobSnapshot, ranks: Sequence[int], group: str, sequence: in
 def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
     """Blames the first rank that failed independently of the other ranks.
 
-    A program may wrap an error caused by another rank in an exception of its own, so such ranks are only blamed last.
+    A program may wrap an error caused by another rank in an exception of its own. Ranks with such exceptions are only
+    blamed if no other rank failed.
     """
     failed = [rank for rank in snapshot.ranks if rank.ending is not None and rank.ending.manner in _OWN_FAULTS]
     if not failed:
@@ -294,7 +295,7 @@ def _count(found: Miscount, word: str) -> str:
 
 
 def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
-    """Diagnoses ranks that ended while others wait: they made too few calls, or a few waiters made too many."""
+    """Diagnoses ranks that exited while others wait: they made too few calls, or a few waiters made too many."""
     start = beginning(snapshot, wait.waiters)
     left = [each.rank for each in snapshot.ranks if each.rank in wait.absent and _has_left(each)]
     if len(left) > len(wait.waiters):

@@ -1,4 +1,4 @@
-"""Snapshot of this machine's workers, taken just after a worker of the job has failed and before the others end.
+"""Snapshot of this machine's workers, taken just after a worker of the job has failed and before other workers exit.
 
 A failure must be diagnosed within a second. All stacks are therefore captured first, in parallel. The modules that read
 recordings are imported afterwards, unless `prepare` has already imported them.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
     from paceline.operate.diagnosis.stall_detector import WatchedWorker
 
-_STACKS_S = 0.1  # time limit for all stacks together; short, because the processes may be about to end
+_STACKS_S = 0.1  # time limit for all stacks together; short, because the processes may be about to exit
 _MOST_STACKS = 8
 _FEW_CALLS = 128  # per rank: covers a failed rank's last actions and the calls in which other ranks wait
 

@@ -53,9 +53,9 @@ class Diagnosis:
 
     Attributes:
         cause: the cause of the problem.
-        blamed: the ranks at fault, or the ranks among which the one at fault is.
+        blamed: the ranks at fault, or several ranks of which one is at fault.
         sentence: the message for the user, in one sentence.
-        is_fault: whether something is wrong. If not, the ranks merely wait for a rank that does other work.
+        is_fault: whether something is wrong. If False, the ranks merely wait for a rank that does other work.
         is_certain: whether ranks with an unknown state can be ruled out as the cause.
     """
 
@@ -67,7 +67,7 @@ class Diagnosis:
 
     @property
     def is_early_exit(self) -> bool:
-        """Whether a rank ended before the others, without an error."""
+        """Whether a rank exited before the others, without an error."""
         return self.cause is Cause.LEFT
 
     @property
@@ -140,7 +140,7 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
 
     Args:
         snapshot: the job.
-        wait: the call that the ranks wait in.
+        wait: the call in which the ranks wait.
         of: a description of the group, appended to the call.
         without: a rank to omit, or None.
     """
@@ -154,7 +154,7 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
 
 
 def line_of(rank: RankState) -> str:
-    """Returns the line in the user's program that a rank executes or failed at; "" if unknown."""
+    """Returns the line of the user's program that a rank executes or at which it failed; "" if unknown."""
     if rank.place is not None and rank.place.line:
         return rank.place.line
     return rank.ending.line if rank.ending is not None else ""

@@ -66,7 +66,7 @@ class RankCall:
 
     @property
     def is_open(self) -> bool:
-        """Whether the call has not completed, either because it is still running or because it failed."""
+        """Whether the call is still running or has failed."""
         return self.ended_s is None or self.outcome not in ("", "ok")
 
     @property
@@ -160,7 +160,7 @@ class ProcessActivity:
         return is_at_work or is_at_disk or self.moves or bool(self.child)
 
     def is_busy_at(self, place: StackLocation) -> bool:
-        """Whether the process is working, given its location, where less may count as work."""
+        """Returns whether the process is working. While it compiles, for example, less activity suffices."""
         works_a_little = self.cores + self.waited_share >= 0.01 and place.activity in (
             "compiles",
             "waits for a child process",
@@ -169,7 +169,7 @@ class ProcessActivity:
 
 
 class ExitReason(Enum):
-    """The reason why a rank ended."""
+    """The reason why a rank exited."""
 
     FINISHED = "its script has ended"
     EXCEPTION = "an exception"
@@ -197,7 +197,7 @@ class DevicePhase:
 
 @dataclass(frozen=True)
 class RankExitStatus:
-    """The way in which a rank ended.
+    """Description of a rank's exit.
 
     Attributes:
         manner: the category of the exit.
@@ -294,7 +294,7 @@ class JobSnapshot:
 
 
 def is_idle(rank: RankState) -> bool:
-    """Returns whether a running rank has made calls, but now neither is in one nor works."""
+    """Returns True if the rank is running and has made calls, but is now neither in a call nor working."""
     if rank.process is None or rank.ending is not None or rank.phase is not None or not rank.calls:
         return False
     is_in_call = any(call.ended_s is None for call in rank.calls)

@@ -45,8 +45,8 @@ class MachineSnapshot:
     Attributes:
         taken_s: the time of the snapshot on the machine's monotonic clock, which all times in `ranks` also use.
         ranks: the states of the ranks.
-        stalled_since_s: the start time of the longest overdue call, or of a time in which all ranks were idle; None if
-            there is neither.
+        stalled_since_s: the start time of the longest overdue call or, without one, of the period in which all ranks
+            have been idle; None if there is neither.
     """
 
     taken_s: float
@@ -99,7 +99,7 @@ def snapshot_if_stalled(
         patience: the threshold that applies to a call's duration at the end of the snapshot.
         is_asked: whether to take the snapshot even if no call is overdue.
         look_s: the time between the two samples of each process, in seconds.
-        may_be_idle: whether no worker has recorded anything for long enough to report that.
+        may_be_idle: True if no worker has recorded anything for so long that idle ranks are reported.
     """
     soon = StallThreshold(patience.floor_s - look_s, patience.ceiling_s - look_s)
     if not is_asked and not may_be_idle and not any(_waits_too_long(worker, soon) for worker in workers):
@@ -127,7 +127,7 @@ def _waits_too_long(worker: WatchedWorker, patience: StallThreshold) -> bool:
 
 
 def snapshot_ended_workers(workers: Sequence[WatchedWorker]) -> MachineSnapshot:
-    """Builds a snapshot of workers that have exited from their recordings."""
+    """Builds a snapshot of exited workers from their recordings."""
     ranks = tuple(replace(_recorded(worker), ending=worker.ending, place=None) for worker in workers)
     return MachineSnapshot(time.monotonic(), ranks)
 
@@ -152,7 +152,8 @@ def _recorded(worker: WatchedWorker, most_calls: int = MOST_CALLS) -> RankState:
 
 
 def _stalled_since_s(ranks: Sequence[RankState], patience: StallThreshold, may_be_idle: bool) -> float | None:
-    """Returns the start time of the longest overdue call or, without one, of a time in which all ranks were idle."""
+    """Returns the start time of the longest overdue call or, without one, of the period of idleness of all ranks.
+    """
     now_s = time.monotonic()
     calls = [call for rank in ranks if (call := overdue(rank, now_s, patience)) is not None]
     if calls:

@@ -33,7 +33,7 @@ class JobRemnants:
         files: the number of files read.
         is_over: whether the job has ended.
         is_stall: whether `snapshot` was taken during a stall.
-        stall_ended: whether the job went on after that stall and finished.
+        stall_ended: whether the job continued after the stall and finished.
     """
 
     snapshot: JobSnapshot
@@ -46,7 +46,7 @@ class JobRemnants:
 
 
 def read_job(*directories: str | os.PathLike[str]) -> JobRemnants:
-    """Reads the data that a job left in its directories; each machine has one."""
+    """Reads the data that a job left in its directories; each machine has one directory."""
     recordings = _latest([recording for directory in directories for recording in read_directory(directory)])
     stalls = [path for directory in directories for path in files_of_job(directory, _STALLS)]
     machines = [machine for path in stalls if (machine := _machine_snapshot(path)) is not None]
@@ -80,8 +80,8 @@ def read_job(*directories: str | os.PathLike[str]) -> JobRemnants:
 def verdict_on(job: JobRemnants) -> Diagnosis | None:
     """Returns the diagnosis of a job's last known state, or None if no rank waits and none has failed.
 
-    A stall is described in the present tense, as it was seen. If the job has ended since, this is made clear, and a
-    stall that ended before the job is no fault.
+    A stall is described in the present tense. If the job has ended since, the message says so, and a stall that was
+    over before the job ended does not count as a fault.
     """
     found = diagnose(job.snapshot)
     if found is None or not job.is_stall or not job.is_over:

@@ -19,7 +19,7 @@ from paceline.comm.record.layout import EventKind
 class CallStatus(Enum):
     """Status of a call. A recording stores the index in this enumeration."""
 
-    PENDING = "pending"  # queued behind earlier calls in the same group
+    PENDING = "pending"  # queued after earlier calls in the same group
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
@@ -150,7 +150,8 @@ class CallRecord:
         complete_ns: the time at which this rank detected the last rank's arrival, or None if unknown.
         ended_ns: the time at which the call ended, or None.
         last_arrived: the group rank that arrived last; None if unknown, for example between hosts.
-        missing: the group ranks whose absence made the call fail, limited to a range of 64 from the first such rank on.
+        missing: the group ranks whose absence made the call fail. Only the first such rank and the 63 ranks after it
+            are recorded.
         shm_nbytes, tcp_nbytes: the numbers of bytes that this rank sent through shared memory and over the network.
         step: the latest training step that the process had begun when it made the call.
         thread: the kernel thread id of the caller.

@@ -124,7 +124,7 @@ def has_open_calls(fd: int) -> bool:
 
 
 def _snapshot(fd: int) -> bytearray:
-    """Copies the memory; the copy is empty if it does not contain a recording."""
+    """Copies the memory; the copy is empty if the memory does not contain a recording."""
     from paceline import _core
 
     data = bytearray(_core.snapshot_recording(fd))
@@ -238,7 +238,7 @@ def parse(data: bytes | bytearray, source: str = "memory", *, has_algorithms: bo
 
 
 def _stamps_in(data: bytes | bytearray, offset: int, capacity: int, nbytes: int) -> list[int]:
-    """Returns the first word of each entry in a table. One bulk read is fast even if most entries are empty."""
+    """Returns the first word of each entry in a table. A single bulk read is fast even if most entries are empty."""
     words = memoryview(data)[offset : offset + capacity * nbytes].cast("Q")
     return words[:: nbytes // layout.WORD_NBYTES].tolist()
 

@@ -36,8 +36,8 @@ class RunStatus(Enum):
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
-    STOPPED = "stopped"  # ended by a signal
-    LOST = "lost"  # the launcher ended without recording an outcome
+    STOPPED = "stopped"  # terminated by a signal
+    LOST = "lost"  # the launcher exited without recording an outcome
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def list_runs(directory: Path) -> list[JobRun]:
 def outdated(runs: Sequence[JobRun], now_s: float) -> list[JobRun]:
     """Returns the jobs that may be removed.
 
-    The latest `MOST_RUNS` jobs are kept. Older jobs are kept if they still run. Those that failed less than a day ago
-    are kept up to a total of `MOST_RUNS_WITH_FAILURES`.
+    The latest `MOST_RUNS` jobs are kept. Older jobs are kept while they are running. Older jobs that failed less than a
+    day ago are kept up to a total of `MOST_RUNS_WITH_FAILURES`.
     """
     old = sorted(runs, key=lambda run: run.started_s, reverse=True)[MOST_RUNS:]
     failures = [

@@ -1,7 +1,7 @@
 """Stall detector: finds calls that take much longer than earlier calls of the same kind. It does not read a clock.
 
 The launcher imports this module at startup, so the module itself imports little. The rest of the folder is imported
-once a call is overdue. An error in a diagnosis does not end the job.
+once a call is overdue. An error in a diagnosis does not terminate the job.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def explain_or_default(explain: Callable[[], T], default: Default) -> T | Defaul
     """Returns `explain()`. If that raises an exception, reports it with its line on stderr and returns `default`."""
     try:
         return explain()
-    except Exception as error:  # an error in a diagnosis must not end the training
+    except Exception as error:  # an error in a diagnosis must not terminate the training job
         frame = traceback.extract_tb(error.__traceback__)[-1]
         sys.stderr.write(
             f"paceline: what was recorded could not be explained ({type(error).__name__}: {error}, in {frame.filename}:"
@@ -49,8 +49,8 @@ class WatchedWorker:
         number: the worker's number in the job.
         pid: the worker's process id.
         recording: a descriptor for the memory of the worker's recording, or None.
-        ending: the worker's exit status, or None if it is running or the launcher ended it.
-        is_running: whether the worker has not ended.
+        ending: the worker's exit status, or None if the worker is running or was terminated by the launcher.
+        is_running: whether the worker is still running.
     """
 
     number: int

@@ -1,16 +1,16 @@
-"""Detection of stragglers: ranks that are slower than the others, beyond chance and beyond their own spread.
+"""Detection of stragglers: ranks that are slower than others by more than chance and their own spread explain.
 
 One rule serves the launcher, `paceline analyze`, the report, the page and `paceline top`. Its input is each rank's own
 work in each step. Durations of backward passes or calls do not reveal stragglers: in synchronous training they are
 equal on all ranks, because fast ranks wait in their calls for slow ones.
 
-Some rank comes last in every step, so coming last is no evidence. The rule is a permutation test: if no rank differs
-from the others, exchanging the ranks within a step does not change the distribution of their times (Pitman 1937). It
-is applied to two values of each step: the position of a rank among the ranks (Friedman 1937), which a rank that is
-always slower increases, and the time that the others wait for the rank that comes last, which a rank with some long
-steps increases. The sum of a rank's values is compared with the sum that results if the value of each step is drawn
-from all ranks. This probability is bounded by the method of Chernoff (1952), which holds for any number of steps and
-for heavy tails: a single long pause is one draw among `n` ranks, however long it is.
+Some rank is last in every step, so being last is no evidence. The rule is a permutation test: if no rank differs from
+the others, exchanging the ranks within a step does not change the distribution of their times (Pitman 1937). It is
+applied to two values of each step: the position of a rank among the ranks (Friedman 1937), which a rank that is always
+slower increases, and the time that the others wait for the last rank, which a rank with some long steps increases. The
+sum of a rank's values is compared with the sum that results if the value of each step is drawn from all ranks. This
+probability is bounded by the method of Chernoff (1952), which holds for any number of steps and for heavy
+tails: a single long pause is one draw among `n` ranks, however long it is.
 
 Consecutive steps are not independent: another process may occupy a core for some seconds. Steps are therefore added up
 in blocks, which are merged until neighboring blocks are uncorrelated (Flyvbjerg and Petersen 1989), and the mean must
@@ -35,21 +35,22 @@ from paceline.operate.diagnosis.job_snapshot import CallSignature, RankCall, Ran
 from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot, job_snapshot_of
 from paceline.operate.diagnosis.slow_links import slow_network
 
-MOST_PROBABLE = 1e-3  # the probability that a healthy job has a straggler, which bounds what is reported
-SMALLEST_SHARE = 0.05  # a smaller difference is not reported, as a fraction of a step without the wait for the last
-FEWEST_STEPS = 100  # a core that is disturbed for some seconds is indistinguishable from a slow one in fewer steps
+MOST_PROBABLE = 1e-3  # maximum probability that a healthy job is reported to have a straggler
+SMALLEST_SHARE = 0.05  # minimum difference to report, as a fraction of a step without the wait for the last rank
+FEWEST_STEPS = 100  # in fewer steps, a core disturbed for some seconds is indistinguishable from a slow core
 _TESTS = 2
 
-_MOST_BLOCKS = 48  # more blocks are not needed: for two ranks, these bound the probability by 2^-48
+_MOST_BLOCKS = 48  # sufficient, because 48 blocks bound the probability for two ranks by 2^-48
 _FEWEST_BLOCKS = 12
 _CORRELATED = 1.5  # autocorrelation in standard errors, 1 / sqrt(blocks), beyond which blocks are merged
-_DEVIATIONS = 3.0  # the least mean over the blocks, in standard errors
+_DEVIATIONS = 3.0  # minimum mean over the blocks, in standard errors
 _SEARCH_STEPS = 60
 
-_MOST_ALIKE = 8  # number of calls of one kind in an iteration
+_MOST_ALIKE = 8  # maximum number of calls of one kind in an iteration
 
-_STALL_TIMES_MEDIAN, _STALL_TIMES_LONG = 20.0, 5.0  # a step is a stall beyond either; long is the 95th percentile
-_MOST_DIGITS = 6  # digits of a confidence such as 99.9999%
+# a step that exceeds either multiple (LONG: of the 95th percentile) has a stall
+_STALL_TIMES_MEDIAN, _STALL_TIMES_LONG = 20.0, 5.0
+_MOST_DIGITS = 6  # digits of a confidence level such as 99.9999%
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,14 @@ class Straggler:
 
 @dataclass(frozen=True)
 class StragglerCost:
-    """The stragglers among the ranks that work together, and what they cost.
+    """The stragglers among the ranks that work together, and their cost.
 
     Attributes:
         stragglers: the stragglers, slowest first.
         ranks: the number of ranks.
         steps: the number of steps, without stalls.
         step_s: the mean duration of a step, in seconds.
-        without_s: the same, if the stragglers were like the other ranks.
+        without_s: the estimated mean duration, in seconds, if the stragglers were as fast as the other ranks.
         is_step: whether the program records training steps.
     """
 
@@ -120,9 +121,9 @@ class StragglerCost:
 
 
 def without_stalls(durations_s: Sequence[float]) -> list[bool]:
-    """Returns, for each step, whether its duration is that of a step and not that of an interruption.
+    """Returns, for each step, whether it is free of stalls, judging by its duration.
 
-    A step that contains a stall, such as a stopped rank or a long evaluation, says nothing about the others.
+    A step with a stall, such as a stopped rank or a long evaluation, is not representative of the other steps.
     """
     if len(durations_s) < 3:
         return [True] * len(durations_s)
@@ -133,7 +134,7 @@ def without_stalls(durations_s: Sequence[float]) -> list[bool]:
 
 
 def find_stragglers(work: Iterable[StepWork], looks: int = 1) -> list[StragglerCost]:
-    """Returns the stragglers of each set of ranks that work together, most expensive first; usually none.
+    """Returns the stragglers of each set of ranks that work together, most expensive first; usually empty.
 
     Args:
         work: the steps, oldest first.
@@ -167,8 +168,9 @@ class _StepTable:
         self.steps = steps
         self.ranks = sorted(steps[0].own_s)
         self.own = [[step.own_s[rank] for rank in self.ranks] for step in steps]
-        self.excess: list[list[float]] = []  # compared with the median of the other ranks
-        self.waits: list[list[float]] = []  # the time that the median of the others waits for the rank that is last
+        self.excess: list[list[float]] = []  # a rank's own time minus the median of the other ranks
+        # for the last rank, the time for which the median of the others waits; 0 for the other ranks
+        self.waits: list[list[float]] = []
         self.places: list[list[float]] = []  # 0 for the fastest rank, 1 for the slowest
         for row in self.own:
             order = sorted(range(len(row)), key=row.__getitem__)
@@ -199,7 +201,7 @@ def _median_without(ordered: Sequence[float], place: int) -> float:
 
 
 def _share_ties(ordered: Sequence[float], order: Sequence[int], places: list[float]) -> None:
-    """Assigns the mean of their places to ranks with equal times."""
+    """Assigns to ranks with equal times the mean of their places."""
     first = 0
     while first < len(ordered):
         end = first + 1
@@ -259,7 +261,8 @@ def _slow_at_times(table: _StepTable, rank: int, factor: float) -> Straggler | N
 
 
 def _long_steps(waits: Sequence[float]) -> list[bool]:
-    """Returns whether each step is long: at least half of the mean over the waited seconds (not over the steps)."""
+    """Returns whether each step is long, that is, its wait is at least half of the self-weighted mean wait.
+    """
     limit_s = sum(wait * wait for wait in waits) / sum(waits) / 2
     return [wait >= limit_s for wait in waits]
 
@@ -283,10 +286,10 @@ def _cause_of(table: _StepTable, rank: int, excess_s: float, otherwise: Cause) -
 
 
 def _saved_s(table: _StepTable, found: Sequence[Straggler]) -> float:
-    """Returns the mean time that a step would save if the stragglers were like the other ranks.
+    """Returns the mean time per step that would be saved if the stragglers were as fast as the other ranks.
 
-    A rank that is slower as a rule keeps its own variations; only its usual additional time is subtracted. Otherwise,
-    it is given the median time of the other ranks in its long steps.
+    For a rank that is slower as a rule, only the usual additional time is subtracted, so its own variations remain. For
+    a rank that is slower in some steps only, the time in these steps is replaced by the median of the other ranks.
     """
     changed = [list(row) for row in table.own]
     for straggler in found:
@@ -323,7 +326,7 @@ def probability_of_sum(values: Sequence[Sequence[float]], column: int) -> float:
 
 
 def _blocks(values: Sequence[Sequence[float]], size: int) -> list[list[float]]:
-    """Adds up each `size` consecutive rows; drops the oldest rows that do not fill a block."""
+    """Adds up `size` consecutive rows at a time; drops the oldest rows that do not fill a block."""
     return [
         [sum(column) for column in zip(*values[first : first + size], strict=True)]
         for first in range(len(values) % size, len(values), size)
@@ -386,9 +389,9 @@ def _minimum(convex: Callable[[float], float]) -> float:
 def work_before_calls(ranks: Sequence[RankState]) -> list[StepWork]:
     """Derives the ranks' work from the times at which they arrived at calls, which must be on one clock.
 
-    A rank's lateness at a call is compared with the median rank. If a rank made several calls before the first of them
-    ended, only the additional lateness counts. The calls of a training step are added up. If the program records no
-    steps, the calls of an iteration are added up, from a call of one kind to the next of this kind.
+    A rank's lateness at a call is measured relative to the median rank. If a rank made several calls before the first
+    of them ended, only the additional lateness counts. The calls of a training step are added up. If the program
+    records no steps, the calls of an iteration are added up, from a call of one kind to the next call of this kind.
     """
     latest: dict[tuple[str, int], tuple[RankCall, float]] = {}
     sums: dict[tuple[frozenset[int], int], _CallSum] = {}
@@ -419,7 +422,7 @@ def _steps_of(matched: Sequence[Mapping[int, RankCall]]) -> list[int | None]:
 def _iterations_of(matched: Sequence[Mapping[int, RankCall]]) -> list[int | None]:
     """Returns the number of each call's iteration among the calls of the same ranks; None before the first one.
 
-    An iteration begins with a call of the rarest kind, but not of a kind that an iteration does not always contain.
+    An iteration begins with a call of the rarest kind. Kinds of calls that some iterations lack are not considered.
     """
     kinds = [(frozenset(calls), next(iter(calls.values())).header) for calls in matched]
     counts: dict[frozenset[int], Counter[CallSignature]] = defaultdict(Counter)
@@ -464,12 +467,13 @@ def _with_durations(sums: Mapping[tuple[frozenset[int], int], _CallSum], data_s:
 
 
 def describe(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) -> list[Diagnosis]:
-    """Returns a diagnosis for each straggler; the last one says what a step would take without all of them.
+    """Returns a diagnosis for each straggler; the last one also states the estimated duration of a step without
+    stragglers.
 
     Args:
-        cost: the stragglers and what they cost.
+        cost: the stragglers and their cost.
         word: "rank" or "worker".
-        is_over: whether the job has ended, so that the sentences are in the past tense.
+        is_over: whether the job has ended; the sentences are then in the past tense.
     """
     found = [
         Diagnosis(each.cause, (each.rank,), _sentence(each, cost, word, is_over=is_over)) for each in cost.stragglers
@@ -482,7 +486,7 @@ def describe(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) 
 
 
 def what_if(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) -> str:
-    """Returns the estimated duration of a step if the stragglers were like the other ranks, as a part of a sentence."""
+    """Returns a clause with the estimated duration of a step if the stragglers were as fast as the other ranks."""
     who = named([each.rank for each in cost.stragglers], word)
     others = "the other" if cost.ranks == 2 else "the others"
     be = "had been" if is_over else "were"
@@ -512,7 +516,7 @@ def _sentence(found: Straggler, cost: StragglerCost, word: str, *, is_over: bool
 
 
 def _confidence(probability: float) -> str:
-    """Formats a confidence, rounded down to a number of nines.
+    """Formats a confidence level, rounded down to a number of nines.
 
     >>> _confidence(4e-4), _confidence(1e-30)
     ('99.9%', '99.9999%')
@@ -539,7 +543,7 @@ def _reason(found: Straggler, *, is_over: bool) -> str:
 
 
 def describe_slowdowns(snapshots: Iterable[MachineSnapshot], word: str = "rank") -> list[str]:
-    """Returns the sentences about stragglers and a slow network to print at the end of a job; usually none."""
+    """Returns the sentences about stragglers and a slow network to print at the end of a job; usually empty."""
     seen = job_snapshot_of(snapshots).ranks
     ranks = aligned(seen, [rank.host for rank in seen])
     return [diagnosis.sentence for diagnosis in (*slow_ranks(ranks, word), *slow_network(ranks))]

@@ -60,7 +60,7 @@ def _members_of(snapshot: JobSnapshot, group: str) -> dict[int, RankState]:
         number: by_rank[rank]
         for member in members.values()
         for number, rank in enumerate(member.seats[group].ranks)
-        if rank in by_rank and snapshot.word == "rank"  # slots of an elastic job have other numbers
+        if rank in by_rank and snapshot.word == "rank"  # an elastic job's slots are numbered differently from its ranks
     }
     return {**awaited, **members}
 

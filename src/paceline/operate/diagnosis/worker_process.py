@@ -66,7 +66,7 @@ _STATES = {
     "t": ProcessState.TRACED,
 }
 _ENDED = "ZXx"
-_LEAST_CORES = 0.01  # a thread that uses less only looks for news now and then
+_LEAST_CORES = 0.01  # a thread that uses less only polls occasionally
 _SWAPPING_FAULTS_S = 50.0  # rate of major page faults that indicates a memory shortage, per second
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -121,7 +121,7 @@ def place_of(frames: Sequence[Frame]) -> StackLocation | None:
 
 
 def _is_users(frame: Frame) -> bool:
-    """Returns whether a frame belongs to the user. PyTorch's may be in any directory (`pip install --target`)."""
+    """Returns whether a frame belongs to the user. PyTorch's files may be in any directory (`pip install --target`)."""
     return is_user_file(frame.file) and not _is_in(frame, (*_LOADERS, *_CALLS, *_COMPILERS))
 
 
@@ -143,12 +143,12 @@ class ProcessSample:
     at_s: float
     letter: str  # state of the process in /proc/PID/stat
     cpu_s: float
-    file_bytes: int  # read from and written to disks or, if that is more, by system calls
+    file_bytes: int  # bytes read from and written to disks or, if larger, by system calls
     major_faults: int
     swapped_kib: int
-    threads: Mapping[int, tuple[int, int]]  # nanoseconds for which each had a core, and was runnable without one
+    threads: Mapping[int, tuple[int, int]]  # per thread, the nanoseconds with a core, and those runnable without a core
     children: frozenset[tuple[int, str]]  # the ids and names of all descendants
-    switches: int  # how often the main thread has gone to sleep
+    switches: int  # number of times that the main thread has gone to sleep
     is_frozen: bool
     reads_stdin: bool = False
 
@@ -209,7 +209,7 @@ def between(first: ProcessSample | None, last: ProcessSample | None) -> ProcessA
 def _waited_ns(first: ProcessSample, last: ProcessSample) -> int:
     """Returns the time for which the threads that compute were runnable but had no core.
 
-    Threads that only look for news now and then also wait for a core if the machine is busy, and are left out.
+    Threads that only poll occasionally are excluded; on a busy machine, they also have to wait for a core.
     """
     least_ns = _LEAST_CORES * (last.at_s - first.at_s) * 1e9
     waited_ns = 0
@@ -248,7 +248,7 @@ def _descendants(root: Path, pid: int) -> list[int]:
 
 
 def _file_bytes(root: Path, pid: int) -> int:
-    """Returns the bytes read and written. Those of file systems on other machines are only counted by system calls."""
+    """Returns the number of bytes read and written. The kernel's disk counters do not cover network file systems."""
     text = _read(root / str(pid) / "io")
     at_disk = _number(text, "read_bytes:") + _number(text, "write_bytes:")
     return max(at_disk, _number(text, "rchar:") + _number(text, "wchar:"))
@@ -277,7 +277,7 @@ def capture_stack(pid: int, timeout_s: float = 1.0) -> tuple[Frame, ...]:
 
 
 def capture_stacks(pids: Sequence[int], timeout_s: float = 1.0) -> dict[int, tuple[Frame, ...]]:
-    """Captures stacks as `capture_stack` does, keyed by process id; omits workers without a response.
+    """Captures the stacks of several workers, keyed by process id; omits workers that do not respond.
 
     All signals are sent before the first response is awaited, so one unresponsive process does not delay the others.
     """
@@ -287,7 +287,7 @@ def capture_stacks(pids: Sequence[int], timeout_s: float = 1.0) -> dict[int, tup
         for pid in pids:
             if (file := _open(pid)) is not None:
                 files[pid] = file
-                if _send_signal(pid, file):  # a process that is about to end removes its handler
+                if _send_signal(pid, file):  # a process that is about to exit removes its handler
                     signalled.append(pid)
         deadline_s = time.monotonic() + timeout_s
         found = {pid: frames for pid in signalled if (frames := _answer(files[pid], deadline_s))}
