@@ -76,9 +76,7 @@ class CallMismatch:
 
 
 def predicted(past: Sequence[CallSignature], count: int = _LOOKS_AHEAD) -> list[CallSignature]:
-    """Predicts the calls after `past`: those after the earlier point whose preceding calls match the end of `past`
-    longest.
-    """
+    """Predicts the next calls from those after the earlier point whose preceding calls best match the end of `past`."""
     best, best_length = 0, 0
     for end in range(len(past) - 1, 0, -1):
         length = 0

@@ -23,8 +23,7 @@ _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrie
 
 @dataclass(frozen=True)
 class Offset:
-    """Nanoseconds between CLOCK_MONOTONIC on another machine and on this one, with an error bound at `at_ns`.
-    """
+    """Nanoseconds between CLOCK_MONOTONIC on another machine and on this one, with an error bound at `at_ns`."""
 
     offset_ns: int
     error_ns: int

@@ -152,8 +152,7 @@ def _recorded(worker: WatchedWorker, most_calls: int = MOST_CALLS) -> RankState:
 
 
 def _stalled_since_s(ranks: Sequence[RankState], patience: StallThreshold, may_be_idle: bool) -> float | None:
-    """Returns the start time of the longest overdue call or, without one, of the period of idleness of all ranks.
-    """
+    """Returns the start time of the longest overdue call or, without one, of the period of idleness of all ranks."""
     now_s = time.monotonic()
     calls = [call for rank in ranks if (call := overdue(rank, now_s, patience)) is not None]
     if calls:

@@ -261,8 +261,7 @@ def _slow_at_times(table: _StepTable, rank: int, factor: float) -> Straggler | N
 
 
 def _long_steps(waits: Sequence[float]) -> list[bool]:
-    """Returns whether each step is long, that is, its wait is at least half of the self-weighted mean wait.
-    """
+    """Returns whether each step is long, that is, its wait is at least half of the self-weighted mean wait."""
     limit_s = sum(wait * wait for wait in waits) / sum(waits) / 2
     return [wait >= limit_s for wait in waits]
 
@@ -467,8 +466,7 @@ def _with_durations(sums: Mapping[tuple[frozenset[int], int], _CallSum], data_s:
 
 
 def describe(cost: StragglerCost, word: str = "rank", *, is_over: bool = False) -> list[Diagnosis]:
-    """Returns a diagnosis for each straggler; the last one also states the estimated duration of a step without
-    stragglers.
+    """Returns a diagnosis for each straggler; the last one also states the estimated step duration without stragglers.
 
     Args:
         cost: the stragglers and their cost.

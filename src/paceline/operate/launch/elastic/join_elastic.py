@@ -117,8 +117,7 @@ def join_elastic(
     policy: MembershipPolicy,
     controller: JobController | None,
 ) -> NodeConnection:
-    """Connects this machine to the rendezvous at `address`. If `listener` is given, this machine hosts the rendezvous
-    on it.
+    """Connects this machine to the rendezvous at `address`, or hosts the rendezvous on `listener` if that is given.
 
     If the job is already running, this machine connects to its coordinator and redirects other launchers that connect
     to `address`. All other machines listen on the same port, or on any free port if that is taken, because each may
