@@ -146,7 +146,7 @@ class Curves:
             self._growing = Growing(tuple(self._points), 0, self._epoch)
 
     def _is_complete(self, step: int, name: str) -> bool:
-        """Returns True if every rank that logs this name has logged this step, or if several later steps were logged."""
+        """Returns True if all ranks that log this name have logged this step, or if several later steps were logged."""
         if len(self._open[step, name]) >= self._loggers.get(name, 1 << 30):
             return True
         later = sum(1 for other, its_name in self._open if its_name == name and other > step)
@@ -175,7 +175,7 @@ def _short(value: float) -> float:
 
 
 def owed_calls(sample: JobSample) -> tuple[str, ...]:
-    """Returns a sentence about each call in which ranks wait: the missing ranks, the waiting ranks and the time waited."""
+    """Returns a sentence about each call in which ranks wait: the missing and the waiting ranks, and the time."""
     states = tuple(rank.pending for rank in sample.ranks if rank.pending is not None)
     sentences = []
     for wait in waits_of(JobSnapshot(sample.now_s, states)):
@@ -280,7 +280,7 @@ class StragglerWatch:
 
 
 def what_if_of(costs: Sequence[StragglerCost], *, is_over: bool) -> WhatIf | None:
-    """Returns sentences about the stragglers and the estimated step duration without them, or None without stragglers."""
+    """Returns sentences about the stragglers and the step duration without them, or None without stragglers."""
     if not costs:
         return None
     sentences = [diagnosis.sentence for cost in costs for diagnosis in describe(cost, is_over=is_over)]
