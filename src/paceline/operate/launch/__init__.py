@@ -1,4 +1,4 @@
-"""Launcher: starts, monitors and ends the worker processes on one machine.
+"""Launcher: starts, monitors and stops the worker processes on one machine.
 
 `workers/` manages the worker processes, `multinode/` coordinates several machines, `elastic/` runs jobs in which
 individual workers are replaced, and `ssh/` starts launchers on other machines.

@@ -50,7 +50,7 @@ def run_command(options: argparse.Namespace, action: Callable[[argparse.Namespac
 
 
 def explain_os_error(error: Exception) -> Exception:
-    """Replaces a bare `OSError` with an error that states the missing resource and the remedy; keeps other errors."""
+    """Converts a bare `OSError` to an error that states the missing resource and the remedy."""
     from paceline.errors import PacelineError
     from paceline.linux import is_out_of_descriptors, out_of_descriptors_error
 
@@ -111,9 +111,9 @@ def choose_security(options: argparse.Namespace) -> None:
 
 
 def _token(job: Job) -> tuple[Job, ListeningEndpoint | None, bytes, str]:
-    """Returns the job, the listener for its meeting, its secret, and the token that other machines need to join.
+    """Returns the job, its rendezvous listener, its secret, and the token that other machines need to join.
 
-    The listener is None in a job with a single port, where the launcher itself opens the port before it listens.
+    The listener is None in a job with a single port, because the launcher opens that port itself.
     """
     import secrets
     from dataclasses import replace

@@ -34,7 +34,7 @@ _KEPT_NBYTES = 1 << 16  # amount of output kept for viewers that open the dashbo
 
 
 class DashboardLink:
-    """The dashboard if this launcher serves it, otherwise the feed to the launcher that serves it.
+    """The dashboard if this launcher serves it, otherwise a feed to the launcher that serves the dashboard.
 
     Args:
         job: The job, whose options specify whether there is a dashboard.
@@ -119,9 +119,9 @@ class DashboardLink:
             self._feed = RemoteDashboardFeed(self.local, self._workers, self._offset_s, self._connection.client.send)
 
     def record_exits(self) -> None:
-        """Records how workers have exited, before the launcher reports their end and closes their recordings.
+        """Records the exits of workers. Must be called before the launcher reports them and closes the recordings.
 
-        Must be called while `workers` still returns these workers.
+        `workers` must still return these workers.
         """
         if self._page is not None:
             self._page.local.watch(self._workers())
@@ -129,12 +129,12 @@ class DashboardLink:
             self._feed.send_sample()
 
     def worker_ended(self, number: int, pid: int, how: str) -> None:
-        """Records the end of a worker that `workers` does not return any more, before the launcher reports its end.
+        """Records the exit of a worker that `workers` no longer returns. Must precede the launcher's report.
 
         Args:
             number: The worker's number in the job.
             pid: The worker's process id.
-            how: A description of its failure, or "" if it succeeded or was asked to exit.
+            how: A description of the worker's failure, or "" if the worker succeeded or was asked to exit.
         """
         if self.local is not None:
             self.local.worker_ended(number, pid, how)
@@ -163,7 +163,7 @@ class LocalActivity:
     Args:
         is_observed: Whether to process output as it arrives. If not, the latest output is stored at almost no cost
             until `set_observed(True)`.
-        has_all_events: Whether to include the events that the launcher with the dashboard records as well.
+        has_all_events: Whether to include events that the launcher with the dashboard also records.
     """
 
     def __init__(self, is_observed: bool = True, has_all_events: bool = True) -> None:
@@ -195,12 +195,12 @@ class LocalActivity:
             known = self._known.get(worker.number)
             if known is None or known.pid != worker.pid:
                 self.notes.leave_worker(worker.number, worker.pid, self._host, worker.recording)
-        for number in set(self._known) - set(running):  # the launcher asked it to end, or it would have an exit status
+        for number in set(self._known) - set(running):  # stopped by the launcher; other workers have an exit status
             self._ended(number, "")
         self._known = running
 
     def worker_ended(self, number: int, pid: int, how: str) -> None:
-        """Records the end of a worker, with a description of its failure or "" for none."""
+        """Records a worker's exit; `how` describes the failure, or is "" without one."""
         self._known.pop(number, None)
         self.notes.leave(WorkerGone(number, pid, how))
 

@@ -36,7 +36,7 @@ from paceline.operate.launch.option_types import (
 from paceline.operate.launch.workers.environment import parse_libraries
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-_FILES = frozenset({"SCRIPT", "PATH", "OTHER", "FILE", "..."})  # names of arguments that are completed to files
+_FILES = frozenset({"SCRIPT", "PATH", "OTHER", "FILE", "..."})  # argument names for which file names are completed
 _DIRECTORIES = frozenset({"RUN_DIR", "DIRECTORY", "DIR", "JOB"})
 _WORD = re.compile(r"[A-Za-z][\w-]*")
 
@@ -95,7 +95,7 @@ def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
         raise MissingShtabError("shtab, which generates the script, is not installed: pip install shtab") from error
     for command in [parser, *_subparsers(parser)]:
         for action in command._actions:
-            # torchrun's spellings with underscores are accepted, but would be offered besides those with dashes.
+            # Omits torchrun's spellings with underscores: they are accepted, but need not be offered.
             action.option_strings = [flag for flag in action.option_strings if "_" not in flag]
             if action.nargs != 0 and action.choices is None and (kind := _kind_of(action)) is not None:
                 vars(action)["complete"] = getattr(shtab, kind)  # shtab reads this attribute
@@ -142,7 +142,7 @@ class CompletionAction(argparse.Action):
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag; `parse` is None for switches. With `variable`, PET_<NAME> provides the default, as in torchrun."""
+    """A flag; `parse` is None for switches. If `variable` is true, PET_<NAME> provides the default, as in torchrun."""
 
     name: str
     help: str

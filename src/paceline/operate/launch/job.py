@@ -74,7 +74,7 @@ class RendezvousOptions:
     address: tuple[str, int] | None = None
     is_static: bool = False
     node_rank: int | None = None
-    serves: bool | None = None  # if None, this machine serves if the address is its own
+    serves: bool | None = None  # if None, this machine hosts the rendezvous if the address is its own
     local_address: str | None = None
     join_timeout_s: float = 600.0
     last_call_s: float = 0.5
@@ -259,7 +259,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
 
 
 def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[tuple[str, int], bool | None]:
-    """Returns the address of the rendezvous, and whether this machine serves it (None if not known yet)."""
+    """Returns the address of the rendezvous, and whether this machine hosts it (None if not known yet)."""
     otherwise = options.port or _TORCHRUNS_PORT
     if options.rdzv_endpoint:
         return endpoint_of(options.rdzv_endpoint, otherwise), None
@@ -301,7 +301,7 @@ def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
 def _output(options: argparse.Namespace, environment: Mapping[str, str]) -> OutputOptions:
     tee = options.tee
     if options.log_dir and not any((*options.redirects.values(), *tee.values())):
-        tee = {None: Streams.BOTH}  # --log-dir on its own keeps logs
+        tee = {None: Streams.BOTH}  # --log-dir without other output options saves both streams
     template = options.log_line_prefix_template or environment.get(_PREFIX_VARIABLE, "")
     return OutputOptions(
         options.log_dir,

@@ -154,7 +154,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def _stop(self, number: signal.Signals) -> None:
-        """Ends the workers after a signal from the user or the scheduler."""
+        """Stops the workers after a signal from the user or the scheduler."""
 
     @abstractmethod
     def _close_workers(self) -> None:
@@ -286,7 +286,8 @@ class Launcher(ABC):
 def pause(workers: Workers | None, keyboard: Keyboard, signals: Signals) -> None:
     """Suspends the workers, each in its own session, and this process; returns once the shell has resumed the process.
 
-    While a worker is waiting for typed input, the job only resumes in the foreground, like any program that reads.
+    While a worker is waiting for typed input, the job only resumes in the foreground, like any program that reads from
+    the terminal.
     """
     waits = workers is not None and workers.interactive() is not None
     attributes = keyboard.attributes()

@@ -2,7 +2,7 @@
 
 A join token encodes the rendezvous address and the secret as one word, and must be protected like a key:
 
-    pl1-<base32 of: length of the address, address, port, secret, CRC-32 of all before>
+    pl1-<base32 of: length of the address, address, port, secret, CRC-32 of the preceding fields>
 
 Slurm does not provide a common secret for the tasks of a step, but the tasks share the user's files: the directory from
 which the job was submitted, and the home directory. Launcher 0 creates the secret and writes it to both, because either

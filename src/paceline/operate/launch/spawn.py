@@ -59,8 +59,9 @@ def spawn(
         fn: The function to call. It must be in an importable module, except with start_method="fork".
         args: Additional arguments for the function.
         nprocs: The number of processes.
-        join: Whether to wait for the processes. If False, returns a `Spawned`, whose `join` waits.
-        daemon: Whether the processes end when this process exits normally. (They always end when it is killed.)
+        join: Whether to wait for the processes. If False, returns a `Spawned`, whose method `join` waits.
+        daemon: Whether the processes are terminated when this process exits normally. (They always are when this
+            process is killed.)
         start_method: "spawn", "forkserver" or "fork". Forks use a single thread each for computations.
         stall_after: The duration in seconds after which a call counts as stalled. If a call stalls while the caller
             waits, one sentence on stderr reports the missing rank and the reason. 0 disables this.
@@ -183,7 +184,7 @@ class Spawned:
         return [process.pid or 0 for process in self._processes]
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits for all processes to end; returns False if any process is still running after `timeout` seconds.
+        """Waits for all processes to exit; returns False if any process is still running after `timeout` seconds.
 
         If the processes stall during the wait, one sentence on stderr reports the rank that causes the stall.
 
@@ -279,7 +280,7 @@ class SpawnWatchdog:
         self.watchdog = Watchdog(stall_after_s, self._watched, self._report)
 
     def raised(self, rank: int, record: Record) -> None:
-        """Records the exception that ended a rank."""
+        """Records the exception that terminated a rank."""
         self._exceptions[rank] = record
 
     def why(self) -> str:
@@ -427,7 +428,8 @@ def _work(
     parent: int,
     start_method: str,
 ) -> None:
-    if start_method != "forkserver":  # a forkserver's children are children of the server, which ends with this process
+    # a forkserver's children are children of the server, which exits with this process
+    if start_method != "forkserver":
         die_with_parent(parent)
     os.environ.update(environment)
     for name in (SECRET_FD, RECORD_FD):  # these variables belong to an outer job

@@ -42,9 +42,9 @@ class Watchdog:
     Args:
         stall_after_s: The duration in seconds after which a call counts as stalled; 0 turns the watchdog off.
         workers: A function that returns the running workers.
-        report: A function called with each snapshot as JSON, and with whether a failure was the reason. It is called
-            with "" when workers resume after a reported stall. The calls are made by `tick` and `collect`, on the
-            launcher's thread.
+        report: A function called with each snapshot as JSON and a flag that is True if a failure was the reason. When
+            workers resume after a reported stall, it is called with "". `tick` and `collect` call it on the launcher's
+            thread.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Watchdog:
             self._begin(take, is_failure=False)
 
     def start_failure_snapshot(self, is_deep: bool = False) -> None:
-        """Starts a snapshot of a failed job, even while paused, because all workers are about to end.
+        """Starts a snapshot of a failed job, even while paused, because all workers are about to exit.
 
         If `is_deep`, the snapshot includes many calls per worker, as required to diagnose mismatched calls.
         """
@@ -178,7 +178,7 @@ class Watchdog:
             self._report(encode(snapshot), is_failure)
 
     def pause(self) -> None:
-        """Stops taking snapshots of stalls and drops any in progress, because the workers are ending."""
+        """Stops taking snapshots of stalls and drops any in progress, because the workers are being stopped."""
         self._is_paused, self._has_reported = True, False
 
     def resume(self) -> None:
@@ -186,7 +186,7 @@ class Watchdog:
         self._is_paused = False
 
     def should_read_final_recordings(self, has_failed: bool, lasted_s: float, workers: int) -> bool:
-        """Returns whether reading the recordings of ended workers is worth the time."""
+        """Returns whether reading the recordings of exited workers is worth the time."""
         if not self._is_on:
             return False
         return has_failed or (lasted_s >= 2 * self.threshold.ceiling_s and workers <= _FEW_WORKERS)
@@ -226,7 +226,7 @@ def latest_tick(recording: int) -> int:
 
 
 def final_snapshot(workers: Sequence[WatchedWorker]) -> str | None:
-    """Returns a snapshot of ended workers as JSON, or None if they did not record anything."""
+    """Returns a snapshot of exited workers as JSON, or None if they did not record anything."""
     from paceline.operate.diagnosis.machine_snapshot import encode, snapshot_ended_workers
 
     def take() -> str | None:
@@ -237,7 +237,7 @@ def final_snapshot(workers: Sequence[WatchedWorker]) -> str | None:
 
 
 def ending_of(exit_code: int, failure: WorkerFailure | None) -> RankExitStatus | None:
-    """Returns the exit status of a worker, or None if the launcher ended the worker."""
+    """Returns the exit status of a worker, or None if the launcher terminated the worker."""
     from paceline.operate.diagnosis.job_snapshot import ExitReason, RankExitStatus
 
     now_s, behind_s = time.monotonic(), time.time() - time.monotonic()

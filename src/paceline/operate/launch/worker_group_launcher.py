@@ -118,7 +118,7 @@ def _launcher_of(
 
 
 class WorkerGroupLauncher(Launcher):
-    """Runs generations of workers. The workers in a generation start and end together."""
+    """Runs generations of workers. The workers in a generation start and stop together."""
 
     def __init__(
         self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
@@ -233,7 +233,7 @@ class WorkerGroupLauncher(Launcher):
     def _environment_of(self, start: Start) -> dict[str, str]:
         """Returns the environment variables shared by all workers in a generation.
 
-        Each generation has its own secret, which keeps workers from older generations from connecting.
+        Each generation has its own secret, so workers from older generations cannot connect.
         """
         environment = self._environment(str(start.generation))
         secret = None
@@ -256,7 +256,8 @@ class WorkerGroupLauncher(Launcher):
     def _on_exception(self, failure: WorkerFailure) -> None:
         """Diagnoses an exception in a worker that is still running.
 
-        Mismatched calls are only diagnosed once all workers have raised, because the line of each call is known then.
+        Mismatched calls are only diagnosed once all workers have raised exceptions, because the line of each call is
+        known then.
         """
         generation = self._generation
         assert generation is not None
@@ -264,9 +265,9 @@ class WorkerGroupLauncher(Launcher):
             self._explain(failure)
 
     def _explain(self, failure: WorkerFailure) -> None:
-        """Takes a snapshot immediately if the cause of a failure may be known, because workers can be slow to end.
+        """Takes a snapshot immediately if the cause of a failure may be known, because workers can be slow to exit.
 
-        A failure that another rank caused is explained if a rank has left early: here or, on several machines, there.
+        A failure caused by another rank is explained if a rank has left early, on this or on another machine.
         """
         generation = self._generation
         assert generation is not None

@@ -195,7 +195,7 @@ def decode(content: bytes, name: str = "the calibration") -> Calibration:
     """Parses the content of a calibration file.
 
     Raises:
-        CalibrationError: the content is not a valid calibration; the message names the invalid entry.
+        CalibrationError: the content is not a valid calibration; the message contains the invalid entry.
     """
     try:
         version = msgspec.json.decode(content, type=dict[str, object]).get("version")

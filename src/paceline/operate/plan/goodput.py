@@ -18,7 +18,7 @@ from paceline.operate.plan.simulated_job import EventTimes, JobOutcome, MeanTime
 
 _NEVER_S = 1e12
 _MOST_MACHINES, _MOST_PER_MACHINE = 16, 2
-"""Limits for the simulated machines and workers per machine. In larger jobs, each represents several real ones."""
+"""Limits on the simulated machines and workers per machine. In larger jobs, each simulated one represents several."""
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|h|d)")
@@ -65,7 +65,7 @@ def goodput(
     """Computes the goodput of a job by simulating it `jobs` times.
 
     Raises:
-        ValueError: a time is out of range; the message names the field.
+        ValueError: a time is out of range; the message contains the field.
     """
     if (problem := times.problem()) is not None:
         raise ValueError(problem)

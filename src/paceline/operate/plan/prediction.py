@@ -2,9 +2,10 @@
 
 A step takes as long as its slowest rank: each rank's time is drawn from the measured times, and the largest of n draws
 is below their q^(1/n) quantile with probability q. The interval from `low_s` to `high_s` combines this variation with
-two unknowns: the difference of a later run on the same machine, and that of a call from its simulation. Each is changed
-alone, and the deviations of the step are added in quadrature (JCGM 100:2008, 5.1). If their sum exceeds the step,
-`low_s` is the duration with all of them at once, which is positive.
+two other uncertainties: a later run on the same machine differs from the measured run, and a call differs from its
+simulation. The step is predicted with each input changed alone, and the deviations are added in quadrature (JCGM
+100:2008, 5.1). If their sum exceeds the step, `low_s` is the duration with all inputs changed at once, which is
+positive.
 """
 
 from __future__ import annotations
@@ -22,18 +23,23 @@ PER_SAMPLES = 1_000_000
 """The number of samples that node-hours refer to. If samples are unknown, node-hours refer to 1,000 steps."""
 
 LEAST_NOISE = 0.05
-"""The noise of a machine, as a fraction of a step, even if the measured steps vary less. A later run on the same
-machine differs by more than a measurement of some seconds can show."""
+"""The minimum noise of a machine, as a fraction of a step, even if the measured steps vary less.
+
+A later run on the same machine differs by more than a measurement over a few seconds can show.
+"""
 
 CALL_ERRORS = (0.1, 0.2)
-"""The assumed 5th and 95th percentile of a call's deviation from its simulation: so much shorter or longer. They are
-rounded from the first table of docs/plan.md, which was measured on an idle machine."""
+"""The assumed 5th and 95th percentiles of the relative error of a simulated call: the call may be this fraction shorter
+or longer.
+
+The values are rounded from the first table of docs/plan.md, which was measured on an idle machine.
+"""
 
 _DEVIATIONS = 1.645  # standard deviations from the median to the 95th percentile of a normal distribution
 _TO_DEVIATION = 1.4826  # standard deviations in a median absolute deviation (Rousseeuw and Croux 1993)
 _MOST_NOISE = 0.5
 
-_WORTH_NAMING = 0.2  # communication or the slowest rank is a bottleneck from this fraction of a step on
+_WORTH_NAMING = 0.2  # communication or the slowest rank is a bottleneck if it takes at least this fraction of a step
 _FAST = 1e15  # bytes per second; stands for an unlimited rate
 
 Networks = Callable[[int, int], Network]
@@ -57,11 +63,11 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class StepInterval:
-    """The deviation of a step from its prediction due to one cause, as fractions of the predicted step.
+    """The uncertainty of the predicted step time due to one cause, as fractions of that time.
 
     Attributes:
-        less: the difference of the 5th percentile.
-        more: the difference of the 95th percentile.
+        less: the distance from the predicted time down to the 5th percentile.
+        more: the distance from the predicted time up to the 95th percentile.
     """
 
     less: float
@@ -79,9 +85,9 @@ class JobPrediction:
         step: the parts of the median step.
         low_s: the 5th percentile of a step's duration.
         high_s: the 95th percentile of a step's duration.
-        variation: the part of this interval that is due to the measured variation between steps.
-        machine: the part that is due to the machine's noise between runs.
-        network: the part that is due to calls that differ from their simulation.
+        variation: the part of the interval from `low_s` to `high_s` due to the measured variation between steps.
+        machine: the part of the interval due to the machine's noise between runs.
+        network: the part of the interval due to calls that differ from their simulation.
         alone_s: the duration of a step on a rank that runs alone.
         samples_per_s: the total number of samples per second; None if the number of samples per step is unknown.
         node_hours: the cost of training on `PER_SAMPLES` samples.
@@ -113,7 +119,7 @@ class JobPrediction:
 
     @property
     def efficiency(self) -> float:
-        """The rate relative to that of the same number of ranks if they never waited."""
+        """The rate, relative to the rate of the same number of ranks that never wait."""
         return self.alone_s / self.step.seconds
 
 
@@ -183,9 +189,9 @@ def _alone(calibration: Calibration, strategy: Strategy) -> float:
 def machine_noise(step_s: Sequence[float], contention: float = 0.0) -> float:
     """Returns the fraction by which a later run may differ from the measured one.
 
-    It is not known, since it takes several runs to measure it. It is assumed to be as large as the variation between
-    steps or the share of the cores that other processes took from the ranks, but at least `LEAST_NOISE`: a later run
-    may be without the other processes, or with twice as many.
+    The fraction is unknown, because measuring it takes several runs. It is assumed to be as large as the variation
+    between steps or the share of the cores that other processes took from the ranks, but at least `LEAST_NOISE`: in a
+    later run, the other processes may be absent, or there may be twice as many.
 
     Args:
         step_s: the duration of each measured step, in seconds.
@@ -199,8 +205,8 @@ def machine_noise(step_s: Sequence[float], contention: float = 0.0) -> float:
 def call_factors(origin: Origin) -> tuple[float, float]:
     """Returns the 5th and 95th percentile of a call's duration as multiples of the simulated duration.
 
-    If the ranks of the measured machine have no core to spare, a call also waits for ranks that compute, for which
-    there is no model. The upper error grows with the square root of the threads on a core.
+    If the measured machine has no idle cores, a call also waits for ranks that are computing, and this wait is not
+    modeled. The upper error grows with the square root of the number of threads per core.
     """
     busy = max(1.0, origin.together * origin.threads / max(1, origin.cores))
     return 1 - CALL_ERRORS[0], 1 + CALL_ERRORS[1] * math.sqrt(busy)

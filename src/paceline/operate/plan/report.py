@@ -26,7 +26,7 @@ PARTS = (
     ("optimizer", "optimizer"),
     ("other", "rest"),
 )
-"""The parts of a step. Each entry has the name of a color in the page's style sheet and the name of the part."""
+"""The parts of a step, each with the name of its color in the page's style sheet."""
 
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """The link rates between hosts shown in the heat map, as multiples of the calibrated rate."""

@@ -295,7 +295,7 @@ class SimulatedJob:
         failures: the mean times between failures; failures of the whole job are not simulated.
         seed: the seed for the random times of failures.
         share: a worker's fraction of all work, if only some of the workers are simulated.
-        min_workers: the minimum number of workers; with fewer workers the job waits.
+        min_workers: the minimum number of workers; the job waits while there are fewer.
     """
 
     def __init__(
@@ -417,7 +417,7 @@ class SimulatedJob:
         self.left_s = self.times.step_s
 
     def end_worker(self, worker: SimulatedWorker, code: int) -> None:
-        """Ends a process. Its launcher reports the end and starts a replacement."""
+        """Terminates a process. The launcher reports the exit and starts a replacement."""
         if worker.state == "gone":
             return
         group, worker.state, worker.group = worker.group, "gone", None
@@ -456,7 +456,10 @@ class SimulatedJob:
         self.after(max(self._next_failure_s(), 1e-9), self._fail, left - 1)
 
     def _lose_machine(self, name: str) -> None:
-        """Removes a machine without closing its connections, as in a power failure. A new one joins after repair."""
+        """Removes a machine without closing its connections, as in a power failure.
+
+        A new machine joins after repair.
+        """
         workers = self._machines.pop(name)
         groups = Counter(worker.group for worker in workers)
         for worker in workers:

@@ -25,7 +25,7 @@ WIRES = {"bf16": 1 / 2, "int8": 66 / 256, "int4": 34 / 256}
 """The size of rounded gradients relative to float32, by format. 64 integers share a scale of two bytes."""
 
 EXACT_RANKS = 256
-"""The maximum number of ranks for which every size is simulated. With more ranks, only powers of four are."""
+"""The maximum number of ranks for which every size is simulated. With more ranks, only powers of four are simulated."""
 
 SIMULATED_RANKS = 2048
 """The maximum number of ranks to simulate if one host cannot represent all hosts. Above it, closed forms are used."""

@@ -65,7 +65,7 @@ class ChaosStats:
     began_s: float
     acts: Counter[str] = field(default_factory=Counter)
     replaced_s: list[float] = field(default_factory=list)  # time from each loss until the replacement enters a view
-    pauses_s: list[float] = field(default_factory=list)  # time from each loss until the others enter a new view
+    pauses_s: list[float] = field(default_factory=list)  # time from each loss until the other workers enter a new view
     _losses: dict[int, _Loss] = field(default_factory=dict)  # losses without a replacement yet, by slot
 
     def acted(self, kind: str) -> None:
@@ -73,7 +73,7 @@ class ChaosStats:
         self.acts[kind] += 1
 
     def lost(self, slot: int, others: set[str], now_s: float) -> None:
-        """Records that a slot's worker has exited while the workers `others` take part."""
+        """Records that the worker in a slot has exited while the workers `others` were participating."""
         for loss in self._losses.values():
             loss.behind &= others
         self._losses[slot] = _Loss(now_s, set(others))
@@ -110,7 +110,8 @@ def _spread(values_s: list[float], what: str) -> str:
     return f"; {what}: median {median(values_s):.2f} s, longest {max(values_s):.2f} s"
 
 
-_CONTINUES_AFTER_S = 5.0  # stopped workers resume after this time; the last worker with the state is never fenced
+# stopped workers resume after this time, because the last worker with the state is never fenced
+_CONTINUES_AFTER_S = 5.0
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -119,7 +120,7 @@ class ChaosRunner:
 
     Args:
         chaos: The kinds of acts and their frequencies.
-        machine: The number of this machine, which determines its random times.
+        machine: The number of this machine, which determines the random times.
         spared: The number of participating workers to spare; the training state is lost if none remains.
         say: A function that prints a line for the user.
     """

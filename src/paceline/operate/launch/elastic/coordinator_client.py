@@ -58,7 +58,7 @@ _WORDS = {
 
 
 class LauncherUnreachableError(Exception):
-    """Raised if another launcher is unreachable; `answer` is what this implies about its state."""
+    """Raised if another launcher is unreachable; `answer` states what this implies about that launcher."""
 
     def __init__(self, why: str, answer: ContactResult) -> None:
         super().__init__(why)
@@ -156,7 +156,7 @@ class CoordinatorClient:
                 self._over(JobEnded(1))  # no coordinator is left to receive the report
 
     def running(self) -> Running | None:
-        """Returns the notice for launchers that do not know about the job, or None if another launcher sends it."""
+        """Returns the notice for launchers outside the running job, or None if another launcher sends the notice."""
         with self._changing:
             known = self._state.knowledge
             if self._is_over or self._state.number < 0 or not known.views:
@@ -244,11 +244,15 @@ class CoordinatorClient:
                 return
             loss = ConnectionLoss.DROPPED if self._was_dropped else _LOSSES[how]
             if not self._leads and loss in (ConnectionLoss.ENDED, ConnectionLoss.RESET):
-                loss = ConnectionLoss.SILENT  # its workers may have received views that this launcher has not received
+                # that machine's workers may have received views that this launcher has not received
+                loss = ConnectionLoss.SILENT
             self._seek_after(loss, wire.peer, "it gave up" if self._was_dropped else why)
 
     def _turn_over(self, wire: ServerConnection, order: FollowLauncher) -> None:
-        """Follows the successor of an ending coordinator. The successor itself first becomes a candidate."""
+        """Follows the successor of a coordinator that is shutting down.
+
+        The successor itself first becomes a candidate.
+        """
         if self._state.number == order.number:
             self._standby.stand(order.number, _TAKES_OVER_S)
         self._wire = None
@@ -329,7 +333,7 @@ class CoordinatorClient:
         )
 
     def _follow(self, number: int, address: str) -> bool:
-        """Asks a machine's launcher for permission to follow it; returns whether it was granted."""
+        """Requests a launcher's permission to follow it; returns whether permission was granted."""
         answer, elsewhere = self._ask(number, address)
         with self._changing:
             has_ended = self._search.tried(number, answer, elsewhere)

@@ -296,7 +296,7 @@ class ElasticAgent(Launcher):
             self._slots.close(set(self._members.members))
 
     def _on_end(self, end: JobEnded) -> None:
-        """Ends the workers that are still running because their loops are incomplete or the job has failed."""
+        """Stops workers that are still running because their loops are incomplete or the job has failed."""
         self._close_slots()
         if self._members is None:
             return
@@ -311,7 +311,7 @@ class ElasticAgent(Launcher):
         self._next_signal = (time.monotonic() + patience_s, signal.SIGTERM)
 
     def _give_way(self, moved: Moved) -> None:
-        """Ends all workers before this machine joins a different job."""
+        """Kills all workers before this machine joins a different job."""
         self._end = JobEnded(0)
         if self._stopped_by is None:
             self._say(f"the job runs already: the launcher at {moved.address} coordinates it; this machine joins it")

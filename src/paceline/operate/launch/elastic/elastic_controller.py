@@ -172,11 +172,11 @@ class ShutdownPlan:
         return [Departing()] if self.number == ORDERLY_SIGNAL else []
 
     def hands_over(self, coordinates: bool) -> bool:
-        """Returns whether this launcher must hand over the coordination before it ends."""
+        """Returns whether this launcher must hand over the coordination before it exits."""
         return coordinates and self.number == ORDERLY_SIGNAL and not self.insists
 
     def farewell(self, coordinates: bool) -> list[Report]:
-        """Returns the final reports to the coordinator, once no worker is left; later calls return none."""
+        """Returns the final reports to the coordinator once no worker is left; later calls return an empty list."""
         if self.number is None or self.has_left or self.hands_over(coordinates):
             return []
         self.has_left = True
@@ -320,7 +320,7 @@ class ElasticController:
         return []
 
     def running(self) -> Running | None:
-        """Returns the notice for launchers that do not know about this job, or None after the job has ended."""
+        """Returns the notice for launchers outside this job, or None after the job has ended."""
         if self._end is not None:
             return None
         is_sure = self._is_gathered and self._coordinator.lacks_quorum_s is None
@@ -331,7 +331,7 @@ class ElasticController:
         return any(machine.number == number for machine in self._machines.here.values())
 
     def heard_of(self, other: Running, now_s: float) -> Orders:
-        """Handles the notice of a running job: moves to that job, or waits until it has a coordinator."""
+        """Handles the notice of a running job: moves to that job, or waits until that job has a coordinator."""
         if self._end is not None:
             return []
         if other.address:
@@ -346,7 +346,7 @@ class ElasticController:
         return [(node, NotifyOrder(text)) for node in self._machines.here]
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose launcher has exited. The kernel has killed its workers."""
+        """Removes a node whose launcher has exited. The kernel has killed the node's workers."""
         machine = self._machines.here.pop(node, None)
         if machine is None or machine.first_slot is None or self._end is not None:
             return []
@@ -471,7 +471,7 @@ class ElasticController:
         return carried
 
     def _hand_over(self, number: int, to: int) -> Order:
-        """Returns the order to follow the successor or, for this launcher itself, to end."""
+        """Returns the order to follow the successor or, for this launcher itself, to exit."""
         if self.successor is None or self.successor[0] != to:
             self.successor = to, self._machines.listens(to)
         is_home = number == self._machines.home

@@ -112,7 +112,7 @@ class ElasticOptions:
     """The options of an elastic job.
 
     Attributes:
-        min_workers: The minimum number of workers; with fewer workers the job waits.
+        min_workers: The minimum number of workers; the job waits while there are fewer.
         most_replacements: The maximum number of replacements on this machine, or None for no limit.
         chaos: The configuration of random acts, or None.
         preload: The modules to import before forking workers.

@@ -47,7 +47,7 @@ class RunningJobAnnouncer:
     Args:
         address: The rendezvous address. Its host name is resolved anew for each announcement.
         secret: The job's secret.
-        running: A function that returns the notice to send, or None while this launcher must not send any.
+        running: A function that returns the notice to send, or None while this launcher must not send a notice.
         is_here: A function that returns whether this launcher coordinates the job and a given machine is connected.
     """
 
@@ -85,7 +85,7 @@ class RunningJobAnnouncer:
                 listens_there = -1
 
     def _call(self, running: Running) -> int:
-        """Returns the number of the machine that listens at the address, or -1 if it is not part of the job."""
+        """Returns the number of the job's machine that listens at the address, or -1 if none of them does."""
         with contextlib.closing(connect(self._address, self._secret, _DIAL_S)) as connection:
             connection.sendall(encode(running))
             return _answer(connection, time.monotonic() + _ANSWER_S)
@@ -120,8 +120,8 @@ def join_elastic(
     """Connects this machine to the rendezvous at `address`, or hosts the rendezvous on `listener` if that is given.
 
     If the job is already running, this machine connects to its coordinator and redirects other launchers that connect
-    to `address`. All other machines listen on the same port, or on any free port if that is taken, because each may
-    become the coordinator later.
+    to `address`. All other machines listen on the same port, or on any free port if that port is taken, because each
+    may become the coordinator later.
     """
     rendezvous = job.rendezvous
     standby = StandbyController(policy, options, cast("ElasticController | None", controller))

@@ -1,4 +1,4 @@
-"""Log of one machine: everything that its launcher reports again when it starts to follow another coordinator."""
+"""Log of one machine: the data that its launcher reports again when it starts to follow another coordinator."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ReplayableMessages:
     messages: list[FromWorker] = field(default_factory=list)
 
     def heard(self, message: FromWorker) -> None:
-        """Adds the worker's next message, and removes earlier messages that it supersedes."""
+        """Adds the worker's next message, and removes earlier messages that are superseded by it."""
         match message:
             case Ready():
                 self.messages = [entry for entry in self.messages if isinstance(entry, Leaving)]

@@ -45,7 +45,7 @@ class StandbyController:
         return self._controller is not None
 
     def running(self) -> Running | None:
-        """Returns the notice for launchers that do not know about the job; None unless this launcher coordinates it."""
+        """Returns the notice for launchers outside the job, or None if this launcher does not coordinate the job."""
         with self._changing:
             return self._controller.running() if self._controller is not None else None
 
@@ -55,7 +55,7 @@ class StandbyController:
             return self._controller is not None and self._controller.is_here(number)
 
     def takes_part(self, job: str, number: int) -> None:
-        """Sets the job that this launcher is part of, and the number of its machine."""
+        """Sets this launcher's job and machine number."""
         with self._changing:
             self._job, self._number = job, number
 
@@ -139,7 +139,7 @@ class StandbyController:
         return self._controller.heard_of(running, now_s) if self._controller is not None else []
 
     def _with(self, given: Orders) -> Orders:
-        """Checks whether the coordinator has handed over, and returns its orders unchanged."""
+        """Checks whether the coordinator has handed over, and returns the coordinator's orders unchanged."""
         controller = self._controller
         if controller is not None and controller.successor is not None:
             self._successor = controller.successor
@@ -148,7 +148,7 @@ class StandbyController:
         return given
 
     def _turn_away(self, node: str, report: Report) -> Orders:
-        """Redirects a launcher to the coordinator. Waits for the Follow if the launcher is already part of the job."""
+        """Redirects a launcher to the coordinator. Waits for a `Follow` if the launcher is already part of the job."""
         if not isinstance(report, Follow) and not (isinstance(report, JoinJob) and report.number < 0):
             return []
         return [(node, Answered(False, *(self._successor or self._leader))), (node, Dropped())]

@@ -58,7 +58,7 @@ class WorkerExits:
         self._recordings: dict[str, int] = {}  # descriptors for recordings, by worker
 
     def began(self, member: PoolWorker) -> None:
-        """Opens a running worker's recording and keeps it open after the worker ends."""
+        """Opens a running worker's recording and keeps it open after the worker exits."""
         if self._reads and member.worker is not None and member.worker.memory is not None:
             with contextlib.suppress(OSError):  # no free descriptor
                 self._recordings[member.uid] = os.dup(member.worker.memory.fd)

@@ -190,7 +190,7 @@ class WorkerResources:
             self._store = StoreServer.on_unix_path(str(path), self.secret)
             served = f"unix:{path}"
         environment["PACELINE_STORE"] = served
-        # Lets torch request huge pages, which speeds up the forks for state transfers by a factor of five.
+        # Huge pages in torch make the forks for state transfers five times as fast.
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         if self.secret is not None:
             self._file = SecretFile.create(self.secret)
@@ -260,7 +260,7 @@ class PoolWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether the worker has a process that has not been observed to end."""
+        """Whether the worker has a process that is not known to have exited."""
         return self.worker is not None and self.worker.exit_code is None
 
     def signal(self, number: int) -> None:
@@ -270,7 +270,7 @@ class PoolWorker:
 
 
 class WorkerPool:
-    """Starts workers and monitors them until they end.
+    """Starts workers and monitors them until they exit.
 
     Args:
         job: The job's description.
@@ -312,7 +312,7 @@ class WorkerPool:
         """Starts a worker in an empty slot. `on_start` is called once the process has started.
 
         Raises:
-            OSError: The limit of descriptors or processes is reached.
+            OSError: The limit on descriptors or processes is reached.
         """
         attempt = self._attempts.get(slot, 0)
         self._attempts[slot] = attempt + 1
@@ -336,7 +336,7 @@ class WorkerPool:
         return next((member for member in self.members.values() if member.uid == uid), None)
 
     def pids(self) -> list[int]:
-        """Returns the process ids of workers that have not been observed to end."""
+        """Returns the process ids of workers that are not known to have exited."""
         self._forker.read()  # updates the pids of workers that have just been forked
         return [member.worker.pid for member in self.members.values() if member.worker is not None and member.runs]
 
@@ -413,7 +413,7 @@ class WorkerPool:
     def _started(self, member: PoolWorker, prepared: WorkerSpec, pid: int) -> None:
         try:
             worker = prepared.started(pid)
-        except ProcessLookupError:  # the process has already ended
+        except ProcessLookupError:  # the process has already exited
             prepared.close()
             self._forget(member)
             self._on_end(member, -signal.SIGKILL)

@@ -74,7 +74,7 @@ def exit_cause_of(life: WorkerHistory, exit_code: int, has_record: bool, is_out_
         life: The history of the worker.
         exit_code: The exit code as in subprocess, negative for a signal.
         has_record: Whether the worker recorded an exception other than KeyboardInterrupt.
-        is_out_of_memory: Whether the kernel's out-of-memory killer ended the worker.
+        is_out_of_memory: Whether the kernel's out-of-memory killer killed the worker.
     """
     if life.dismissed:
         return ExitCause.REFUSED
@@ -98,7 +98,7 @@ class ReplaceWorker:
 
 @dataclass(frozen=True)
 class CloseSlot:
-    """Decision not to replace the worker; `reason` is None if it ended as intended."""
+    """Decision not to replace the worker; `reason` is None if the worker exited as intended."""
 
     reason: str | None
 
@@ -107,9 +107,9 @@ class CloseSlot:
 class SlotHistory:
     """The failure history of one slot.
 
-    An external kill after a worker has entered a view says nothing about the script, so the worker is always replaced
-    immediately. Workers that fail on their own, or are killed before they enter a view, are replaced after increasing
-    pauses and only a limited number of times.
+    An external kill after a worker has entered a view does not indicate a defect of the script, so the worker is always
+    replaced immediately. Workers that fail on their own, or are killed before they enter a view, are replaced after
+    increasing pauses and only a limited number of times.
     """
 
     failed_starts: int = 0
@@ -206,7 +206,7 @@ class SlotTable:
         return decision
 
     def close(self, running: set[int]) -> None:
-        """Stops replacements. Only the slots in `running` stay open until their workers end."""
+        """Stops replacements. Only the slots in `running` stay open until their workers exit."""
         self._slots = {slot: history for slot, history in self._slots.items() if slot in running}
         self._due_s.clear()
         self._replaces = False

@@ -1,7 +1,7 @@
 """Coordination of launchers on several machines as one job: membership, generations, and orders to each machine.
 
-The launchers exchange reports and orders through the *meeting*, which one of them serves. Every launcher, including
-that one, is a node and stays connected to the rendezvous. May use: the rest of `launch`, `store`, `security`, and the
+Launchers exchange reports and orders through the *rendezvous*, which one of them hosts. Every launcher, including the
+host, is a node and stays connected to the rendezvous. May use: the rest of `launch`, `store`, `security`, and the
 protocol in `train/elastic`. Start reading at `membership.py`, which makes all decisions without sockets or a clock.
 `server.py` and `remote_client.py` deliver its orders.
 """

@@ -94,7 +94,8 @@ class DashboardRelay(ControllerMiddleware):
         return orders
 
 
-HOLD_S = 2.0  # time for a job to end before a failure's diagnosis is printed; if it ends, the diagnosis is printed last
+# time to wait for the job's end before a failure's diagnosis is printed; if the job ends, the diagnosis is printed last
+HOLD_S = 2.0
 PATIENCE_S = 4.0  # time to wait for other nodes' snapshots of a stall
 LAST_PATIENCE_S = 10.0  # longer wait if the cause may be on a missing node that is not lost
 FAILURE_PATIENCE_S = 0.3  # time to wait for snapshots after a failure, which nodes take immediately
@@ -153,7 +154,7 @@ class SnapshotCollection:
 
 @dataclass(frozen=True)
 class HeldDiagnosis:
-    """The diagnosis of a failure, to be printed at `due_s` unless the job ends before."""
+    """The diagnosis of a failure, to be printed at `due_s` unless the job ends earlier."""
 
     verdict: Diagnosis
     due_s: float
@@ -266,7 +267,7 @@ class DiagnosisCollector(ControllerMiddleware):
     def _conclude_failure(self, finished: SnapshotCollection, now_s: float) -> Orders:
         """Diagnoses a failure, or extends the wait if the cause may be on a missing node.
 
-        If no rank has failed on its own, only a rank that left early is reported; the cause may still be reported.
+        If no rank has failed on its own, only a rank that left early is reported; a node may still report the cause.
         """
         verdict = self._verdict(finished.pictures, now_s)
         is_known = verdict is not None and (verdict.is_failure or verdict.is_early_exit) and verdict.is_certain
@@ -295,7 +296,8 @@ class DiagnosisCollector(ControllerMiddleware):
         )
 
     def _tell(self, message: UserMessage) -> Orders:
-        return [(node, message) for node in self._serving() or self._serves]  # the serving node may have changed
+        # another node may host the rendezvous by now
+        return [(node, message) for node in self._serving() or self._serves]
 
     def _with_final_diagnosis(self, orders: Orders, now_s: float) -> Orders:
         """Inserts a final diagnosis before the orders that end a job: the cause of its failure, or the stragglers."""
@@ -347,7 +349,7 @@ class DiagnosisCollector(ControllerMiddleware):
 
 
 def _has_cause(picture: MachineSnapshot) -> bool:
-    """Returns whether a rank failed, and not only because of another rank."""
+    """Returns whether a rank failed for a reason other than another rank's failure."""
     from paceline.operate.diagnosis.job_snapshot import ExitReason
 
     harmless = (ExitReason.FINISHED, ExitReason.CONSEQUENCE)

@@ -5,12 +5,11 @@ nodes.
 
     GATHERING   the job waits for enough nodes; no workers run
     RUNNING     the workers of `members` run, as one generation
-    STOPPING    the workers are being ended because one failed, or a node joined or left
-    PAUSING     a worker failed, and all are restarted after a pause
-    OVER        every node has been ordered to end
+    STOPPING the workers are being stopped because one failed, or a node joined or left PAUSING a worker failed, and all
+    are restarted after a pause OVER every node has been ordered to exit
 
-If a generation ends because nodes joined or left, the next one does not count as a restart. If a worker failed, it
-does, unless a lost node explains the failure.
+If a generation ends because nodes joined or left, the next one does not count as a restart. If a worker failed, the
+next generation counts as a restart, unless a lost node explains the failure.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ Orders = list[tuple[str, Order]]  # pairs of a node and an order for it
 
 
 class JobController(Protocol):
-    """The state machine behind a rendezvous: `Membership` for ordinary jobs, `ElasticController` for elastic jobs."""
+    """The state machine of the rendezvous: `Membership` for ordinary jobs, `ElasticController` for elastic jobs."""
 
     @property
     def deadline_s(self) -> float | None:
@@ -122,7 +121,7 @@ class MembershipPolicy:
         run_id: The name of the job.
         min_nodes: The minimum number of nodes.
         max_nodes: The maximum number of nodes.
-        is_static: Whether nodes have fixed numbers and the job ends as soon as any node ends.
+        is_static: Whether nodes have fixed numbers and the job ends as soon as any node exits.
         max_restarts: The maximum number of restarts after failures.
         last_call_s: The time to wait for more nodes after each arrival, once `min_nodes` have joined.
         join_timeout_s: The time to wait for `min_nodes` nodes.
@@ -359,7 +358,7 @@ class Membership:
         return [(node, NotifyOrder(reason)) for node in self.nodes]
 
     def _causes(self) -> tuple[WorkerFailure, ...]:
-        """Returns the failures in this generation; empty if a lost node explains all of them."""
+        """Returns the failures in this generation, or an empty tuple if a lost node explains all of them."""
         is_over = self.phase is MembershipPhase.GATHERING or all(failure.is_consequence for failure in self._failures)
         return () if is_over else shortened(self._failures)
 

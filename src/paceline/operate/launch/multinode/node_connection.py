@@ -46,7 +46,10 @@ class MeetingClient(Protocol):
         """Returns the estimated offset to the clock of the machine that hosts the rendezvous."""
 
     def send(self, report: Report) -> None:
-        """Sends a report without blocking for long. A lost meeting causes a JobEnded, not an exception."""
+        """Sends a report without blocking for long.
+
+        If the connection is lost, delivers a `JobEnded` and raises no exception.
+        """
 
     def receive(self) -> list[Order]:
         """Returns the orders that have arrived."""
@@ -56,7 +59,7 @@ class MeetingClient(Protocol):
 
 
 class LocalClient:
-    """The rendezvous for a job on a single machine, with the controller in this process."""
+    """The rendezvous of a job on a single machine; the controller runs in this process."""
 
     def __init__(self, controller: JobController) -> None:
         self._controller = controller
@@ -113,10 +116,9 @@ class NodeConnection:
     Attributes:
         client: The client of the rendezvous.
         address: The address at which other nodes can reach this machine.
-        server: The rendezvous server if this launcher runs one, or None. In an elastic job, every launcher runs a
-            server.
+        server: This launcher's rendezvous server, or None. In an elastic job, every launcher runs a server.
         standby: The controller for that server in an elastic job, or None.
-        serves: Whether this launcher opened the rendezvous.
+        serves: Whether this launcher hosts the rendezvous.
         announcer: The announcer for an elastic job whose coordinator may not be at the rendezvous address, or None.
     """
 
@@ -153,7 +155,7 @@ def open_meeting(
         job: The job's description, with the rendezvous address.
         secret: The job's secret.
         say: A function that prints a line for the user.
-        listener: The listener to serve on if it is already open, or None.
+        listener: The listener for the server if one is already open, or None.
 
     Raises:
         StoreConnectionError: This machine should host the rendezvous but cannot.
@@ -235,9 +237,9 @@ def _listener(options: RendezvousOptions, address: tuple[str, int], secret: byte
 def host_to_serve_on(name: str, serves: bool) -> str | None:
     """Returns the host to listen on, or None if the name belongs to another machine.
 
-    The host is `name`. If it only resolves to loopback, as many systems configure in /etc/hosts, the host is this
-    machine's own address. A name that does not resolve yet, such as a starting pod's, only counts as this machine's if
-    `serves` is true.
+    The host is `name`, or this machine's own address if `name` only resolves to loopback, as many systems configure in
+    /etc/hosts. A name that does not resolve yet, such as a starting pod's, only counts as this machine's if `serves` is
+    true.
     """
     if name == "localhost" or name.replace(".", "").isdecimal() or ":" in name:
         return name

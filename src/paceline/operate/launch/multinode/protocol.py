@@ -1,4 +1,4 @@
-"""Protocol of the rendezvous: reports from nodes, orders to nodes, and their encoding as a length followed by JSON.
+"""Protocol of the rendezvous: reports from nodes, orders to nodes, and their encoding as length-prefixed JSON.
 
 Each report and each order is a frozen msgspec struct, so the declarations below also validate received data: a frame
 that does not match any of them raises `MessageError`, and received data is never executed. Orders from an elastic job's
@@ -34,8 +34,8 @@ class _NodeMessage(msgspec.Struct, frozen=True, tag_field="kind", tag=True, forb
 class JoinJob(_NodeMessage, frozen=True, tag="Join"):
     """Report: a node requests to join the job.
 
-    The tags of `JoinJob` and `JobEnded` never change. A launcher with a different version can therefore be told why it
-    is refused.
+    The tags of `JoinJob` and `JobEnded` never change. A launcher with a different version can therefore be informed of
+    the reason why it is refused.
 
     Attributes:
         host: The node's host name.
@@ -82,7 +82,7 @@ class _ForeignJoin(msgspec.Struct, frozen=True):
 
 
 class Failed(_NodeMessage, frozen=True):
-    """Report: a worker on the node has failed, the first in this generation. The node is ending its other workers."""
+    """Report: a worker on the node has failed, the first in this generation. The node is stopping its other workers."""
 
     generation: Int64
     failure: WorkerFailure
@@ -110,7 +110,10 @@ class Leave(_NodeMessage, frozen=True):
 
 
 class Departing(_NodeMessage, frozen=True):
-    """Elastic report: the node ends soon. Once its workers have exited, it leaves or hands over the coordination."""
+    """Elastic report: the node's launcher exits soon.
+
+    Once its workers have exited, it leaves or hands over the coordination.
+    """
 
 
 class WorkerStarted(_NodeMessage, frozen=True):
@@ -149,7 +152,7 @@ class Slots(_NodeMessage, frozen=True):
 
 
 class Follow(_NodeMessage, frozen=True):
-    """Elastic report: a machine that is already part of the job follows this launcher from now on.
+    """Elastic report: a machine that is already part of the job now follows this launcher.
 
     Attributes:
         report: The state of the machine.
@@ -189,7 +192,7 @@ class SnapshotReport(_NodeMessage, frozen=True):
     Attributes:
         body: The snapshot, encoded by `operate/diagnosis/machine_snapshot.py`.
         is_last: Whether the workers have exited.
-        is_failure: Whether a worker has failed, on this node or on the one for which the snapshot was requested.
+        is_failure: Whether a worker has failed, on this node or on the node for which the snapshot was requested.
     """
 
     body: str
@@ -270,7 +273,7 @@ class Start(_NodeMessage, frozen=True):
 
 
 class Stop(_NodeMessage, frozen=True):
-    """Order: end the workers and report `Stopped`.
+    """Order: stop the workers and report `Stopped`.
 
     After a failure (`is_failure`), the workers get some time to report their resulting errors.
     """
@@ -316,10 +319,11 @@ class Answered(_NodeMessage, frozen=True):
 
     Attributes:
         is_welcome: Whether the launcher may follow this one.
-        number: The number of the machine that this launcher follows, or of its own machine; -1 if it follows none.
+        number: The number of the machine that this launcher follows, or of its own machine; -1 if the launcher follows
+            none.
         address: The address of the launcher on machine `number`.
         is_stranger: Whether this launcher is not part of the job, which implies that the previous launcher at this
-            address has ended.
+            address has exited.
     """
 
     is_welcome: bool
@@ -336,7 +340,7 @@ class Moved(_NodeMessage, frozen=True):
 
 
 class Dropped(_NodeMessage, frozen=True):
-    """Order: the server drops the node or stops serving, and closes the connection. Its launcher continues."""
+    """Order: the server drops the node or stops serving, and closes the connection. The server's launcher continues."""
 
 
 class RequestSnapshot(_NodeMessage, frozen=True):

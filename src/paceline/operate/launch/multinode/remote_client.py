@@ -1,4 +1,4 @@
-"""`RemoteClient`: a client for a rendezvous served over a socket.
+"""`RemoteClient`: a client for a rendezvous hosted on another machine, connected by a socket.
 
 `ServerConnection` maintains a connection on separate threads, independently of the launcher's event loop.
 """
@@ -41,7 +41,7 @@ _RESETS = struct.pack("ii", 1, 0)  # SO_LINGER value that makes close() reset th
 
 
 class DisconnectReason(Enum):
-    """The way in which a connection ended."""
+    """The reason for the loss of a connection."""
 
     ENDED = auto()  # the server closed the connection, and all messages were read
     RESET = auto()  # the server reset the connection, which had been active just before
@@ -104,7 +104,10 @@ class ServerConnection:
             self._connection.sendall(encode(report))
 
     def close(self, *, lives_on: bool = False) -> None:
-        """Disconnects. Idempotent. With `lives_on`, the server does not conclude that this launcher has exited."""
+        """Disconnects.
+
+        Idempotent. If `lives_on` is true, the server does not conclude that this launcher has exited.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
@@ -287,7 +290,7 @@ def connect_client(
 def connect_in_time(
     address: tuple[str, int], secret: bytes | None, timeout_s: float, say: Callable[[str], None]
 ) -> Connection:
-    """Connects once the rendezvous is available. If that takes long, `say` prints a message about the wait.
+    """Connects once the rendezvous is available. If the wait is long, `say` prints a message about it.
 
     Name resolution is repeated as well, because a pod's name is only published once the pod has started.
 

@@ -1,4 +1,4 @@
-"""`MeetingServer`: forwards the nodes' reports to the controller and its orders to the nodes, and detects lost nodes.
+"""`MeetingServer`: forwards reports from nodes to the controller and orders back to nodes, and detects lost nodes.
 
 A launcher that is merely starved of processor time is not considered lost (`is_starved`). If all cores are busy, a
 machine may not run its launcher for seconds. Its kernel still acknowledges data, unlike that of a lost or disconnected
@@ -61,7 +61,7 @@ def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool
 CHANNEL = "node"
 HEARTBEAT_S = 0.5
 _SEND_S = 1.0
-_STALL_S = 1.0  # if this process itself paused for this long, the silence of nodes proves nothing
+_STALL_S = 1.0  # if this process itself paused for this long, silent nodes are not considered lost
 _LONGEST_TURN_S = 30.0  # heartbeats stop if the serving thread is busy for longer
 _LARGEST_READ = 1 << 16
 
@@ -95,7 +95,7 @@ class _Node:
                     self.fault = str(error)
 
     def part(self) -> None:
-        """Closes the connection in such a way that the node does not conclude that this launcher has exited."""
+        """Closes the connection in a way from which the node does not conclude that this launcher has exited."""
         self.send(Dropped())
         self.close()
 
@@ -124,8 +124,9 @@ def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: floa
 class MeetingServer:
     """Serves the rendezvous on separate threads until `close`.
 
-    One thread serves the nodes, and another one sends heartbeats. On a busy machine, the diagnosis of a failure may
-    occupy the serving thread for seconds. Without heartbeats, the nodes would then consider the rendezvous lost.
+    One thread serves the nodes, and a second thread sends heartbeats. On a busy machine, the diagnosis of a failure may
+    occupy the serving thread for seconds. Without heartbeats from the second thread, the nodes would then consider the
+    rendezvous lost.
 
     Args:
         listener: The listener that accepts connections; ownership passes to this object.
@@ -247,7 +248,7 @@ class MeetingServer:
         """Forwards a report to the controller. Drops the node if the controller raises an exception."""
         try:
             orders = self._controller.reported(node.name, report, node.heard_s)
-        except Exception as error:  # an error about one node must not end the rendezvous for the other nodes
+        except Exception as error:  # an error caused by one node must not close the rendezvous for the other nodes
             seen = f"{type(report).__name__}, which led to {type(error).__name__}: {error}"
             self._drop(node, f"its launcher sent a {seen}")
         else:

@@ -1,8 +1,8 @@
-"""Messages between the launching process and the remote launchers: JSON lines on stdin and stdout, carried by ssh.
+"""Messages between `paceline run --hosts` and the remote launchers: JSON lines on stdin and stdout, over ssh.
 
-A remote launcher sends `LauncherReady`, receives a `NodeAssignment`, sends `RendezvousAddress` if it hosts the
-rendezvous, and finally `LauncherExited`. The rest of its stdout is worker output. Every line of worker output has a
-rank prefix and therefore cannot be mistaken for a message.
+A remote launcher sends `LauncherReady`, receives a `NodeAssignment` from the launching process, sends
+`RendezvousAddress` if it hosts the rendezvous, and finally sends `LauncherExited`. The rest of its stdout is worker
+output. Every line of worker output has a rank prefix and therefore cannot be mistaken for a message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.comm.security.untrusted_peers import decode_untrusted
 MARK = b"PACELINE-FAR-END "
 
 
-# Earlier versions use the same tag, so a machine with an earlier version is recognized and reported.
+# Earlier versions use the same tag, so the launching process can recognize and report a machine with such a version.
 class LauncherReady(msgspec.Struct, frozen=True, tag="Hello"):
     """A remote launcher is running, with this version of Paceline and this interpreter."""
 
@@ -49,7 +49,7 @@ class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
         run_id: The job's name.
         shutdown_s: The time between the shutdown request and SIGKILL, in seconds.
         meeting: The address of the rendezvous; None on the machine that hosts the rendezvous.
-        towards: The name of another machine. The rendezvous address must be reachable from there.
+        towards: The name of another machine, from which the rendezvous address must be reachable.
         passes_local_rank: Whether to pass --local_rank to workers.
     """
 

@@ -1,9 +1,9 @@
 """State machine for the launchers started by `paceline run --hosts`. Uses neither processes nor a clock.
 
 A launcher starts, reports that it is ready, and receives its assignment. The launcher on the first machine reports the
-rendezvous address, which the other assignments include. If a launcher fails to start before that, the job ends.
-Afterwards the launchers end the job themselves, like any job on several machines, and are killed if they do not end in
-time. Failed starts are explained from the output of ssh and the remote shell.
+rendezvous address, which the other assignments include. If a launcher fails to start before that, the job ends. After
+that, the launchers themselves end the job, as on any group of machines, and are killed if they do not exit in time.
+Failed starts are explained from the output of ssh and the remote shell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.operate.launch.ssh.protocol import (
 
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
-PATIENCE_S = 5.0  # time for launchers to end on their own after one was lost
+PATIENCE_S = 5.0  # time for launchers to exit on their own after one was lost
 OTHER_REASONS_S = 2.0  # time for other launchers to report failed starts after the first one
 MARGIN_S = 15.0  # time added to the workers' shutdown timeout
 WRONG_FLAGS = 2  # exit code of a launcher that has not started anything
@@ -41,7 +41,7 @@ class LaunchAttempt:
 
 
 class LauncherPhase(Enum):
-    """The phase that a launcher is in."""
+    """The phase of a launcher."""
 
     STARTED = auto()
     ANSWERED = auto()
@@ -67,7 +67,7 @@ class ForwardSignal:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """Action: close the connection to the launcher, which ends the launcher."""
+    """Action: close the connection to the launcher, which then exits."""
 
     machine: int
 
@@ -87,7 +87,7 @@ class LaunchTimeouts:
     """Time limits in seconds."""
 
     start_s: float  # limit for starting all launchers
-    shutdown_s: float  # limit for ending the workers
+    shutdown_s: float  # limit for stopping the workers
 
 
 class RemoteLaunch:
@@ -121,7 +121,7 @@ class RemoteLaunch:
         self._is_ending = False  # whether all launchers have been asked to exit
         self._code = 0
         self._start_by_s: float | None = now_s + limits.start_s
-        self._end_by_s: float | None = None  # time at which to ask launchers to end
+        self._end_by_s: float | None = None  # time at which to request that the launchers exit
         self._cut_by_s: float | None = None  # time at which to disconnect launchers
 
     @property
@@ -177,7 +177,7 @@ class RemoteLaunch:
             self._start_by_s = self._end_by_s = self._cut_by_s = None
 
     def signalled(self, name: str, now_s: float) -> None:
-        """Handles a signal from the user or the scheduler that ends the job."""
+        """Handles a terminating signal from the user or the scheduler."""
         self._is_ending = True
         self._code = self._code or 1
         for machine, phase in enumerate(self._phases):
@@ -233,7 +233,10 @@ class RemoteLaunch:
             self._end_by(now_s + PATIENCE_S)
 
     def _fail(self, reasons: Sequence[str], now_s: float) -> None:
-        """Ends the job after launchers failed to start. Other launchers first get time to report their own failures."""
+        """Ends the job after launchers failed to start.
+
+        Other launchers first have time to report their own failures.
+        """
         if self._is_ending:
             return  # the failure is a consequence of the job's end
         self._actions += [ShowText(reason) for reason in reasons]
@@ -244,7 +247,7 @@ class RemoteLaunch:
             self.signalled("SIGTERM", now_s)
 
     def _end_by(self, end_by_s: float) -> None:
-        """Sets the deadline for the other launchers to end on their own."""
+        """Sets the deadline for the other launchers to exit on their own."""
         if not self._is_ending:
             self._end_by_s = end_by_s if self._end_by_s is None else min(self._end_by_s, end_by_s)
 

@@ -1,9 +1,9 @@
-"""Program that `paceline run --hosts` runs on each machine to start the launcher and to end it on request.
+"""Program that `paceline run --hosts` runs on each machine to start the launcher and to stop it on request.
 
-The launcher is a child process, because it forks and must not have threads, while this process receives the launching
-process's messages. End of file on stdin means that the launching process or the connection has ended, and this process
-then ends the launcher. If this process is killed, the kernel kills the launcher, and the launcher's guards kill the
-workers.
+The launcher is a child process, because a process that forks must not have threads, and this process must receive
+messages. They come from the launching process, `paceline run --hosts`. End of file on stdin means that the launching
+process has exited or the connection is closed; this process then stops the launcher. If this process is killed, the
+kernel kills the launcher, and the launcher's guards kill the workers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ASSIGNMENT_S = 600.0
 
 
 def main() -> int:
-    """Reports to the launching process, runs the assignment received from it, and returns the launcher's exit code."""
+    """Requests an assignment from the launching process, starts a launcher, and returns the launcher's exit code."""
     control = _Control()
     send_to_starter(LauncherReady(__version__, sys.executable))
     part = control.receive_assignment()
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def send_to_starter(message: FromLauncher) -> None:
-    """Sends a message to the launching process; does nothing if the launching process has exited."""
+    """Sends a message to the launching process; does nothing if that process has exited."""
     data = encode_from_launcher(message)
     with contextlib.suppress(OSError):
         while data:
@@ -85,7 +85,7 @@ class _Control:
         os.close(self._fd)
 
     def receive_assignment(self) -> NodeAssignment | None:
-        """Waits for this machine's assignment; returns None if the launching process does not send one."""
+        """Waits for this machine's assignment; returns None if the launching process sends no assignment."""
         deadline_s = time.monotonic() + _ASSIGNMENT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             if not select.select([self._fd], [], [], left_s)[0]:
@@ -95,7 +95,8 @@ class _Control:
                 return None
             if lines:
                 message = decode_to_launcher(lines[0])
-                return message if isinstance(message, NodeAssignment) else None  # None for a signal, which ends the job
+                # None for a signal, because the job then ends
+                return message if isinstance(message, NodeAssignment) else None
         return None
 
     def fileno(self) -> int:
@@ -112,7 +113,7 @@ class _Control:
 
 
 def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
-    """Forwards signals to the launcher until it ends; returns its exit code."""
+    """Forwards signals to the launcher until it exits; returns its exit code."""
     signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
     sources: list[Signals | _Control] = [signals, control]
     kill_by_s = float("inf")
@@ -176,7 +177,7 @@ def _take_part(options: argparse.Namespace, part: NodeAssignment) -> int:
         options.node_rank, options.rdzv_backend = part.node_rank, "static"
         options.master_addr, options.master_port = meeting
         options.rdzv_conf = {**options.rdzv_conf, "is_host": str(int(part.meeting is None))}
-    # The starter has chosen the machines, so a scheduler's variables on this machine would describe a different job.
+    # The machines were listed in `--hosts`, so a scheduler's variables on this machine may describe a different job.
     name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     job = job_of(options, {name: os.environ[name]} if name in os.environ else {})
     return run(job, listener, secret if part.nodes > 1 else None)
@@ -197,7 +198,7 @@ def _open_meeting(
 ) -> tuple[ListeningEndpoint | None, tuple[str, int]]:
     """Returns a listener for the rendezvous, and an address at which the other machines can reach it.
 
-    The listener is None in a job with a single port, where the launcher itself opens the port before it listens.
+    The listener is None in a job with a single port, because the launcher opens that port itself.
     """
     from paceline.comm.store.tcp_store import listen
 

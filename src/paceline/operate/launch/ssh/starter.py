@@ -1,4 +1,4 @@
-"""Starter for `paceline run --hosts`: host lists, launcher processes, and their output.
+"""Starts the launchers for `paceline run --hosts`: parses host lists, runs launcher processes, and shows their output.
 
 A launcher is started by ssh, or directly if it runs on this machine. Machines are listed as `a:4,anna@b`, or in a host
 file in the format of Open MPI, MPICH, Horovod or DeepSpeed.
@@ -54,7 +54,7 @@ _NAME = re.compile(
 _COUNTS = ("slots", "cpu", "count")
 _USERS = ("user", "username")
 _IGNORED = ("max_slots", "max-slots", "ifname", "binding")  # limits and placement hints for other launchers
-# Removes the current directory from the path, because modules in the directory where ssh starts may shadow others.
+# Removes the current directory from the path, because modules in ssh's initial directory may shadow installed modules.
 FAR_END = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "from paceline.operate.launch.ssh.remote_launcher import main; sys.exit(main())"
@@ -67,7 +67,7 @@ SSH_OPTIONS = (
 )
 _TAIL_BYTES = 1 << 13
 START_S = 120.0
-_POLL_S = 1.0  # interval between checks for ended processes whose pipes are still open
+_POLL_S = 1.0  # interval between checks for exited processes whose pipes are still open
 _FORWARDED = {
     *("OMP_NUM_THREADS", "PYTHONPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     *("PACELINE_SECURITY", "PACELINE_INSECURE", "PACELINE_PORT", "PACELINE_IFACE", "PACELINE_CONGESTION"),
@@ -180,7 +180,7 @@ def forwarded_variables(environment: Mapping[str, str], exported: Mapping[str, s
 
 
 class SshStarter:
-    """Runs a job's launchers as child processes, which end when the `with` block is left."""
+    """Runs a job's launchers as child processes, which are stopped when the `with` block is left."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class SshStarter:
         self._signals.close()
 
     def run(self) -> int:
-        """Starts all launchers and waits for them to end; returns the job's exit code."""
+        """Starts all launchers and waits for them to exit; returns the job's exit code."""
         for machine in range(len(self._commands)):
             self._start(machine)
         while not self._launch.is_over:
@@ -351,13 +351,13 @@ class LauncherProcess:
         return self._process.poll()
 
     def disconnect(self) -> None:
-        """Closes the connection, which ends the launcher and its workers."""
+        """Closes the connection; the launcher then stops its workers and exits."""
         self._close_stdin()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     def drain(self) -> list[FromLauncher]:
-        """Forwards the remaining output from an ended process; returns the messages in it."""
+        """Forwards the remaining output from an exited process; returns the messages in it."""
         messages: list[FromLauncher] = []
         for stream in range(2):
             # Another process, such as an ssh helper, may keep the pipe open.
@@ -372,7 +372,7 @@ class LauncherProcess:
         return messages
 
     def close(self) -> None:
-        """Ends the process if it is still running, and closes the pipes."""
+        """Terminates the process if it is still running, and closes the pipes."""
         if self._process.poll() is None:
             self.disconnect()
             self._process.wait()
@@ -418,7 +418,7 @@ def hosts_of(text: str) -> tuple[Host, ...]:
     [('a', 4), ('anna@b', 2), ('c', None)]
 
     Raises:
-        OptionError: the value is neither, or it does not contain any machine.
+        OptionError: the value is neither a list nor a file, or does not contain any machine.
     """
     if os.path.isfile(text):
         try:

@@ -134,8 +134,8 @@ def die_with_parent(parent: int) -> None:
 def _prepare_stdin() -> None:
     """Enables line editing in `input` on the rank that reads stdin, and disables `breakpoint()` on other ranks.
 
-    A line editor echoes typed text on stdout, where the launcher receives it. Without stdin, the debugger would end the
-    job.
+    A line editor echoes typed text on stdout, where the launcher receives it. Without stdin, the debugger would
+    terminate the job.
     """
     reader, rank = os.environ.get("PACELINE_STDIN", "none"), os.environ["RANK"]
     if reader == rank and os.isatty(0) and os.isatty(1):
@@ -215,8 +215,8 @@ def _record_exit(path: str) -> None:
 class _Uncaught:
     """Records an uncaught exception in the script, and announces it to the launcher immediately.
 
-    The process itself may take seconds to end because of threads, exit handlers and memory to release. Modules are only
-    imported after an exception.
+    The process itself may take seconds to exit because of threads, exit handlers and memory to release. Modules are
+    only imported after an exception.
     """
 
     def __init__(self, path: str) -> None:

@@ -8,11 +8,12 @@ whatever its session, parent and environment. `cgroup.kill` (Linux 5.14) kills e
 cgroup version 2 and delegation to the user: by a systemd user manager, in a container with write access, or as root.
 - All of the job's processes have its mark in their environment.
 - A worker's processes are in the session that the worker leads.
-- The launcher adopts orphans, and kills them at its own orderly end.
+- The launcher adopts orphans, and kills them before it exits normally.
 
-If the launcher is killed, guards do this instead. Guards are processes that were forked early and hold the read end of
-a pipe, which closes when the launcher dies. They do not kill any other processes, because a process tree may contain
-processes of other users. There are several guards in case one of them is killed just before the launcher.
+If the launcher is killed, guards kill the job's processes instead. Guards are processes that were forked early and hold
+the read end of a pipe, which closes when the launcher dies. They do not kill any other processes, because a process
+tree may contain processes of other users. There are several guards in case one of them is killed just before the
+launcher.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MARK = "PACELINE_JOB"
 GUARDS = 3
 
 _PAUSE_S = 0.005
-_REMOVAL_ROUNDS = 200  # maximum number of pauses while waiting for killed processes in a cgroup to end
+_REMOVAL_ROUNDS = 200  # maximum number of pauses while waiting for killed processes in a cgroup to exit
 _KILL_ROUNDS = 20  # maximum repetitions, to catch processes that are started in the meantime
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_GUARDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -93,7 +94,7 @@ def own_directory(root: Path = Path("/")) -> Path | None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process adopt the workers' children when the workers end, instead of init."""
+    """Makes this process, instead of init, adopt the children of workers that exit."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -223,7 +224,7 @@ class CleanupGuard:
                 os.write(writing, message)
 
     def close(self) -> None:
-        """Ends the guards, which first kill the job's remaining processes."""
+        """Stops the guards, which first kill the job's remaining processes."""
         for writing in self._writing:
             os.close(writing)
         for pid in self.pids:
@@ -247,14 +248,15 @@ def _keep_watch(reading: int, directory: str, mark: str, cgroup: Cgroup | None) 
 
 
 class Cleanup:
-    """The job's private directory, cgroup (if possible), mark and guards. `close` ends and removes them.
+    """The job's private directory, cgroup (if possible), mark and guards. `close` removes all of them.
 
     Must be created before any thread starts.
     """
 
     def __init__(self) -> None:
         self.directory = _directory()
-        # In a nested job, the mark begins with the outer job's mark, so the end of the outer job also ends this one.
+        # In a nested job, the mark begins with the outer job's mark, so this job is also killed when the outer job
+        # ends.
         self._mark = f"{os.environ.get(MARK, '')}{secrets.token_hex(8)}."
         self._others = children()
         planned = Cgroup.planned()
@@ -271,7 +273,7 @@ class Cleanup:
         return variables
 
     def watch(self, worker: int) -> None:
-        """Instructs the guards to end this worker's session if the launcher is killed."""
+        """Instructs the guards to kill this worker's session if the launcher is killed."""
         self._guard.watch(worker)
 
     def reap(self, workers: Iterable[int]) -> None:
@@ -279,7 +281,7 @@ class Cleanup:
         reap_orphans([*self._guard.pids, *workers])
 
     def end_generation(self, name: str) -> None:
-        """Kills the processes left behind by workers marked with `name`, all of which have ended."""
+        """Kills the processes left behind by workers marked with `name`, all of which have exited."""
         self._guard.forget()
         if self._cgroup is not None:
             self._cgroup.kill()
@@ -287,7 +289,7 @@ class Cleanup:
         kill_orphans([*self._others, *self._guard.pids])
 
     def end_worker(self, name: str, worker: int, others: Iterable[int]) -> None:
-        """Kills the processes left behind by one worker marked with `name`, which has ended; `others` continue."""
+        """Kills the processes left behind by one exited worker marked with `name`; `others` are still running."""
         self._guard.forget()
         for other in others:
             self._guard.watch(other)

@@ -1,8 +1,9 @@
 """Environment variables for workers: ranks, ports, threads and `--compat`, and validation of PACELINE_* variables.
 
 `--compat torch,horovod` only sets environment variables, so it also affects a script's subprocesses, such as those
-started by mp.spawn. PACELINE_* variables are checked before any worker starts, because an invalid value would end every
-worker. The module that reads a variable also defines the valid values, and is only imported if the variable is set.
+started by mp.spawn. PACELINE_* variables are checked before any worker starts, because an invalid value would terminate
+every worker. The module that reads a variable also defines the valid values, and is only imported if the variable is
+set.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> di
 
 def inherited_variables(base: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that workers inherit from the launcher, with defaults for missing ones."""
-    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # the second as in torchrun
+    # torchrun also sets the second variable
+    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     return defaults | {name: value for name, value in base.items() if name not in _NOT_PASSED_ON}
 
 

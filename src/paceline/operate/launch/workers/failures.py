@@ -42,14 +42,15 @@ _CONSEQUENCE_TEXTS = re.compile(
 )
 _LONGEST_TEXT = 1 << 16
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-_MOST_SENT, _TAIL_CHARACTERS = 256, 1000  # limits for failures in a message, and for all texts but the cause's
+# limits on failures in a message, and on the length of texts except the cause's
+_MOST_SENT, _TAIL_CHARACTERS = 256, 1000
 _LONGEST_SUMMARY = 200
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _OWN_FILES = (*STARTERS, "paceline/operate/plan/measure/worker.py", "<frozen runpy>")
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An exception that ended a worker."""
+    """An exception that terminated a worker."""
 
     time_s: float
     kind: str
@@ -65,7 +66,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seen_s: float
     record: Record | None
     host: str = msgspec.field(default_factory=socket.gethostname)
-    memory: str | None = None  # memory statistics, if the out-of-memory killer ended the worker
+    memory: str | None = None  # memory statistics, if the out-of-memory killer killed the worker
     log: str | None = None  # directory with the worker's output
     at_exit: bool = False  # whether the script had finished and the interpreter was shutting down
 
@@ -76,13 +77,13 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether an unhandled Ctrl-C ended the worker."""
+        """Whether an unhandled Ctrl-C terminated the worker."""
         kind = self.record.kind if self.record is not None else None
         return kind == "KeyboardInterrupt" or self.exit_code in (-signal.SIGINT, 128 + signal.SIGINT)
 
     @property
     def how(self) -> str:
-        """A short description of how the worker ended."""
+        """A short description of the worker's exit."""
         if self.memory is not None:
             return "killed by the kernel, out of memory"
         return f"exit code {self.exit_code}" if self.exit_code >= 0 else f"killed by {signal_name(-self.exit_code)}"
@@ -234,7 +235,7 @@ def report_parts(
 def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, str], bool]) -> bool:
     if failure.record is None:
         return False
-    # Of an error that another rank caused, only the user's frames are printed (`print_uncaught`).
+    # For an error caused by another rank, only the user's frames are printed (`print_uncaught`).
     text = last_line(failure.record.text) if failure.is_consequence else failure.record.text
     return is_in_view(text, f"{word} {failure.rank}")
 
@@ -299,7 +300,7 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
     machine has already printed is not repeated; the launcher lists the ranks with the same failure.
     """
     if issubclass(kind, KeyboardInterrupt):
-        return  # the launcher reports the interrupt; tracebacks from each rank would not add anything
+        return  # the launcher reports the interrupt; tracebacks from each rank would not add information
     shown = traceback.TracebackException(kind, error, _without_own(trace))
     text = "".join(shown.format())
     if _is_consequence(kind.__name__, text):
@@ -317,7 +318,8 @@ def _is_first_to_print(text: str) -> bool:
     import hashlib
 
     path = os.environ.get("PACELINE_ERROR_FILE", "")
-    if not path or "PACELINE_ELASTIC_FD" in os.environ:  # elastic jobs do not have generations and may fail again
+    # elastic jobs have no generations, and the same exception may occur again later
+    if not path or "PACELINE_ELASTIC_FD" in os.environ:
         return True
     digest = hashlib.sha256(_without_numbers(text).encode(errors="replace")).hexdigest()[:16]
     try:
@@ -338,7 +340,7 @@ def _without_own(trace: TracebackType | None) -> TracebackType | None:
 class ExceptionNotice:
     """The launcher's end of the named pipe in the directory with the error files.
 
-    If the pipe cannot be created, exceptions are only detected when the workers end.
+    If the pipe cannot be created, exceptions are only detected when the workers exit.
     """
 
     def __init__(self, directory: str) -> None:

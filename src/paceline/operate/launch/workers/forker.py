@@ -40,11 +40,12 @@ class ForkRequest:
 
     Attributes:
         argv: The arguments of the bootstrap.
-        variables: The worker's own variables, besides those that all workers share.
-        streams: The descriptors for its stdin, stdout and stderr; stdin is empty if the first is None.
-        cores: The cores to which it is bound, if any.
-        on_start: A function that is called with the process id.
-        channel: The worker's end of its socket pair, which is closed once the worker has started; None without one.
+        variables: The variables of this worker, in addition to those that all workers share.
+        streams: The descriptors for the worker's stdin, stdout and stderr; stdin is empty if the first is None.
+        cores: The cores to which the worker is bound, or None.
+        on_start: A function called with the process id of the worker.
+        channel: The worker's end of a socket pair, to be closed once the worker has started; None without a socket
+            pair.
     """
 
     argv: Sequence[str]
@@ -62,18 +63,19 @@ class ForkRequest:
 
 
 class Forker:
-    """Starts workers sequentially, each in a session of its own, without blocking the launcher, which adopts orphans.
+    """Starts workers one at a time, each in its own session, without blocking the launcher.
 
-    Where forking is impossible, each worker is a new interpreter, which takes as long as importing torch.
+    If forking is not possible, each worker is started in a new interpreter, which takes as long as importing torch. The
+    launcher becomes the parent of the workers, because it adopts orphaned processes.
 
     Args:
         environment: The variables that all workers share.
-        pass_fds: The descriptors that they inherit.
-        descriptors: Their limit of descriptors, if it differs from the launcher's.
+        pass_fds: The file descriptors that workers inherit.
+        descriptors: The limit on workers' file descriptors, if it differs from the launcher's.
         selector: The launcher's event loop.
         say: A function that prints a line for the user.
         modules: Modules to import before forking; None starts a new interpreter for each worker.
-        preload: Modules of the user's choice to import after these.
+        preload: Additional modules, chosen by the user, to import after `modules`.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Forker:
         return None if self._connection is None or self._is_ready else self._opened_s + _IMPORTS_S
 
     def tick(self, now_s: float) -> None:
-        """Replaces a template process that does not answer."""
+        """Replaces a template process that does not respond."""
         if self.deadline_s is None or now_s < self.deadline_s:
             return
         if self._asked is not None:
@@ -138,7 +140,7 @@ class Forker:
         self._requests.clear()
 
     def finish(self) -> None:
-        """Discards the requests, except for a worker that is just being forked, and ends the template. Idempotent."""
+        """Discards the requests, except for a worker that is just being forked, and stops the template. Idempotent."""
         self.cancel()
         if self._asked is not None and self._connection is not None:
             select.select([self._connection], [], [], _LAST_ANSWER_S)
@@ -146,7 +148,7 @@ class Forker:
         self.close()
 
     def read(self) -> None:
-        """Handles the answers that have arrived."""
+        """Handles the responses that have arrived."""
         while self._connection is not None:
             try:
                 answer = self._connection.recv(_LARGEST_ANSWER)
@@ -166,7 +168,7 @@ class Forker:
             self._go_on()
 
     def close(self) -> None:
-        """Ends the template process. Idempotent."""
+        """Stops the template process. Idempotent."""
         self.cancel()
         self._disconnect()
         if self._asked is not None:
@@ -201,16 +203,16 @@ class Forker:
         elif self._is_ready and self._asked is None and self._requests:
             self._asked, self._asked_s = self._requests.popleft(), time.monotonic()
             wanted = {"argv": self._asked.argv, "variables": dict(self._asked.variables), "cores": self._asked.cores}
-            with open(memfd_create("paceline-worker"), "w") as file:  # a datagram may be too short for the arguments
+            with open(memfd_create("paceline-worker"), "w") as file:  # the arguments may not fit into a datagram
                 json.dump(wanted, file)
                 file.flush()
                 file.seek(0)
-                with contextlib.suppress(OSError):  # `read` detects that it has ended
+                with contextlib.suppress(OSError):  # `read` detects that the template has exited
                     fds = [file.fileno(), *self._asked.fds(self._nothing)]
                     socket.send_fds(self._connection, [template.READY], fds)
 
     def _interpret(self, request: ForkRequest) -> None:
-        """Starts a worker as a new interpreter."""
+        """Starts a worker in a new interpreter."""
         stdin, stdout, stderr, *channel = request.fds(self._nothing)
         variables = {**request.variables, **({template.CHANNEL: str(channel[0])} if channel else {})}
         process = subprocess.Popen(
@@ -222,7 +224,7 @@ class Forker:
             pass_fds=[*self._pass_fds, *channel],
             start_new_session=True,
         )
-        process.returncode = 0  # the launcher reaps it by its pid
+        process.returncode = 0  # the launcher reaps the process by its pid
         bind_process(process.pid, request.cores, self._descriptors)
         self._started(request, process.pid)
 
@@ -231,7 +233,7 @@ class Forker:
         request.on_start(pid)
 
     def _give_up_imports(self, reason: str) -> None:
-        """Continues without the user's modules, or without forks if there are none to leave out."""
+        """Continues without the user's modules or, if there are none, without forks."""
         asked, self._preload = self._preload, ()
         if asked:
             reason += f", so --preload {','.join(asked)} is left out"
@@ -257,11 +259,11 @@ class Forker:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            if self._is_ready and self._asked is None:  # it ends by itself; the latest worker may still be in its group
+            if self._is_ready and self._asked is None:  # the template exits by itself; its group may contain a worker
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_LAST_ANSWER_S)
             if self._process.poll() is None:
-                kill_group(self._process.pid, signal.SIGKILL)  # with a worker that is just being forked
+                kill_group(self._process.pid, signal.SIGKILL)  # and a worker that is just being forked
             self._process.wait()
             self._process = None
 

@@ -19,7 +19,7 @@ class Signals:
     """Catches signals until closed. A signal that is already ignored, such as SIGHUP under nohup, stays ignored.
 
     Args:
-        numbers: The signals that end the job.
+        numbers: The signals that terminate the job.
         others: Additional signals to report from `read`.
     """
 
@@ -89,7 +89,7 @@ class Keyboard:
         return self._before is not None
 
     def is_ours(self) -> bool:
-        """Returns whether the launcher may read stdin: it is not a terminal, or the launcher is in its foreground."""
+        """Returns True if stdin is not a terminal, or if the launcher is in the terminal's foreground group."""
         if not self.is_terminal:
             return True
         try:
@@ -126,6 +126,6 @@ class Keyboard:
                 termios.tcsetattr(0, termios.TCSADRAIN, attributes)
 
     def restore(self) -> None:
-        """Restores the terminal's attributes after a worker ended inside a line editor without resetting them."""
+        """Restores the terminal's attributes after a worker exited inside a line editor without resetting them."""
         if self._before is not None and self.attributes() != self._before:
             self.set(self._before)

@@ -31,7 +31,7 @@ class MemoryCgroup:
         return cls(None)
 
     def kills(self) -> int:
-        """Returns the number of processes in this cgroup that the out-of-memory killer has ended."""
+        """Returns the number of processes in this cgroup that the out-of-memory killer has killed."""
         for name in ("memory.events", "memory.oom_control"):
             found = re.search(r"^oom_kill (\d+)$", self._read(name), re.MULTILINE)
             if found:
@@ -54,7 +54,7 @@ class MemoryCgroup:
 
 
 class MemoryWatch:
-    """Determines whether the out-of-memory killer ended a worker."""
+    """Determines whether the out-of-memory killer killed a worker."""
 
     def __init__(self, cgroup: MemoryCgroup | None = None, log: str = "/dev/kmsg") -> None:
         self._cgroup = MemoryCgroup.mine() if cgroup is None else cgroup
@@ -71,7 +71,7 @@ class MemoryWatch:
         self._log.close()
 
     def explain(self, pid: int, peak_bytes: int | None) -> str | None:
-        """Returns a sentence with memory statistics if the out-of-memory killer ended `pid`, otherwise None."""
+        """Returns a sentence with memory statistics if the out-of-memory killer killed `pid`, otherwise None."""
         kills = self._cgroup.kills()
         if kills > self._reported:
             self._reported += 1
@@ -95,7 +95,7 @@ def _total() -> int:
 
 
 class _KernelLog:
-    """The processes reported as killed in the kernel log after creation, if this user may read the log."""
+    """The processes that the kernel log has reported as killed since creation, if this user may read the log."""
 
     def __init__(self, path: str) -> None:
         self._fd = -1

@@ -119,7 +119,7 @@ class LinePrefixer:
 
 
 class LogFile:
-    """An output file. A full disk does not end the job: the error is reported once, and later output is dropped.
+    """An output file. A full disk does not terminate the job: the error is reported once, and later output is dropped.
 
     Args:
         path: The file to append to. Its directory is created if necessary.
@@ -239,7 +239,7 @@ class Console:
     """The launcher's own stdout and stderr. A blocked reader cannot delay the end of a job.
 
     Args:
-        hurries: A function that returns whether the job is about to end. If so, output that nobody reads is dropped.
+        hurries: A function that returns True if the job is about to end; unread output is then discarded.
     """
 
     def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
@@ -251,7 +251,7 @@ class Console:
             self._screens[2] = self._screens[1]
 
     def screen(self, fd: int) -> Screen | None:
-        """Returns the terminal behind `fd`, or None. stdout and stderr may share a terminal."""
+        """Returns the terminal to which `fd` refers, or None. The result may be the same for stdout and stderr."""
         return self._screens.get(fd)
 
     def writer(self, fd: int) -> Write:
@@ -259,7 +259,7 @@ class Console:
         return self._screens[fd].above if fd in self._screens else self._writer(fd)
 
     def _writer(self, fd: int) -> Write:
-        """Returns a function that writes to `fd` and silently stops writing once the reader is gone."""
+        """Returns a function that writes to `fd`, and silently discards data once the reader has closed it."""
 
         def write(data: bytes) -> None:
             self._latest.extend(data.rstrip().rsplit(b"\n", _LINES_IN_VIEW)[-_LINES_IN_VIEW:])
@@ -326,7 +326,7 @@ class Logs:
         console: The launcher's console.
         word: The noun for the workers' numbers in line prefixes.
         listener: A function that creates an additional sink for a rank's stream (1 or 2).
-        hears_all: Whether the listener also receives output that would otherwise only be written to a file.
+        hears_all: Whether the listener also receives output that is only written to a file.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class Logs:
         return None if self.directory is None else self.directory / f"attempt_{attempt}" / str(rank)
 
     def destination(self, which: Streams, attempt: int, rank: int, local_rank: int, draws: bool = False) -> Destination:
-        """Returns the destination of a worker's stdout (`Streams.OUT`) or stderr; `draws` tells whether it may draw."""
+        """Returns the destination of a worker's stdout (`Streams.OUT`) or stderr; `draws` permits drawing."""
         output = self._output
         is_redirected = bool(which & streams_of(output.redirects, local_rank))
         is_kept = is_redirected or bool(which & streams_of(output.tee, local_rank))

@@ -1,7 +1,7 @@
 """`ScriptSource`: properties of a worker's program, read from its source text before it runs.
 
-The launcher uses them to decide how workers start. It parses the program and the modules beside it, and imports none of
-them.
+The launcher uses these properties to decide how to start workers. The program and the modules beside it are parsed, but
+not imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IMPORTED_BY_TORCH = (
     "tqdm",
     "typing_extensions",
 )
-# Variables that nothing reads while torch is imported.
+# Variables that are not read while torch is imported.
 _HARMLESS = (
     *("CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "TOKENIZERS_PARALLELISM", "WORLD_SIZE"),
@@ -47,10 +47,11 @@ class ScriptSource:
     """Properties of a program and of the modules beside it.
 
     Attributes:
-        imports_torch: whether it imports torch or a library that does.
-        uses_optimizers: whether it mentions an optimizer, the first of which imports torch's compiler.
-        uses_paceline: whether it mentions Paceline.
-        sets_variables: whether it may set environment variables that are read while torch is imported.
+        imports_torch: whether the program imports torch or a library that does.
+        uses_optimizers: whether the program mentions an optimizer. A process's first optimizer imports torch's
+            compiler.
+        uses_paceline: whether the program mentions Paceline.
+        sets_variables: whether the program may set environment variables that are read while torch is imported.
     """
 
     imports_torch: bool = False
@@ -62,8 +63,8 @@ class ScriptSource:
     def of(cls, command: Command) -> ScriptSource | None:
         """Returns the properties of a command's program.
 
-        The result is None if the program is not Python source that can be parsed here, or if a module beside it has the
-        name of one that the standard library or torch imports.
+        The result is None if this interpreter cannot parse the program as Python source, or if a module beside the
+        program has the name of a module that the standard library or torch imports.
         """
         root, queue = _first_files(command)
         if root is None or not queue:
@@ -76,7 +77,7 @@ class ScriptSource:
                 if size > _MOST_BYTES or len(files) > _MOST_FILES:
                     return None
                 text = file.read_bytes()
-                with warnings.catch_warnings():  # the worker shows them
+                with warnings.catch_warnings():  # the worker shows these warnings
                     warnings.simplefilter("ignore")
                     tree = ast.parse(text)
             except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -146,8 +147,8 @@ def _files_of(directory: Path, name: str) -> Iterator[Path]:
 def _may_set_variables(tree: ast.AST) -> bool:
     """Returns whether a module may set a variable that is not known to be harmless.
 
-    It may if it uses the environment in any way other than reading variables, or setting harmless ones by their names,
-    or if it runs code that cannot be seen here.
+    This is assumed if the module uses the environment other than by reading variables or setting harmless ones by name,
+    or if it runs code that is not visible here.
     """
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     for node in ast.walk(tree):
@@ -170,7 +171,7 @@ def _is_harmless_use(environment: ast.AST, parents: dict[ast.AST, ast.AST]) -> b
             return _is_harmless(key) and not isinstance(parents[parent], ast.AugAssign)
         case ast.Dict(keys=keys, values=values):  # {**os.environ}
             return any(key is None and value is environment for key, value in zip(keys, values, strict=True))
-        case ast.keyword(arg="env"):  # of a subprocess
+        case ast.keyword(arg="env"):  # environment of a subprocess
             return True
         case ast.Call(func=ast.Name(id="dict" | "len" | "sorted")):
             return True

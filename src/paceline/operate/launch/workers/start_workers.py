@@ -38,7 +38,7 @@ from paceline.operate.launch.workers.worker import WorkerProcess, allow_descript
 from paceline.operate.launch.workers.worker_group import WorkerGroup
 
 _MANY_A_CORE = 8
-# Variables of tools that follow an interpreter from its start.
+# Variables of tools that observe an interpreter from its start.
 _OBSERVERS = (
     "COVERAGE_PROCESS_CONFIG",
     "COVERAGE_PROCESS_START",
@@ -48,10 +48,10 @@ _OBSERVERS = (
     "PYTHONPERFSUPPORT",
     "PYTHONPROFILEIMPORTTIME",
 )
-# Variables by which OpenMP chooses cores when torch is imported, before a forked worker is bound to its own.
+# Variables that make OpenMP choose cores when torch is imported, before a forked worker is bound to its own cores.
 _OPENMP_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 _TORCH = "torch"
-_COMPILER = "torch._dynamo"  # the first optimizer of a process imports it, which takes as long as importing torch
+_COMPILER = "torch._dynamo"  # imported by a process's first optimizer; this takes as long as importing torch
 _ELASTIC_STATE = "paceline.train.elastic.worker.elastic_state"
 _UNKNOWN = "<chosen at the start>"
 
@@ -61,14 +61,14 @@ class WorkerContext:
     """The common context of this machine's workers.
 
     Attributes:
-        environment: The variables that all of them share.
-        pass_fds: The descriptors that they inherit.
-        directory: The directory of their error files.
-        cores: The cores of each local rank; None binds no worker.
-        gpus: The number of GPUs of this machine.
-        logs: The destinations of their output.
+        environment: The variables that all workers share.
+        pass_fds: The file descriptors that workers inherit.
+        directory: The directory with the workers' error files.
+        cores: The cores of each local rank; None if workers are not bound.
+        gpus: The number of GPUs on this machine.
+        logs: The destinations of the workers' output.
         keyboard: The launcher's stdin, which rank `job.stdin_rank` reads if it is started here.
-        keeper: The memory of their recordings.
+        keeper: The memory for the workers' recordings.
     """
 
     environment: Mapping[str, str]
@@ -137,15 +137,15 @@ def start_workers(
     on_exception: Callable[[WorkerFailure], None],
     on_failure: Callable[[WorkerFailure], None],
 ) -> WorkerGroup:
-    """Starts this machine's workers of the generation that `start` orders; returns the group that watches them.
+    """Starts this machine's workers for the generation described by `start`; returns the group that monitors them.
 
     Args:
         job: The job.
-        start: The meeting's order, with the ranks.
+        start: The order to start the generation, with the ranks.
         context: The common context of the workers.
         selector: The selector of the launcher's loop; see `WorkerGroup`.
-        say: Prints a line for the user.
-        on_start: Receives the process id of each worker.
+        say: A function that prints a line for the user.
+        on_start: A function called with the process id of each worker.
         on_exception: See `WorkerGroup`.
         on_failure: See `WorkerGroup`.
 
@@ -179,12 +179,12 @@ def start_workers(
 def modules_to_fork(job: Job) -> tuple[str, ...] | None:
     """Returns the modules to import before this machine's workers are forked.
 
-    These are the slowest of the modules that the program needs. None starts a new interpreter for each worker. The
-    workers of an elastic job are forked unless the user or the kind of program requires interpreters. Otherwise, unless
-    the user chose a method, workers are forked if there are several of them and their program imports torch. A program
-    gets interpreters if it may set variables that are read while torch is imported, if OpenMP binds its threads, or if
-    a tool observes it from its start. If there are many workers per core, they cannot be training, and are forked in
-    any case.
+    These are the modules used by the program that take longest to import. If the result is None, each worker is started
+    in a new interpreter. The workers of an elastic job are forked unless the user or the kind of program requires new
+    interpreters. Otherwise, unless the user chose a method, workers are forked if there are several of them and their
+    program imports torch. New interpreters are used if the program may set variables that are read while torch is
+    imported, if OpenMP binds the program's threads, or if a tool observes the program from its start. If there are many
+    workers per core, they cannot be training, and are forked in any case.
     """
     if job.start_method == "spawn":
         return None
@@ -213,10 +213,10 @@ def _elastic_modules(command: Command) -> tuple[str, ...]:
 
 
 def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> WorkerSpec:
-    """Prepares the worker `index` of this launcher for the generation that `start` orders.
+    """Prepares this launcher's worker `index` for the generation described by `start`.
 
     Raises:
-        OSError: the pipes or files for its output cannot be created.
+        OSError: the pipes or files for the worker's output cannot be created.
     """
     place, keyboard = ranks_of(job, start, index), context.keyboard
     error_file = os.path.join(context.directory, f"error-{start.generation}-{place.rank}.json")
@@ -249,7 +249,7 @@ def prepare(job: Job, start: Start, index: int, context: WorkerContext) -> Worke
 
 
 def ranks_of(job: Job, start: Start, index: int) -> WorkerRanks:
-    """Returns the ranks of the worker `index` of this launcher."""
+    """Returns the ranks of this launcher's worker `index`."""
     slot, slots = job.slot
     return WorkerRanks(
         rank=start.first_rank + index,
@@ -278,7 +278,7 @@ def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, s
 
 
 def drawing_index(job: Job, start: Start) -> int:
-    """Returns the index of the worker that may draw on the terminal: the reader of stdin if shown, else the first."""
+    """Returns the index of the worker that may draw: the one that reads stdin if shown, otherwise the first one."""
     slot, _ = job.slot
     shown = [i for i in range(job.workers) if not job.output.shown or slot * job.workers + i in job.output.shown]
     reading = None if job.stdin_rank is None else job.stdin_rank - start.first_rank
@@ -289,9 +289,9 @@ def drawing_index(job: Job, start: Start) -> int:
 class MachineResources:
     """The resources of this machine's workers, decided before any of them starts."""
 
-    workers: int  # on this machine, including those of the scheduler's other launchers
+    workers: int  # number on this machine, including those of the scheduler's other launchers
     gpus: int
-    cores: list[Cores] | None  # by local rank; None binds no worker
+    cores: list[Cores] | None  # by local rank; None if workers are not bound
     threads: int | None  # OMP_NUM_THREADS; None if the user has set it
 
     @classmethod
@@ -305,7 +305,7 @@ class MachineResources:
         return cls(workers, gpus, cores, threads_per_worker(allowed_cores(), workers, os.environ))
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Returns `base` with the variables that the workers of this machine share."""
+        """Returns `base` with the variables shared by this machine's workers."""
         environment = dict(base)
         if self.threads is not None:
             environment["OMP_NUM_THREADS"] = str(self.threads)
@@ -371,7 +371,7 @@ def _replacement(elastic: ElasticOptions) -> str:
 
 
 def _start(job: Job) -> Start | None:
-    """Returns the order that the rendezvous would give, or None if it cannot be predicted."""
+    """Returns the order that the rendezvous would send, or None if it cannot be predicted."""
     rendezvous = job.rendezvous
     if rendezvous.address is None:
         nodes, node, address = 1, 0, "127.0.0.1"
@@ -379,7 +379,7 @@ def _start(job: Job) -> Start | None:
         nodes, node, address = rendezvous.max_nodes, rendezvous.node_rank, rendezvous.address[0]
     else:
         return None
-    first, world = node * job.workers, nodes * job.workers  # if all machines have as many workers
+    first, world = node * job.workers, nodes * job.workers  # assumes the same number of workers on each machine
     return Start(1, 0, job.max_restarts, job.run_id, node, nodes, first, world, first, world, address, job.port or 0)
 
 

@@ -4,13 +4,13 @@ The launcher runs it by path:
 
     python template.py LAUNCHER_PID DESCRIPTOR [MODULE... [-- MODULE...]]
 
-A worker is forked twice: when the intermediate process has exited, the launcher, which adopts orphans, becomes its
-parent, as if the launcher had started it. The template ends when the launcher closes the connection.
+A worker is forked twice: when the intermediate process has exited, the launcher, which adopts orphans, becomes the
+worker's parent, as if it had started the worker itself. The template exits when the launcher closes the connection.
 
-It imports the MODULEs, and those after `--`, which the user chose. Threads do not survive a fork, and their locks stay
-held. Importing torch starts only the threads of numpy's OpenBLAS, which ends them before each fork. To verify this, the
-template forks once and then lists its other threads. If there are any, or if a device has been initialized or torch
-cannot be imported, it reports that and ends.
+The template imports the MODULEs; those after `--` were chosen by the user. Threads do not survive a fork, and their
+locks remain locked. Importing torch starts only the threads of numpy's OpenBLAS, which ends them before each fork. To
+verify this, the template forks once and then lists its other threads. If there are any, or if a device has been
+initialized or torch cannot be imported, the template reports that and exits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
-READY = b"\0"  # instead of the reason why workers cannot be forked
+READY = b"\0"  # sent if workers can be forked; otherwise, the template sends a reason
 CHANNEL = "PACELINE_ELASTIC_FD"
 
 _LOOKS, _LOOK_S = 50, 0.01
@@ -40,7 +40,7 @@ def main() -> None:
     from paceline.operate.launch.workers import bootstrap
 
     bootstrap.die_with_parent(launcher)
-    with suppress(ImportError):  # the core was built for another Python; workers that need it report that
+    with suppress(ImportError):  # the C++ core was built for another Python; workers that need the core report that
         import_module("paceline.comm.rendezvous.rendezvous")  # every worker needs this slow import
 
     reason = _preload(sys.argv[3:]) or _unsafe()
@@ -51,7 +51,7 @@ def main() -> None:
     while True:
         answer, fds, _, _ = socket.recv_fds(connection, len(READY), 5)
         if not answer:
-            os._exit(0)  # without the time that an interpreter with torch takes to end
+            os._exit(0)  # an orderly exit of an interpreter with torch is slow
         request, *streams = fds
         between = os.fork()
         if between == 0:
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _reset_modules() -> None:
-    """Resets state that imported modules chose at random or from the environment, and that workers must not share."""
+    """Resets module state that depends on random numbers or the environment, because workers must not share it."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
@@ -112,9 +112,9 @@ def _main_module(file: str) -> ModuleType:
 
 
 def _preload(arguments: list[str]) -> str:
-    """Imports modules; returns why torch, if it is one of them, cannot be imported, or "".
+    """Imports modules; returns the reason why torch was requested but cannot be imported, or "".
 
-    A failure is printed for those after `--`, which the user chose.
+    Failures are printed for modules after `--`, which the user chose.
     """
     at = arguments.index("--") if "--" in arguments else len(arguments)
     for module in arguments[:at]:
@@ -132,7 +132,7 @@ def _preload(arguments: list[str]) -> str:
 
 
 def _unsafe() -> str:
-    """Returns why this process must not be forked after its imports, or ""."""
+    """Returns the reason why this process must not be forked after its imports, or ""."""
     torch = sys.modules.get("torch")
     devices = [] if torch is None else [torch.cuda, torch.xpu]
     if (child := os.fork()) == 0:
@@ -147,7 +147,7 @@ def _unsafe() -> str:
 
 
 def _show(argv: list[str]) -> None:
-    """Makes `ps` show `argv` instead of the template's arguments, cut to their length."""
+    """Makes `ps` show `argv` instead of the template's arguments, truncated to the same length."""
     import ctypes
 
     with suppress(OSError, ValueError, IndexError), open("/proc/self/stat") as file:

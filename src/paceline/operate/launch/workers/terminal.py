@@ -36,7 +36,7 @@ class Rows:
     """The live rows of a drawing, with the cursor's position.
 
     Args:
-        prefix: The text in front of every row on the terminal.
+        prefix: The text at the start of every row on the terminal.
     """
 
     def __init__(self, prefix: bytes = b"") -> None:
@@ -232,7 +232,10 @@ class Screen:
             return 0, 0
 
     def claim(self, stream: object, prefix: bytes) -> bool:
-        """Returns whether `stream` may draw, with `prefix` before each row: it drew last, or the drawing is empty."""
+        """Returns True if `stream` may draw: it drew last, or nothing is drawn.
+
+        Each of its rows starts with `prefix`.
+        """
         if self._owner is not stream and self._rows.is_blank:
             self._owner, self._rows = stream, Rows(prefix)
         return self._owner is stream

@@ -66,7 +66,7 @@ class WorkerProcess:
         return f"{self.error_file}.debugger"
 
     def collect(self) -> int:
-        """Reaps the ended worker, stores its exit code and peak memory, and saves its recording; returns the code."""
+        """Reaps the exited worker, stores its exit code and peak memory, and saves its recording; returns the code."""
         os.close(self.pidfd)
         try:
             _, status, usage = os.wait4(self.pid, 0)
@@ -223,7 +223,7 @@ class OutputForwarder:
 
 
 def failure_of(worker: WorkerProcess, code: int, record: Record | None, memory: MemoryWatch) -> WorkerFailure:
-    """Returns the failure of a worker that ended with `code` and recorded the exception `record`, if any."""
+    """Returns the failure of a worker that exited with `code` and recorded the exception `record`, if any."""
     explained = memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
     exit_code = 1 if record is not None else code  # an exception takes precedence, even if the worker was killed later
     at_exit = record is None and has_begun_exit(worker.error_file)

@@ -1,4 +1,4 @@
-"""The `WorkerGroup`: the workers of one generation on this machine, watched until the last of them has ended."""
+"""`WorkerGroup`: the workers of one generation on this machine, monitored until the last one has exited."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ from paceline.operate.launch.workers.worker import OutputForwarder, WorkerProces
 if TYPE_CHECKING:
     from paceline.operate.launch.workers.start_workers import WorkerSpec
 
-CONSEQUENCES_S = 0.5  # time for ranks that fail because of another failure to report that themselves
-_OTHERS_KILLED_S = 0.3  # time for the end of another worker that the kernel also killed for lack of memory
+CONSEQUENCES_S = 0.5  # time for ranks to report failures that another failure has caused
+_OTHERS_KILLED_S = 0.3  # time to wait for the exit of another worker killed for lack of memory
 
 
 class WorkerGroup:
     """The workers of one generation. `start_workers` creates it; it has completed when `is_over` is true.
 
     Args:
-        number: The number of the generation in the job, from 1.
-        size: The number of its workers.
-        shutdown_timeout_s: The time from the request to end until SIGKILL.
+        number: The number of the generation in the job, starting at 1.
+        size: The number of workers in the generation on this machine.
+        shutdown_timeout_s: The time in seconds between the stop signal and SIGKILL.
         keyboard: The launcher's stdin, which one of the workers may read.
         selector: The selector of the launcher's loop; its keys carry functions without arguments.
         notice: The pipe by which workers announce exceptions.
-        forker: Starts the workers.
-        on_start: Receives the process id of each worker.
-        on_exception: Receives a failure whose exception has left a worker's script, before the worker has exited.
-        on_failure: Receives the first failure of an ended worker. This is delayed a moment if the kernel killed it and
-            another worker for lack of memory, since the other one may be the cause.
+        forker: The forker that starts the workers.
+        on_start: A function called with the process id of each worker.
+        on_exception: A function called with a failure whose exception has left a worker's script, before the worker
+            exits.
+        on_failure: A function called with the first failure of an exited worker. The call is delayed briefly if the
+            kernel killed that worker and another one for lack of memory, because the other one may be the cause.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class WorkerGroup:
         self.number = number
         self._size = size
         self.failures: list[WorkerFailure] = []
-        self.exceptions: dict[int, WorkerFailure] = {}  # by rank, announced before the worker ended
+        self.exceptions: dict[int, WorkerFailure] = {}  # by rank, announced before the worker exited
         self.workers: list[WorkerProcess] = []
-        self.recordings: dict[int, int] = {}  # descriptors of the recordings, by rank, including those of ended workers
+        self.recordings: dict[int, int] = {}  # descriptors of recordings, by rank, including those of exited workers
         self._selector = selector
         self._forker = forker
         self._unstarted: list[WorkerSpec] = []
@@ -86,10 +87,10 @@ class WorkerGroup:
         self._grace_s = shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # time (monotonic) and number of the next signal
         self._asked_s: float | None = None  # time of day at which the workers were asked to exit
-        self._report_s: float | None = None  # time (monotonic) to report the first failure, while that is delayed
+        self._report_s: float | None = None  # time (monotonic) at which to report the first failure, if delayed
 
     def start(self, spec: WorkerSpec) -> None:
-        """Starts a worker after the previous ones, now or once the process from which they are forked is ready.
+        """Starts a worker after the previous ones, immediately or once the template process is ready.
 
         Raises:
             OSError: a process could not be started.
@@ -103,7 +104,7 @@ class WorkerGroup:
         self._follow(spec.started(pid), spec.outputs)
         if len(self.workers) == self._size:
             self._forker.close()
-        if self._asked_s is not None:  # the workers were asked to exit while it was being forked
+        if self._asked_s is not None:  # the workers were asked to exit while this one was being forked
             self.workers[-1].signal(signal.SIGKILL)
 
     def _start_no_more(self) -> None:
@@ -114,7 +115,7 @@ class WorkerGroup:
         self._unstarted.clear()
 
     def _follow(self, worker: WorkerProcess, outputs: list[WorkerOutput]) -> None:
-        """Watches a worker that has just been started: forwards its output, and detects its end."""
+        """Monitors a worker that has just been started: forwards its output, and detects its exit."""
         self.workers.append(worker)
         if worker.memory is not None:
             with contextlib.suppress(OSError):  # out of descriptors
@@ -151,14 +152,14 @@ class WorkerGroup:
             self._next_signal = (now_s + self._grace_s, signal.SIGKILL)
 
     def end(self, number: int = signal.SIGTERM, after_s: float = 0.0) -> None:
-        """Asks the workers to end, starts no more, and kills those that still run after the grace period."""
+        """Requests that all workers exit, starts no more, and kills those still running after the grace period."""
         self._start_no_more()
         if self._next_signal is None or after_s == 0.0:
             self._next_signal = (time.monotonic() + after_s, number)
             self.tick(time.monotonic())
 
     def kill(self) -> None:
-        """Kills the workers immediately, and starts no more."""
+        """Kills the workers immediately, and starts no more workers."""
         self._start_no_more()
         self._signal(signal.SIGKILL)
 
@@ -193,7 +194,7 @@ class WorkerGroup:
         return not any(forwarder.has_more for forwarder in self._forwarders)
 
     def close(self) -> None:
-        """Kills the workers that still run, and closes all pipes; idempotent."""
+        """Kills the workers that are still running, and closes all pipes; idempotent."""
         self._start_no_more()
         for worker in self.workers:
             worker.signal(signal.SIGKILL)
@@ -238,9 +239,9 @@ class WorkerGroup:
             self._report_first_failure()
 
     def _in_order(self, failure: WorkerFailure, peak_bytes: int) -> WorkerFailure:
-        """Corrects the time of a failure for lack of memory: the kernel kills the largest process first.
+        """Corrects the time of a failure due to lack of memory: the kernel kills the largest process first.
 
-        Since the end of the largest process takes longest, it may be reaped after smaller ones.
+        The largest process takes longest to exit, so it may be reaped after smaller ones.
         """
         if failure.memory is None:
             return failure
@@ -263,15 +264,15 @@ class WorkerGroup:
 
 
 def ended_as_asked(code: int, record: Record | None, asked_s: float, is_first: bool) -> bool:
-    """Returns whether a worker with an exit code other than 0 ended because it was asked to.
+    """Returns whether a worker with a nonzero exit code exited because of the stop request.
 
-    A worker that had raised an exception before, and was only slow to end, may be the cause of failures elsewhere.
+    A worker that had already raised an exception, and was merely slow to exit, may be the cause of other failures.
 
     Args:
-        code: The exit code.
-        record: The exception that the worker left, or None.
-        asked_s: The time of day at which it was asked to exit.
-        is_first: Whether no other worker of this machine failed before.
+        code: The worker's exit code.
+        record: The exception that the worker recorded, or None.
+        asked_s: The time of day of the stop request.
+        is_first: Whether this is the first failure on this machine.
     """
     if record is not None and record.time_s < asked_s and record.kind != "KeyboardInterrupt":
         return False

@@ -166,7 +166,7 @@ def _host_calls(here: Sequence[int]) -> tuple[HostCall, ...]:
         began = time.perf_counter()
         paceline.all_reduce(tensor, group=group)
         one = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device="cpu")
-        paceline.all_reduce(one, paceline.ReduceOp.MAX, group=group)  # all ranks must repeat equally often
+        paceline.all_reduce(one, paceline.ReduceOp.MAX, group=group)  # all ranks must make the same number of calls
         turns = []
         for _ in range(max(3, min(200, int(_HOST_CALLS_S / float(one))))):
             began = time.perf_counter()

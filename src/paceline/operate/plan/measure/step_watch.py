@@ -130,7 +130,7 @@ class CoreUsage:
 
     Attributes:
         at_s: the time of the measurement.
-        machine_s: the time used by all processes of the machine.
+        machine_s: the time used by all processes on the machine.
         own_s: the time used by this process.
     """
 
@@ -154,7 +154,8 @@ class CoreUsage:
     def contention(self, later: CoreUsage, ranks: int, cores: int) -> float:
         """Returns the fraction of the cores' time since then that others used in competition with the ranks.
 
-        Idle cores could have absorbed the same usage once more without a disturbance, so it is subtracted.
+        Usage up to the idle time of the cores is not counted: the idle cores could have absorbed it without slowing
+        down the ranks.
 
         Args:
             later: the usage at the end.
@@ -376,7 +377,7 @@ def _memory(watch: StepWatch) -> MeasuredMemory:
 
 
 def reduction_s_per_byte() -> float:
-    """Measures how long one core takes to reduce a byte with the engine's kernel, in seconds."""
+    """Measures the time in seconds that one core takes to reduce a byte with the engine's kernel."""
     nbytes = 1 << 20
     return _core.time_reduction(nbytes) / nbytes
 

@@ -36,7 +36,7 @@ from paceline.operate.plan.measure.step_watch import (
 
 _PAUSE_S = 0.01
 _LATEST_S = 300.0  # timeout for the other ranks on this machine to finish their first step
-_MOST_EXTRA_STEPS = 10  # limit for the steps of a rank that waits for slower ranks, as a multiple of the measured steps
+_MOST_EXTRA_STEPS = 10  # limit on the steps of a rank that waits for slower ranks, as a multiple of the measured steps
 
 
 class FileBarrier:
@@ -131,7 +131,7 @@ def _links(settings: MeasureSettings) -> tuple[Links, list[list[int]]]:
 
 
 class _Measurement:
-    """Ends the script once all ranks that run at the same time have measured enough steps."""
+    """Stops the script once all ranks that run at the same time have measured enough steps."""
 
     def __init__(
         self, settings: MeasureSettings, links: Links, command: Sequence[str], meeting: FileBarrier, *, is_first: bool
@@ -177,7 +177,7 @@ class _Measurement:
 
 
 def _exit_now() -> NoReturn:
-    """Ends the process without the script's final actions, which could overwrite a better model with this one."""
+    """Exits without running the rest of the script, which could overwrite a better model."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
