@@ -1,3 +1,3 @@
-"""Public name of `parallel_apply`, in the module that `torch.nn.parallel` has it in."""
+"""Public name of `parallel_apply`, in the same module as in `torch.nn.parallel`."""
 
 from paceline.train.data_parallel import parallel_apply as parallel_apply

@@ -1,3 +1,3 @@
-"""Public name of `replicate`, in the module that `torch.nn.parallel` has it in."""
+"""Public name of `replicate`, in the same module as in `torch.nn.parallel`."""
 
 from paceline.train.data_parallel import replicate as replicate

@@ -1,4 +1,4 @@
-"""Public names of `scatter` and `gather`, in the module that `torch.nn.parallel` has them in."""
+"""Public names of `scatter` and `gather`, in the same module as in `torch.nn.parallel`."""
 
 from paceline.train.data_parallel import gather as gather
 from paceline.train.data_parallel import scatter as scatter

@@ -165,7 +165,7 @@ def _part(tensor: _Leaf, index: int, count: int, dim: int, device: torch.device)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # A copy to the CPU must be blocking, because the host could otherwise read it before it is complete.
+    # A copy to the CPU must be blocking: the host could read a non-blocking copy before it is complete.
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 

@@ -49,7 +49,7 @@ def in_host_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns contiguous tensors as flat uint8 views, which lets one call send several dtypes."""
+    """Returns contiguous tensors as flat uint8 views, so that one call can send several dtypes."""
     return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
@@ -66,7 +66,7 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: in
 def broadcast_bytes(views: list[torch.Tensor], group: ProcessGroup, root: int) -> None:
     """Copies the root's `byte_views`, which are on one device, to all ranks.
 
-    On an accelerator, the views are packed into one flat tensor, which is cheaper than a call for each of them.
+    On an accelerator, the views are packed into one flat tensor, because a call for each of them would be slower.
     """
     if len(views) < 2 or views[0].is_cpu:
         group.broadcast(views, root)

@@ -110,12 +110,12 @@ def require_same_module(
     problem: Exception | None,
     group: ProcessGroup,
 ) -> list[RankFacts]:
-    """Compares the model and its wrapper's options across ranks; returns every rank's facts.
+    """Compares the model and its wrapper's options across ranks; returns the information about every rank.
 
     Args:
         tracked: the tensors of the module that this rank wraps.
         options: the arguments that must be equal on every rank.
-        facts: the facts about this rank.
+        facts: the information about this rank.
         problem: an error that keeps this rank from wrapping its module, or None. It is raised after all ranks have
             received it.
 
@@ -233,7 +233,7 @@ def unsupported_reason(
 
 
 def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> RankFacts:
-    """Collects the facts about this rank; if all parameters are on GPUs, overlap is on by default."""
+    """Collects the information about this rank; if all parameters are on GPUs, overlap is on by default."""
     named = os.environ.get("LOCAL_WORLD_SIZE", "")
     quota, cgroup = _core.cpu_quota()
     return RankFacts(

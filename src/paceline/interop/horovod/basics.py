@@ -134,7 +134,7 @@ gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:
-    """Returns 0, as Horovod does when built for the CPU."""
+    """Returns 0, like a CPU build of Horovod."""
     return 0
 
 
@@ -142,7 +142,7 @@ ddl_built = ccl_built = nccl_built
 
 
 def cuda_built() -> bool:
-    """Returns False, as Horovod does when built for the CPU."""
+    """Returns False, like a CPU build of Horovod."""
     return False
 
 
@@ -251,7 +251,7 @@ def open_global_process_set() -> None:
         return
     close_process_sets()
     global_process_set.open(0)
-    # Asynchronous calls must end before the groups are destroyed at exit.
+    # Asynchronous calls must complete before the groups are destroyed at exit.
     util.Finalize(None, close_process_sets, exitpriority=1)
 
 
@@ -280,7 +280,7 @@ def run(
         options: Ignored; accepted for compatibility with Horovod (`use_gloo`, `verbose` etc.).
 
     Raises:
-        ValueError: `hosts` names another machine.
+        ValueError: `hosts` contains another machine.
         WorkerError: a process failed. The error message ends with the traceback.
     """
     names = {part.partition(":")[0] for part in (hosts or "localhost").split(",")}

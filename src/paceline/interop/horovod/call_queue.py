@@ -30,7 +30,7 @@ from paceline.durations import to_seconds
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 
 Result = TypeVar("Result")
-_END_S = 5.0  # how long `close` waits for the thread after aborting its call
+_END_S = 5.0  # time for which `close` waits for the thread after aborting its call
 
 
 class CallKind(IntEnum):
@@ -353,7 +353,7 @@ class CallQueue:
             return request.is_awaited or any(waiting.is_awaited for waiting in self._waiting)
 
     def _make_barrier_before(self, request: CallRequest[Result]) -> None:
-        """Executes the barrier that other ranks wait for, unless this rank's program waits for `request` first."""
+        """Executes the barrier for which other ranks wait, unless this rank's program waits for `request` first."""
         limit_s = to_seconds(self.group.timeout)
         with self._condition:
             is_decided = self._condition.wait_for(

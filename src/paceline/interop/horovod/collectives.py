@@ -71,7 +71,7 @@ class ScaledReduction:
     after: float
 
     def of(self, size: int) -> ScaledReduction:
-        """Replaces an average with a postscale factor by an equivalent sum; returns other reductions unchanged."""
+        """Converts an average that has a postscale factor to an equivalent sum; returns other reductions unchanged."""
         if self.by is Average and self.after != 1.0:
             return ScaledReduction(Sum, self.before, self.after / size)
         return self

@@ -218,7 +218,7 @@ class ModeChoice:
     """The chosen migration mode and the reason for the choice."""
 
     way: MigrationMode
-    reason: str = ""  # why the program must keep torch.distributed, or ""
+    reason: str = ""  # the reason why the program must keep torch.distributed, or ""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.comm.store.store import Store
 
 
-_stores: list[Store] = []  # at most one, for all rendezvous of this process; on rank 0 it includes the server
+_stores: list[Store] = []  # at most one, for all rendezvous of this process; rank 0's store includes the server
 _lent: list[TorchStore] = []  # one per rendezvous; torch's C++ code does not keep Python stores alive
 
 

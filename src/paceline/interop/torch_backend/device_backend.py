@@ -1,8 +1,8 @@
 """Group creation for torch.distributed, and `DeviceBackend` for combinations such as "cpu:paceline,cuda:nccl".
 
 If a backend is itself a process group, PyTorch uses it as the entire group. For a combination of backends, the Paceline
-group is therefore wrapped in a subclass of PyTorch's class `Backend`, which Python code can subclass from PyTorch 2.14
-on.
+group is therefore wrapped in a subclass of PyTorch's class `Backend`, which Python code can subclass in PyTorch 2.14
+and later.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _form(
 
 
 def _default_world() -> World | None:
-    """Returns the Paceline group behind torch's default group, or None if there is none."""
+    """Returns the Paceline group that implements torch's default group, or None if there is none."""
     whole = torch_dist.group.WORLD
     group = None if whole is None else paceline_group_of(whole)
     return None if group is None else group.world

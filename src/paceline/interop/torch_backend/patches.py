@@ -5,8 +5,8 @@
   programs may depend on the name.
 - `replace_store_factory`: the store that `paceline run` serves for torch outlives process groups. A program that
   creates its default group again would find the addresses of earlier processes, so each rendezvous after the first uses
-  its own key prefix. The replacement also prevents torch from using the launcher's store for other addresses; for
-  these, rank 0 serves a store as it does without a launcher.
+  its own key prefix. The replacement also prevents torch from using the launcher's store for other addresses; for such
+  addresses, rank 0 serves a store, as without a launcher.
 - `replace_shrink_group`: `shrink_group` wraps the new backend in a process group, which accepts only instances of the
   C++ class `Backend`. A Paceline group is itself a process group, and the replacement returns it unchanged.
 """

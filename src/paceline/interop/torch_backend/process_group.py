@@ -490,11 +490,11 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         )
 
     def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> TorchWork:
-        """Waits until all ranks have called it."""
+        """Waits until all ranks have called this method."""
         return self._finish(opts, timeout, [], self._group.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have called it. Error messages begin with gloo's message.
+        """Waits until all ranks have called this method. Error messages begin with gloo's message.
 
         As with gloo, `timeout` applies to rank 0. The other ranks wait for rank 0, at least for the group's timeout.
         """

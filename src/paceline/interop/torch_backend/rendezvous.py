@@ -1,4 +1,7 @@
-"""The rendezvous of a torch.distributed group through torch's store. If the job has no secret, the store shares one."""
+"""The rendezvous of a torch.distributed group through torch's store.
+
+If the job has no secret, one is shared through the store.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters between Paceline's stores and torch.distributed's, and the creation of torch's default group with them."""
+"""Adapters between Paceline's stores and torch.distributed's stores, and creation of torch's default group with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.comm.group.default import default_world
 from paceline.comm.store.store import PrefixStore, Store, StoreAnswer, StoreOp, StoreStatus
 
 # The adapter polls, because torch's own `wait` prints a warning on each timeout and cannot be interrupted. The pause
-# between polls increases with the time waited, which keeps polls rare and extends waits by at most a sixteenth.
+# between polls increases with the time waited, so that polls are rare and waits are extended by at most a sixteenth.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHARE_OF_WAIT = 0.001, 0.25, 1 / 16
 
 

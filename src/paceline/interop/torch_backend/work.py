@@ -77,7 +77,7 @@ class RunningWork(TorchWork):
         return self._running.result()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Returns a future for the output tensors. It completes even if `wait` is never called."""
+        """Returns a future for the output tensors. The future completes even if `wait` is never called."""
         _kept.discard(self)
         return _completed(self.result()) if self._written else self._running.get_future()
 
@@ -144,7 +144,7 @@ def _completed(results: list[torch.Tensor]) -> torch.futures.Future[list[torch.T
 
 
 def keep_alive(work: RunningWork | FinishedWork) -> RunningWork | FinishedWork:
-    """Keeps `work` alive until `wait` or `get_future` is called, on PyTorch releases that do not; returns `work`."""
+    """Keeps `work` alive until `wait` or `get_future` is called, if this PyTorch release does not; returns `work`."""
     if not _KEEPS_WORKS:
         _kept.add(work)
     return work

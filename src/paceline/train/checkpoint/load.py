@@ -61,7 +61,7 @@ def load(
 
     Modules, optimizers, tensors and all other objects with `load_state_dict` are restored in place, and plain values
     are replaced in the dict. Data that all ranks need is read once, by one of the ranks, and sent to the others. State
-    that is divided among the ranks, as by ZeRO, is read by each rank for itself.
+    that is divided among the ranks, for example by ZeRO, is read by each rank separately.
 
     Args:
         state: the objects, by the names with which they were saved; some names may be missing. None is replaced with
@@ -70,7 +70,7 @@ def load(
             in it; or a checkpoint from another library, which is a file written by `torch.save`, a directory written by
             `torch.distributed.checkpoint`, or a safetensors file.
         strict: whether everything in the state must be in the checkpoint, and modules must have the same parameters.
-            A module without parameters, buffers and extra state may be missing. Default: True.
+            A module without parameters, buffers or extra state may be missing. Default: True.
         group: the ranks that load, or None for the default group. A process without a group loads alone. Default: None.
         shared: whether all ranks share the disk. If False, each rank reads the files on its own disk, and fetches all
             other files from ranks that can read them. A checkpoint is complete if each of its files is on the disk of

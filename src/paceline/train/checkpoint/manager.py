@@ -154,7 +154,7 @@ class CheckpointManager:
         return is_saved
 
     def restore(self, state: TrainingState) -> int | None:
-        """Loads the newest complete checkpoint into `state`, as `paceline.load` does; every rank calls this.
+        """Loads the newest complete checkpoint into `state` (see `paceline.load`); every rank calls this.
 
         Reports newer checkpoints that were skipped, and the reasons, on stderr. With `peer_copies`, it also reports
         whether the checkpoint was loaded from memory.
@@ -309,7 +309,7 @@ class CheckpointManager:
             self._write(step, state, SingleRank(), asynchronous=False, may_copy=False)
 
     def _is_saved(self, step: int) -> bool:
-        """Returns whether a checkpoint of a step exists, or another worker is writing one."""
+        """Returns True if a checkpoint of the step exists or another worker is writing one."""
         storage, stem = self._root.storage, f"step_{step:010d}"
         return any(name.startswith(stem) or (stem in name and storage.is_held(name)) for name in storage.names())
 
@@ -318,7 +318,10 @@ class CheckpointManager:
 
 
 class EndingSignals:
-    """Records a SIGTERM, which lets the loop end after the current step. A second one ends the process immediately."""
+    """On the first SIGTERM, requests that the loop stop after the step.
+
+    A second one terminates the process immediately.
+    """
 
     def __init__(self) -> None:
         self.has_arrived = False

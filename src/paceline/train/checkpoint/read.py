@@ -42,8 +42,7 @@ class ReadItem:
 
     Attributes:
         name: the name of the tensor.
-        region: the region.
-        memory: the destination, a contiguous CPU tensor with the saved dtype.
+        region: the region of the tensor to read. memory: the destination, a contiguous CPU tensor with the saved dtype.
         by_all: whether every rank requests the same region. If so, one rank reads it and sends it to the others.
     """
 
@@ -318,8 +317,7 @@ class PieceRequest:
         server: the rank that serves the request.
         name: the name of the tensor.
         piece: the index of the piece in the manifest.
-        region: the region.
-        nbytes: the size of the response in bytes.
+        region: the requested region of the tensor. nbytes: the size of the response in bytes.
     """
 
     server: int
@@ -401,7 +399,8 @@ def _exchange(
             batch = asked[sends.start : sends.stop]
             sent = torch.zeros(sum(request.nbytes for request in batch), dtype=torch.uint8, device="cpu")
             answer = encode_result(partial(_read_pieces, plan, batch, sent), channel.me)
-            fault = fault if is_success(answer) else answer  # zeros are sent, and the error is raised at the end
+            # if reading failed, zeros are sent in place of the data, and the error is raised after the exchange
+            fault = fault if is_success(answer) else answer
             work = channel.group.send(sent, target, 0, True)
         if receives is not None:
             own_batch = own[receives.start : receives.stop]

@@ -367,7 +367,7 @@ def _pinned_memory_of(nbytes: int) -> torch.Tensor:
 
 
 def _memory_of(nbytes: int) -> torch.Tensor:
-    """Returns aligned memory, in huge pages if available, which disks accept in larger writes.
+    """Returns aligned memory, in huge pages if available, because disks accept larger writes from huge pages.
 
     Raises:
         CheckpointError: there is too little memory.

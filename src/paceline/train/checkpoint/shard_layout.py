@@ -211,7 +211,7 @@ def _offset_of(weight_slice: WeightSlice) -> tuple[int, ...]:
 
 
 def is_divided(value: nn.Module | Optimizer) -> bool:
-    """Returns whether `Pipeline` or `parallelize_module` divides the given model, or that of the given optimizer."""
+    """Returns True if `Pipeline` or `parallelize_module` divides the given model (or the given optimizer's model)."""
     if isinstance(value, Pipeline):
         return True
     return any(

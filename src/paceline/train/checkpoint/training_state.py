@@ -153,7 +153,7 @@ def keys_in_whole(module: nn.Module) -> Set[str]:
 
 
 def may_be_missing(value: object) -> bool:
-    """Returns whether a checkpoint may lack an object, as it may lack pending gradients and modules without state."""
+    """Returns whether a checkpoint may lack an object, such as pending gradients or a module without state."""
     module = module_of(value)
     return isinstance(value, PendingGradients) or (module is not None and not keys_in_whole(module))
 

@@ -309,7 +309,7 @@ class GradientCheck:
             self._seen_on_device += [tensor for tensor in tensors if not tensor.is_cpu]
 
     def _look_on_device(self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, keep: bool = True) -> None:
-        """Enqueues the norms of gradients; with `keep`, the same memory is checked again for averages."""
+        """Enqueues the norms of gradients; if `keep` is true, the same memory is checked again for averages."""
         if is_capturing(tensors[0].device):
             return
         values = [
@@ -440,7 +440,7 @@ class GradientCheck:
             self._follow_steps()
 
     def warn_pending(self) -> None:
-        """Warns about non-finite gradients that were not applied; called at exit, because they may be its cause."""
+        """Warns about non-finite gradients that were not applied; called at exit, as they may have caused it."""
         with contextlib.suppress(RuntimeError):  # a device may have failed
             self._judge_outcomes()
         self._warn(self.history.applied(), applied=False)

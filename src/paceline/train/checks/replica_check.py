@@ -255,9 +255,9 @@ class ReplicaCheck:
     """Compares the replicas of a module at the end of some backward passes, and warns on rank 0 about differences.
 
     At the end of a backward pass, every rank has applied the same steps, even if some ranks have run additional
-    forward passes. Digests of tensors on devices are compared at the end of the next backward pass, which avoids
-    waiting for the device. The check compares parameters and the optimizers that have stepped. It does not compare
-    random states, because ranks may use different seeds and may run evaluations independently.
+    forward passes. Digests of tensors on devices are compared at the end of the next backward pass, to avoid waiting
+    for the device. The check compares parameters and the optimizers that have stepped. It does not compare random
+    states, because ranks may use different seeds and may run evaluations independently.
 
     Args:
         module: the module.

@@ -172,7 +172,7 @@ class _Collate:
 
 @contextmanager
 def _hidden_worker_info() -> Iterator[None]:
-    """Makes `get_worker_info` return None, as in a main process, which keeps a dataset from splitting itself again."""
+    """Makes `get_worker_info` return None, as in a main process, so that a dataset does not split itself again."""
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:

@@ -179,7 +179,7 @@ class ReadBatch(NamedTuple):
 
 
 class RankSlot(NamedTuple):
-    """A rank's slot among the `ranks` that share a batch; `rank` is None if it joined too late for the batch."""
+    """A rank's slot among the `ranks` that share a batch; `rank` is None if the rank joined too late for the batch."""
 
     ranks: int
     rank: int | None

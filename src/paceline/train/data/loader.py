@@ -76,10 +76,10 @@ class StatefulLoader(Generic[Sample]):
     - `state_dict` and `load_state_dict` on the dataset or its iterator save and restore the position, if
       `dataset_state` is True. Resuming an epoch then reads at most one step again.
 
-    If the dataset has `set_epoch`, it is called with the epoch before each reading, including in workers.
+    If the dataset has `set_epoch`, it is called with the epoch before each pass over the dataset, including in workers.
 
-    In an epoch, a stream must yield the same samples in the same order to every rank and in every reading. While a
-    stream is read, `get_worker_info` returns None even in workers, which keeps a dataset from splitting itself.
+    In an epoch, a stream must yield the same samples in the same order to every rank and in every pass. While a stream
+    is read, `get_worker_info` returns None even in workers, so a dataset does not split itself.
 
     Args:
         dataset: an indexable dataset with a length, or an `IterableDataset`.
@@ -146,7 +146,7 @@ class StatefulLoader(Generic[Sample]):
         self.epoch = 0
         self._position = 0
         self._returned: tuple[int, ...] = ()  # earlier places to read again at the end of the epoch
-        self._bookmark = StreamPosition(0)  # at most one step before the position if it has a state
+        self._bookmark = StreamPosition(0)  # at most one step before the position if the bookmark has a state
         self._assigner: BatchAssigner | None = None
         self._step: EpochStep | None = None  # the latest step in an elastic job
         self._ordered: tuple[tuple[int, bool, int, int], list[int]] | None = None  # a key and its cached order

@@ -55,7 +55,7 @@ class DistributedSampler(Sampler[int]):
         self.drop_last = drop_last
         self.epoch = 0
         self._passes = 0  # the number of iterations that passed half of the samples
-        self._warned = False  # set by `set_epoch` too, since such a program needs no warning
+        self._warned = False  # also set by `set_epoch`, because a program that calls it needs no warning
         if not isinstance(dataset, Sized):
             raise TypeError(
                 f"DistributedSampler: dataset is a {type(dataset).__name__} without a length; it must be a map-style "

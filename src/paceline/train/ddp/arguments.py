@@ -105,7 +105,7 @@ def require_whole_pairs(
     """Checks combinations of arguments that depend on or exclude each other.
 
     Raises:
-        ValueError: an argument lacks the argument that it depends on, or is combined with one that excludes it.
+        ValueError: an argument is given without the argument on which it depends, or with one that excludes it.
     """
     if deterministic != (logical_shards is not None) or (deterministic and device_ids):
         raise ValueError(

@@ -21,8 +21,8 @@ class DeferredFuture(Generic[T]):
     `DeferredFuture` run in the order in which the reducer waits, which is the same on every rank. Callbacks of
     `Work.get_future` run in the order in which calls complete, which may differ between ranks.
 
-    This class does not derive from `torch.futures.Future`, because `torch.futures.collect_all` waits in C++, where it
-    could not compute the value. Use this module's `collect_all` instead; torch's function rejects a `DeferredFuture`.
+    This class does not derive from `torch.futures.Future`, because `torch.futures.collect_all` waits in C++, where the
+    value cannot be computed. Use this module's `collect_all` instead; torch's function rejects a `DeferredFuture`.
     """
 
     def __init__(self, compute: Callable[[], T]) -> None:
@@ -39,7 +39,7 @@ class DeferredFuture(Generic[T]):
         return self._compute is None
 
     def wait(self) -> T:
-        """Returns the value, which the first call computes. If the computation fails, every call raises its error."""
+        """Returns the value, computed by the first call. If the computation fails, every call raises its error."""
         compute, self._compute = self._compute, None
         if compute is not None:
             try:

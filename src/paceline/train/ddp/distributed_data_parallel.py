@@ -133,8 +133,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         seed: with `deterministic`, the seed of the shards' random numbers.
         overlap: whether gradients are reduced while backward computes others. If None, reduction overlaps on GPUs, and
             on the CPU if every rank has a spare core (see docs/data-parallel.md).
-        checks: whether to warn about non-finite gradients and differing replicas (see docs/data-parallel.md). A number
-            sets the number of steps between comparisons of the replicas. If None, PACELINE_CHECKS applies.
+        checks: whether to warn about non-finite gradients and differing replicas (see docs/data-parallel.md). An
+            integer specifies the number of steps between comparisons of the replicas. If None, PACELINE_CHECKS applies.
         wire: the format to which gradients are rounded between hosts, with error feedback: "bf16", "int8" or "int4"
             (see docs/slow-networks.md); the group's wire if None.
 

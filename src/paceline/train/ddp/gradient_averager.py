@@ -473,7 +473,7 @@ class BucketWires:
 def choose_wire(
     wire: WireKind | None, group: ProcessGroup, excluded: Mapping[str, bool], params: Mapping[str, nn.Parameter]
 ) -> tuple[WireKind | None, Exception | None]:
-    """Returns the format for rounding gradients between hosts, and the error (or None) if they cannot be rounded.
+    """Returns the format for rounding gradients between hosts, and an error (or None) if rounding is impossible.
 
     Args:
         wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the

@@ -1,8 +1,8 @@
 """GradientBuckets: collects the gradients of a module in buckets for reduction.
 
-On the CPU, a gradient is reduced in place if it has its parameter's dtype and layout, as gradients from autograd do.
+On the CPU, gradients with the dtype and layout of their parameters, such as those from autograd, are reduced in place.
 Other gradients are reduced in copies, which are written back when all reductions have completed. A gradient that shares
-its memory with other tensors may be reduced in a copy that replaces it, which preserves the values of those tensors. On
+its memory with other tensors may be reduced in a copy that replaces it, to preserve the values of those tensors. On
 other devices, where a call for each gradient would cost more than a copy, the gradients of a bucket become views of one
 flat tensor (`FlatGradients`).
 
@@ -325,7 +325,7 @@ class BucketGradients:
         memory = GradientMemory([whole.data_ptr(), whole.nbytes], [whole], self._count, views=views)
         for param, gradient, view in zip(self.params, gradients, views, strict=True):
             # Autograd does not create views, so a view was created by the user, who may read its base. A gradient with
-            # a graph must keep the graph. Both receive the values in place.
+            # a graph must keep the graph. In both cases, the values are copied in place.
             if gradient._is_view() or gradient.requires_grad:
                 memory.copies.append((param, view))
             else:

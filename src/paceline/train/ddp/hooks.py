@@ -36,12 +36,12 @@ def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduc
 
 
 def fp16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket in float16, which halves the traffic of float32. The engine adds in float32."""
+    """Averages the bucket in float16, with half the traffic of float32. The engine adds in float32."""
     return fp16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
 def bf16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket in bfloat16, which has the range of float32 and less precision than float16."""
+    """Averages the bucket in bfloat16, a format with the range of float32 and less precision than float16."""
     return bf16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
@@ -174,7 +174,7 @@ def _restore(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(quantised: torch.Tensor, scales: torch.Tensor) -> list[torch.Tensor]:
-    """Returns integers and scales as uint8 views, which one call can send together."""
+    """Returns integers and scales as uint8 views, so that one call can send both."""
     return [quantised.view(torch.uint8), scales.view(torch.uint8)]
 
 

@@ -16,8 +16,8 @@ from paceline.train.module_tensors import broadcast_bytes, broadcast_tensors, by
 class ModuleStructure:
     """Records the parameters and submodules of a module at construction, or at the latest call to `accept`.
 
-    The record is compared by object identity in C, which takes about 0.1 ms for a module with 400 layers. Iterating
-    over `parameters()` takes several times as long.
+    The record is compared by object identity in C. The comparison takes about 0.1 ms for a module with 400 layers.
+    Iterating over `parameters()` takes several times as long.
 
     Args:
         module: the module.
@@ -59,7 +59,7 @@ class ModuleStructure:
         return not any(self._empty) and self._ids == list(map(id, self._list_members()))
 
     def buffers(self) -> list[torch.Tensor]:
-        """Returns the module's current buffers without duplicates, ignored buffers and meta buffers."""
+        """Returns the module's current buffers without duplicates, ignored buffers or meta buffers."""
         members = list(chain.from_iterable(table.values() for table in self._buffer_tables))
         if len(members) != len(self._buffer_members) or any(
             now is not before for now, before in zip(members, self._buffer_members, strict=True)

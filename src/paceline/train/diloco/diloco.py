@@ -154,7 +154,7 @@ class DiLoCo:
         mix: the weight, at least 0 and less than 1, of the rank's own parameters from the start of the exchange. The
             outer parameters have the weight `1 - mix`.
         grace_s: the time in seconds that an exchange waits for other ranks after the first has arrived. A late rank is
-            left out, and its progress is included in the fragment's next exchange. If None, an exchange waits for all
+            excluded, and its progress is included in the fragment's next exchange. If None, an exchange waits for all
             ranks. In either case, exchanges wait until every rank has called `step` for the first time.
         process_group: the ranks; the default group if None.
 
@@ -254,7 +254,7 @@ class DiLoCo:
     def finish(self) -> None:
         """Completes all exchanges and sets the parameters to the mean over all ranks, bitwise equal on every rank.
 
-        Every rank must call this; the call waits for ranks that are behind. Buffers that are not averaged are copied
+        Every rank must call this; the call waits for ranks that lag behind. Buffers that are not averaged are copied
         from the first rank. Training may continue afterward.
         """
         self._proceed()

@@ -34,7 +34,7 @@ class MailboxClosedError(Exception):
 
 
 class ExchangeMailbox:
-    """Stores this rank's tensors until they are exchanged, and results until the training uses them.
+    """Stores this rank's tensors until they are exchanged, and results until the training loop consumes them.
 
     Args:
         number: the index of the first exchange.
@@ -109,7 +109,7 @@ class ExchangeMailbox:
         self.changed.wait(seconds)
 
     def latest_offer_from(self, number: int) -> int | None:
-        """Returns the latest exchange that has started if `number` has started, else FINISHED or None.
+        """Returns the latest started exchange if `number` has started, else FINISHED if training is complete, or None.
 
         The caller holds `changed`.
         """
@@ -118,7 +118,7 @@ class ExchangeMailbox:
         return FINISHED if self._has_finished else None
 
     def take(self, number: int, takes_part: bool, blank: Callable[[], Tensors]) -> Tensors:
-        """Removes and returns this rank's tensors for a decided exchange; returns zeros if it does not participate."""
+        """Removes and returns this rank's tensors for a decided exchange, or zeros if the rank does not participate."""
         with self.changed:
             self.decided = number + 1
             offer = self._offers.pop(number, None)
@@ -131,7 +131,7 @@ class ExchangeMailbox:
             self.changed.notify_all()
 
     def end(self, error: BaseException | None) -> None:
-        """Records that no further exchanges will run, because all ranks have finished (None) or because of an error."""
+        """Records that no further exchanges will run, either because of `error` or because all ranks have finished."""
         with self.changed:
             self._have_all_finished, self._error = error is None, error
             self.changed.notify_all()

@@ -238,7 +238,7 @@ class Exchanges(Protocol):
         ...
 
     def most(self, number: int) -> int:
-        """Returns the maximum of the ranks' numbers; called after all ranks have left."""
+        """Returns the maximum of `number` over all ranks; called after all ranks have left."""
         ...
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -369,7 +369,7 @@ class BackgroundExchanges:
         return offer
 
     def most(self, number: int) -> int:
-        """Returns the maximum of the ranks' numbers."""
+        """Returns the maximum of `number` over all ranks."""
         largest = torch.tensor([number], device="cpu")
         self._group.all_reduce(largest, ReduceOp.MAX)
         return int(largest)

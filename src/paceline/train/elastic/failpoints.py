@@ -70,7 +70,7 @@ def arm(worker: str, orders: str) -> None:
     """Arms the orders for `worker` and ignores those for other workers.
 
     Raises:
-        ValueError: An order is malformed or names an unknown point or action.
+        ValueError: An order is malformed, or its point or action is unknown.
     """
     _orders.clear()
     for order in filter(None, orders.split(",")):

@@ -2,8 +2,8 @@
 
 A replacement worker runs the script from the start, which may occupy a core for some time. If all cores are busy, this
 slows the training workers down. `LoweredPriorities` lowers the priority of such a process until it trains. Restoring
-the priority requires CAP_SYS_NICE (usually root) or a sufficient RLIMIT_NICE; without either, it is not lowered.
-`run_at_low_priority` moves single tasks to a thread of lower priority, which needs no privilege.
+the priority requires CAP_SYS_NICE (usually root) or a sufficient RLIMIT_NICE; without either, the priority is not
+lowered. `run_at_low_priority` moves single tasks to a thread of lower priority, which needs no privilege.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import msgspec
 
 from paceline.comm.security.untrusted_peers import decode_untrusted
 
-LARGEST_DATAGRAM = 1 << 16  # bytes of a datagram
+LARGEST_DATAGRAM = 1 << 16  # maximum size of a datagram in bytes
 LEFT_OUT, OUTVOTED = 75, 76  # exit codes after exclusion from a view, and after a wrong result or state
 _NUMBERS = 1 << 16  # maximum number of machines in a job
 _MOST_TRANSFERS = 16  # maximum number of transfers in the replicated state
@@ -46,7 +46,7 @@ class Ready(_WorkerMessage, frozen=True):
 
 
 class TransferReady(_WorkerMessage, frozen=True):
-    """The sender serves the state before round `round` and all later results at `address`, or refuses if that is ""."""
+    """The sender serves the state before round `round` and all later results at `address`, or refuses if it is ""."""
 
     transfer: int
     round: int
@@ -87,7 +87,7 @@ class LoopFinished(_WorkerMessage, frozen=True):
 
 
 class View(_WorkerMessage, frozen=True):
-    """The workers that train together from now on.
+    """The workers that now train together.
 
     Attributes:
         generation: The view number, larger than that of any earlier view.
@@ -184,10 +184,10 @@ class LauncherAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The facts about a job that every launcher stores, which allow any launcher to take over as coordinator.
+    """The state of a job that every launcher stores, so that any launcher can take over as coordinator.
 
-    These facts never become false, so those of several launchers can be merged. A launcher that has recorded a worker's
-    death also has all views that the worker received.
+    Its statements never become false, so the copies of several launchers can be merged. A launcher that has recorded a
+    worker's death also has all views that the worker received.
 
     Attributes:
         term: The largest known term of a coordinator.
@@ -196,7 +196,7 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         complete: The generation of the last view that all its members are known to have entered, or 0.
         views: The last complete view and all later ones.
         dead: The members of these views whose death was confirmed.
-        ended: The numbers of the machines whose launchers and workers have ended.
+        ended: The numbers of the machines whose launchers and workers have exited.
         peers: The machines with their launchers' addresses.
         transfers: The last transfer to each receiver that may not have caught up.
         job: An identifier that distinguishes this job from all others.
@@ -253,8 +253,8 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         first_slot: The number of the launcher's first slot in the job.
         knowledge: The launcher's copy of the job state.
         workers: The running workers.
-        ended: For each worker that has ended, its name, a description of the cause, and its exit code.
-        is_leaving: Whether the launcher will exit as soon as its workers have ended.
+        ended: For each worker that has exited, its name, a description of the cause, and its exit code.
+        is_leaving: Whether the launcher will exit as soon as its workers have exited.
     """
 
     number: int
@@ -292,7 +292,7 @@ def next_term(term: int, number: int) -> int:
 
 
 def merge_job_states(parts: Iterable[ReplicatedJobState]) -> ReplicatedJobState:
-    """Merges the facts of several launchers."""
+    """Merges the job states of several launchers."""
     known = sorted(parts, key=lambda state: (state.term, state.coordinator))
     if not known:
         return ReplicatedJobState()
@@ -353,7 +353,7 @@ class StartOrder(_Order, frozen=True):
 
 
 class HandoverOrder(_Order, frozen=True):
-    """Follow machine `to` from now on. That machine stands as a candidate, and the current coordinator exits."""
+    """Follow machine `to`. That machine stands as a candidate, and the current coordinator exits."""
 
     machine: str
     to: int
@@ -367,7 +367,7 @@ class FenceStalledOrder(_Order, frozen=True):
 
 
 class CloseSlotsOrder(_Order, frozen=True):
-    """Stop replacing workers that end. Running workers continue."""
+    """Stop replacing workers that exit. Running workers continue."""
 
     machine: str
     reason: str

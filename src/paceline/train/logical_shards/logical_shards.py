@@ -75,7 +75,7 @@ class LogicalShards:
     For bitwise equal results, runs must also use the same CPU or GPU model, the same version of torch and the same
     number of threads, which the constructor sets for this process. GPU training additionally requires
     `torch.use_deterministic_algorithms(True)`, because the order of additions varies in some GPU kernels. Each shard
-    has a random stream on the GPU too, which makes dropout independent of the number of ranks.
+    also has a random stream on the GPU, so dropout does not depend on the number of ranks.
 
     Args:
         module: the unwrapped model, the same on every rank. Rank 0's parameters and buffers are copied to all ranks.
@@ -320,7 +320,7 @@ def _change(after: torch.Tensor, before: torch.Tensor, weight: float) -> torch.T
 
 
 def _of_first_shard(buffer: torch.Tensor, shard: int) -> torch.Tensor:
-    """Returns the buffer for shard 0 and zeros for other shards, which makes the sum equal to shard 0's buffer."""
+    """Returns the buffer for shard 0 and zeros for other shards, so that the sum equals shard 0's buffer."""
     summable = buffer.to(torch.uint8) if buffer.dtype is torch.bool else buffer
     return summable.clone() if shard == 0 else torch.zeros_like(summable)
 

@@ -62,7 +62,7 @@ class StepBatches(list[ShardBatch]):
         self._read = read
 
     def without_data(self) -> StepBatches:
-        """Returns a copy without the batches, which frees their memory; `of` reads batches again on demand."""
+        """Returns a copy without the batches, to free their memory; `of` reads batches again on demand."""
         return StepBatches([], self._read)
 
     def of(self, shard: int) -> ShardBatch | None:

@@ -28,8 +28,8 @@ class ShardLoader:
 
     A shard's samples depend on the number of shards, but not on the number of ranks. The last step of an epoch divides
     the remaining samples among all shards; shards without samples have no batch. Each batch is read with its own random
-    stream, which makes augmentation independent of the number of ranks and workers. Each iteration over the loader is
-    an epoch or, after `load_state_dict`, the rest of one.
+    stream, so augmentation does not depend on the number of ranks or workers. Each iteration over the loader is an
+    epoch or, after `load_state_dict`, the rest of one.
 
     Args:
         dataset: an indexable dataset with a length.
@@ -164,8 +164,8 @@ class ShardLoader:
 class _Batches:
     """The DataLoader's batch sampler: yields each batch as a key followed by sample indices.
 
-    The sampler does not reference the `ShardLoader`. If it did, the reference cycle would leave the loader's worker
-    processes to the garbage collector, which takes five seconds to end each of them.
+    The sampler does not reference the `ShardLoader`. With a reference cycle, the garbage collector would stop the
+    loader's worker processes, and would take five seconds for each of them.
     """
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ def add_up(
 ) -> Value:
     """Returns the value of `node`: a known value, the value of a single shard, or the left half plus the right half.
 
-    The sum is computed depth first, which keeps at most one value per tree level in memory.
+    The sum is computed depth first, so that at most one value per tree level is in memory.
     """
     if node in known:
         return known[node]

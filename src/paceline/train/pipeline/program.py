@@ -244,7 +244,7 @@ def _run(program: PipelineProgram, blocks: bool) -> None:
 
 
 def _deliver(ranks: list[_Rank], arrived: set[StageMessage], blocks: bool) -> bool:
-    """Delivers messages that are sent and posted; with `blocks`, only messages at the head of both ranks' queues."""
+    """Delivers messages that are sent and posted; if `blocks`, only messages at the head of both ranks' queues."""
     before = len(arrived)
     for rank in ranks:
         for message in list(rank.sends)[: 1 if blocks else None]:

@@ -80,9 +80,10 @@ class GradientExchange:
     Args:
         shards: the slices that each rank owns.
         names: the names of the parameters, in the order of `shards.by_param`.
-        groups: the ranks.
-        check: a check of this rank's gradients before they are averaged, or None.
-        by_round: whether a round's averages are used before the next round starts, and may then be overwritten.
+        groups: the process groups within and across hosts. check: a check of this rank's gradients before they are
+        averaged, or None.
+        by_round: True if each round's averages are consumed before the next round starts, so that the next round may
+            overwrite them.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class GradientExchange:
         self._by_round = by_round
         self._averages = groups.across is None  # whether the reduction within the host computes averages
         self._applies_updates = shards.cuts and self._averages and applies_updates(groups.host)
-        # - Facts on which the ranks have agreed
+        # - Values on which the ranks have agreed
         self._anywhere: list[bool] = []  # per parameter: whether any rank has a gradient
         self.idle = 0  # the number of ranks without inputs
         self.divides_by_active = False  # whether averages count only ranks with inputs

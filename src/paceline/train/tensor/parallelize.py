@@ -250,7 +250,7 @@ def _summing(group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _become(module: nn.Module, kind: type[Divided], group: ProcessGroup) -> Divided:
-    """Changes the class of a layer in place, which preserves hooks, names and references to the layer."""
+    """Changes the class of a layer in place, to preserve hooks, names and references to the layer."""
     module.__class__ = kind
     divided_module = cast(Divided, module)
     divided_module.group = group

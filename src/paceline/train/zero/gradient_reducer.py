@@ -1,9 +1,9 @@
 """ShardedGradientReducer: averages gradients on their owners during backward and frees them elsewhere (ZeRO stage 2).
 
-A bucket is reduced when its last gradient is ready. With `in_order`, a bucket also waits for all earlier buckets, which
-gives all ranks the same order of reductions regardless of autograd's order. Buckets with missing gradients are reduced
-when backward ends. `ClippingWatch` warns if a program changes gradients that are not averages over all ranks, for
-example with torch's clip_grad_norm_.
+A bucket is reduced when its last gradient is ready. With `in_order`, a bucket also waits for all earlier buckets, so
+that all ranks reduce in the same order regardless of autograd's order. Buckets with missing gradients are reduced when
+backward ends. `ClippingWatch` warns if a program changes gradients that are not averages over all ranks, for example
+with torch's clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class ShardedGradientReducer:
         self._reduced = reduced
         self._joinable = joinable
         self.divide_by_initial_world_size = True  # within Join
-        self.active = [True] * group.size()  # one flag per rank: whether the rank took part in the latest backward pass
+        self.active = [True] * group.size()  # one flag per rank: whether it participated in the latest backward pass
         self._scale = 1.0
         self._recorded = RecordedBuckets("zero")
         self._lock = threading.Lock()  # autograd calls `_arrive` on one thread per device
@@ -337,7 +337,10 @@ def total_norm(
 
 
 def clip(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
-    """Scales gradients with total norm `total` to at most `max_norm`, as torch does, without device synchronization."""
+    """Scales gradients with total norm `total` to at most `max_norm`.
+
+    Like torch's function, this does not wait for the device.
+    """
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     on_devices = {scale.device: scale}
     for gradient in gradients:

@@ -142,7 +142,7 @@ def replica_check(module: nn.Module | None, params: Sequence[torch.Tensor], grou
 
 
 class PartitionedJoinHook(JoinHook):
-    """Takes part in the other ranks' steps on a rank that has run out of inputs.
+    """Participates in the other ranks' steps on a rank that has run out of inputs.
 
     Args:
         step: a function that performs a step to which this rank contributes no gradients.

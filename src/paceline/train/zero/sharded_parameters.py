@@ -2,7 +2,7 @@
 
 A layer's parameters are gathered from their owners before its forward pass and again before its backward pass, and are
 freed after each. Autograd saves views of the parameters' storage for backward. The same storage is therefore freed and
-later refilled, which makes the views valid again. A freed parameter has no elements, so code that reads it raises an
+later refilled, so the views become valid again. A freed parameter has no elements, so code that reads it raises an
 error instead of accessing freed memory.
 """
 
@@ -40,7 +40,7 @@ def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit
 
     These entries are usually the layers of a model, which run sequentially. A nested unit's parameters do not belong to
     the outer unit. The unit for the whole module contains parameters outside all layers and parameters that several
-    layers share, which keeps them present whenever code may read them.
+    layers share, so they are available whenever code may read them.
 
     Args:
         module: the model.

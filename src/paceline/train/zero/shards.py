@@ -32,7 +32,7 @@ class OwnedBytes(NamedTuple):
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Returns whether an optimizer is known to update elements independently, which allows parameters to be cut.
+    """Returns whether an optimizer is known to update elements independently, so that parameters may be cut.
 
     Only torch's own classes and `Lion` qualify; a derived class may compute on whole parameters.
     """
@@ -43,7 +43,8 @@ def assign_to_ranks(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[i
     """Assigns parameters in descending order of size to the rank with the least load, and cuts those that do not fit.
 
     Without cuts, the largest load is at most 4/3 of the optimum (Graham 1969); torch uses the same method. If a
-    parameter may be cut, the bytes beyond an even share go to the next rank, which happens at most once per rank.
+    parameter may be cut, the bytes beyond an even share are assigned to the next rank. This happens at most once per
+    rank.
 
     Args:
         sizes: the size of each parameter in bytes.

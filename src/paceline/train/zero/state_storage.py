@@ -162,7 +162,7 @@ class StateStorage:
                     shard.pinned = pinned_like(updated)
 
     def gradient_device(self, params: Sequence[torch.Tensor]) -> torch.device:
-        """Returns the device of the gradients that the optimizer uses; the first parameter's if there are several."""
+        """Returns the device of the gradients that the optimizer uses; if there are several, the first parameter's."""
         return torch.device(_CPU) if self._offload is not None else params[0].device
 
     def step(self, inner: Optimizer) -> None:
@@ -215,7 +215,7 @@ class StateStorage:
 
 
 class _AllocationIn(TorchFunctionMode):
-    """Redirects `zeros_like` on an optimizer's parameters, which optimizers use to create state, to a file."""
+    """Allocates in a file the state that an optimizer creates by calling `zeros_like` on its parameters."""
 
     def __init__(self, memory: FileMemory, updated: Iterable[torch.Tensor]) -> None:
         super().__init__()

@@ -208,7 +208,7 @@ def _are_records_whole(path: Path, file: BinaryIO) -> bool:
     """Checks that the records have the sizes given in the pickle, which torch does not check in mapped files.
 
     Returns:
-        Whether the records were checked. If not, the pickle contains more than tensors and plain values.
+        True if the records were checked, or False if the pickle contains more than tensors and plain values.
 
     Raises:
         CheckpointDamagedError: a record has a wrong size or overlaps another one.

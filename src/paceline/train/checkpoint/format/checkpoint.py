@@ -291,7 +291,7 @@ class _Blocks:
 
 
 def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
-    """Opens the checkpoint at a path or address, or the newest complete checkpoint if that is a root.
+    """Opens the checkpoint at a path or address, or the newest complete checkpoint if `where` is a root.
 
     Raises:
         CheckpointError: there is no complete checkpoint. The message contains the faults of all checkpoints.
@@ -453,7 +453,7 @@ def _copy(checkpoint: Checkpoint, names: list[str], file: OutputFile, total: int
 
 
 def _chunks(checkpoint: Checkpoint, name: str) -> Iterator[bytearray]:
-    """Yields the bytes of a tensor in chunks, which limits the memory for large tensors."""
+    """Yields the bytes of a tensor in chunks, to limit the memory required for large tensors."""
     entry = checkpoint.entry(name)
     total, step = prod(entry.shape), _CHUNK_NBYTES // ITEMSIZE[entry.dtype]
     for start in range(0, total, step):

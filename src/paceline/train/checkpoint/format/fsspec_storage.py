@@ -1,7 +1,7 @@
 """FsspecStorage: storage without renames, for object stores and other systems that fsspec supports.
 
-The manifest is written after all other files. A directory is therefore complete if it has a manifest, and unfinished if
-not. A digest detects whether the manifest itself is truncated.
+The manifest is written after all other files. A directory is therefore complete if it has a manifest, and otherwise
+unfinished. A digest detects whether the manifest itself is truncated.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _FsspecOutput:
         self._is_committed = True
 
     def close(self) -> None:
-        """Discards an uncommitted file, which closing would publish."""
+        """Discards an uncommitted file, because closing it would publish it."""
         if not self._is_committed:
             self._is_committed = True
             discard = getattr(self._file, "discard", None)

@@ -1,8 +1,8 @@
 """LocalStorage: storage in local or shared directories, with direct writes and locks against removal.
 
-`Disk` has one method for each operation that modifies a disk, which allows tests to interrupt or trace each of them.
-`DirectWriter` writes large files without the page cache, which would copy the data and delay the write. `open_regular`
-opens files with untrusted names or contents. It opens only regular files, and never blocks.
+`Disk` has one method for each operation that modifies a disk, so that tests can interrupt or trace each operation.
+`DirectWriter` writes large files without the page cache, because the cache would copy the data and delay the write.
+`open_regular` opens files with untrusted names or contents. It opens only regular files, and never blocks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from paceline.train.checkpoint.format.manifest import FILE as MANIFEST
 from paceline.train.checkpoint.format.storage import InputFile, OutputFile
 from paceline.train.elastic.failpoints import failpoint
 
-# Errors from file systems that cannot sync directories, such as some FUSE and CIFS mounts. They write names at once.
+# Errors from file systems that cannot sync directories, such as some FUSE and CIFS mounts. Such file systems write
+# names immediately.
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP)
-_MOST_VIEWS = 512  # maximum number of views in one call, for which Linux accepts 1,024
+_MOST_VIEWS = 512  # maximum number of views in one call; Linux accepts up to 1,024
 ALIGNMENT = 4096
 _BUFFER_NBYTES = 4 << 20
 _KINDS = {
@@ -278,8 +279,7 @@ class DirectWriter:
     """Appends to a file with direct writes, or with ordinary writes if the file system rejects direct writes.
 
     Direct writes must begin at multiples of 4 KiB in the file and in memory. Views with this alignment, such as copies
-    that `Staging` has laid out like the file, are written from their own memory. All other data is collected in a
-    buffer.
+    that `Staging` has laid out like the file, are written without a copy. All other data is collected in a buffer.
 
     Args:
         disk: the operations of the file system.
@@ -299,7 +299,7 @@ class DirectWriter:
         if not self._is_direct and not self._filled:
             self._write_out(list(views))
             return
-        aligned: list[memoryview] = []  # views that are written from their own memory
+        aligned: list[memoryview] = []  # views to write without a copy
         for view in views:
             if self._filled == 0 and len(view) % ALIGNMENT == 0 and _is_aligned(view, 0):
                 aligned.append(view)

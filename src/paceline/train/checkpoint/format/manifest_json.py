@@ -1,8 +1,8 @@
 """Encodes manifests as JSON. The last member is a digest of the preceding text, which detects truncation and edits.
 
-Digests (XXH3, 128 bits) detect accidental damage, not attacks, and take about as long as reading the memory. A
-cryptographic digest would take several times as long without more protection: a program that can change a file can also
-change the manifest.
+Digests (XXH3, 128 bits) detect accidental damage, not attacks. Computing them takes about as long as reading the
+memory. A cryptographic digest would take several times as long without more protection: a program that can change a
+file can also change the manifest.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def join_contributions(contributions: Sequence[bytes]) -> bytes:
 def contributions_from_bytes(data: bytes) -> tuple[list[RankPart], dict[str, Json]]:
     """Decodes joined contributions into the ranks' parts and the values.
 
-    If several ranks have a value with the same name, that of the lowest rank is used.
+    If several ranks have a value with the same name, the lowest rank's value is used.
     """
     contributions = msgspec.json.decode(data, type=list[_Contribution])
     values: dict[str, Json] = {}

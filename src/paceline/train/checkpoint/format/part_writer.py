@@ -30,8 +30,8 @@ class WriteItem:
         name: the name of the tensor.
         dtype: the safetensors name of the tensor's dtype.
         shape: the shape of the whole tensor.
-        region: the region.
-        data: the region's elements, contiguous and row-major, or a function that returns them. The elements must not
+        region: the location of the elements in the whole tensor. data: the region's elements, contiguous and row-major,
+        or a function that returns them. The elements must not
             change until `write_part` calls the function of the next item or returns.
     """
 
@@ -75,7 +75,7 @@ P = TypeVar("P", bound=_Sized)
 
 
 def in_files(pieces: Sequence[P], split_nbytes: int = SPLIT_NBYTES) -> Iterator[list[P]]:
-    """Yields the pieces of each file in byte order. Pieces with large elements are first, which keeps all aligned."""
+    """Yields the pieces of each file in byte order: those with the largest elements first, so that all are aligned."""
     members: list[P] = []
     nbytes = 0
     for piece in sorted(pieces, key=lambda piece: -ITEMSIZE[piece.dtype]):

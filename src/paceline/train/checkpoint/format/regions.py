@@ -100,7 +100,7 @@ def cut_out(region: Region, start: int, stop: int) -> list[Region]:
 
 
 def simplified(region: Region, shape: tuple[int, ...]) -> Region:
-    """Converts a region to `Flat` if its elements are contiguous in the flattened tensor; returns others unchanged."""
+    """Converts a region to `Flat` if its elements are contiguous in the flattened tensor, or returns it unchanged."""
     if isinstance(region, Flat):
         return region
     first_two = _runs_of_box(region, shape)
@@ -120,7 +120,8 @@ def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def _runs_of_box(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     if prod(box.shape) == 0:
         return
-    # The box spans the dimensions from `inner` on entirely. A run covers them and the box's extent in the one before.
+    # The box covers dimensions `inner` and later completely. A run covers these dimensions and the box's extent in the
+    # preceding one.
     inner = len(shape)
     while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
         inner -= 1

@@ -47,7 +47,7 @@ class Hold(Protocol):
     """Protects a directory from removal until this object is closed."""
 
     def close(self) -> None:
-        """Ends the protection. Idempotent."""
+        """Removes the protection. Idempotent."""
 
 
 class Described(Protocol):

@@ -1,22 +1,22 @@
 """The coordinator of an elastic job: a state machine that receives events and returns orders.
 
-The coordinator has no socket, process or clock: events arrive as calls with a timestamp. Events change facts
-(`elastic_job.py`, `worker_registry.py`, `views.py`), and `_settle` derives the orders from the facts alone. Reports of
-different workers may therefore arrive in any sequence. `membership_rules.py` implements the following rules, listed in
-the sequence in which they apply:
+The coordinator has no socket, process or clock: events arrive as calls with a timestamp. Events change the job's state
+(`elastic_job.py`, `worker_registry.py`, `views.py`), and `_settle` derives the orders from this state alone. Reports
+from different workers may therefore arrive in any sequence. `membership_rules.py` implements the following rules,
+listed in the sequence in which they apply:
 
 1. Once a member has finished, all rounds are committed and every member has the final state. No more workers join, no
-   quorum is needed, and the job ends when all members have finished and ended.
+   quorum is needed, and the job ends when all members have finished and exited.
 2. The first view is issued when all workers are ready, or some time after enough workers are ready.
-3. A forced view is issued when a member is absent (it ended, stalled, or is on an unreachable machine), or when
-   connections broke and no death explained that within `break_patience_s`. The forced view contains the remaining
+3. A forced view is issued when a member is absent (it has exited, is stalled, or is on an unreachable machine), or when
+   connections broke and no death explained this within `break_patience_s`. The forced view contains the remaining
    members of the base and the newcomers that have the state, and it requires a quorum.
 
    If no worker with the state is left, the coordinator waits for members that may return. It also gives newcomers time
    to report that they have the state, which they do when their connections break. If neither helps, the job restarts
    from the beginning if no round can have been committed; otherwise its state is lost and the job ends.
 
-   A stopped member is killed once the others continue without it, which prevents it from resuming among them. The last
+   A stopped member is killed once the others continue without it, to prevent it from resuming among them. The last
    worker with the state is never killed, regardless of how long it is stopped.
 4. When all members have entered the latest view, a planned view adds the ready workers and removes the leaving ones.
    Workers that can catch up while the others train do so first.
@@ -32,8 +32,9 @@ Workers follow these rules:
   the planned view.
 - No member continues in a view before all its members have the state.
 - In a view that must wait, all members finish a batch that any of them has begun, and begin no other.
-- A worker that receives a view without itself has lost its state, and exits or requests to join again. If it was asked
-  to exit, it exits with code 0: at the agreed batch if the view is planned and its connections work, else immediately.
+- A worker that receives a view of which it is not a member has lost its state, and exits or requests to join again. If
+  it was asked to exit, it exits with code 0: at the agreed batch if the view is planned and its connections work, else
+  immediately.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Coordinator:
         )
         self._job.identity, self._job.quiet_until_s = identity, now_s + policy.quiet_s
         self._is_resuming = False
-        self.retirement: CoordinatorHandover | None = None  # set when this coordinator's launcher is about to end
+        self.retirement: CoordinatorHandover | None = None  # set when this coordinator's launcher is about to exit
         self.lacks_quorum_s: float | None = None  # the time at which the quorum was lost
         self.deadline_s: float | None = now_s + policy.join_timeout_s
 
@@ -137,8 +138,8 @@ class Coordinator:
     ) -> CoordinatorOrders:
         """Takes over a job from another coordinator, given the reports of the machines that follow this one.
 
-        The other coordinator's last messages are repeated to workers that may have missed them. Workers that it left
-        out of a view stay out.
+        The other coordinator's last messages are repeated to workers that may have missed them. Workers that it
+        excluded from a view stay excluded.
 
         Args:
             reports: The machines' reports.
@@ -205,7 +206,7 @@ class Coordinator:
         return []
 
     def machine_listed(self, machine: str, now_s: float) -> CoordinatorOrders:
-        """Marks all workers of the machine as ended that were not reported after it joined."""
+        """Marks the machine's workers as exited if they were not reported after the machine joined."""
         found = self._registry.machines.get(machine)
         if found is None or found.listed is None:
             return []
@@ -217,7 +218,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def machine_lost(self, machine: str, why: str, now_s: float, silent_s: float = 0.0) -> CoordinatorOrders:
-        """Records that the machine is unreachable. Its workers may still run, and may train with others.
+        """Records that the machine is unreachable. Its workers may still be running, and may be training with others.
 
         Args:
             machine: The machine's name.
@@ -234,7 +235,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def machine_leaves(self, machine: str, now_s: float) -> CoordinatorOrders:
-        """Records that the machine's launcher has asked its workers to exit, and will exit when they have ended."""
+        """Records that the machine's launcher has asked its workers to exit, and will itself exit after them."""
         if (found := self._registry.machines.get(machine)) is not None:
             found.is_leaving = True
         return self._settle(now_s)
@@ -267,7 +268,7 @@ class Coordinator:
     def worker_started(
         self, uid: str, machine: str, now_s: float, messages: Sequence[FromWorker] = ()
     ) -> CoordinatorOrders:
-        """Records that a worker runs, or that a known worker still runs.
+        """Records that a worker is running, or that a known worker is still running.
 
         Args:
             uid: The worker's name.
@@ -294,8 +295,8 @@ class Coordinator:
     def worker_stalled(self, uid: str, why: str, now_s: float) -> CoordinatorOrders:
         """Records that a worker is unresponsive. The caller must have reported all its earlier messages.
 
-        If the other members can continue, a forced view leaves the worker out, and its launcher is ordered to kill it.
-        If the worker responds again, the caller must call `worker_started`.
+        If the other members can continue, a forced view excludes the worker, and the worker's launcher is ordered to
+        kill it. If the worker responds again, the caller must call `worker_started`.
         """
         worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives:
@@ -306,7 +307,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def worker_ended(self, uid: str, how: str, exit_code: int, now_s: float) -> CoordinatorOrders:
-        """Records that a worker has ended. The caller must have reported all its messages."""
+        """Records that a worker has exited. The caller must have reported all its messages."""
         worker = self._registry.workers.get(uid)
         if worker is None or not worker.lives:
             return []
@@ -327,7 +328,7 @@ class Coordinator:
         return self._settle(now_s)
 
     def _settle(self, now_s: float) -> CoordinatorOrders:
-        """Returns the orders that follow from the facts, and sets `deadline_s`."""
+        """Returns the orders that follow from the current state, and sets `deadline_s`."""
         job = self._job
         if self._is_resuming:
             return []
@@ -382,7 +383,7 @@ class Coordinator:
         return [] if orders is None else [*replication_orders(self._job, int(retirement.home.name)), *orders]
 
     def _raise_term(self, term: int) -> None:
-        """Raises the term above `term`, which gives later views higher generations than all views of that term."""
+        """Sets a term above `term`, so that later views have higher generations than any view from `term`."""
         views = self._job.views
         if self._home is not None and term > views.term:
             views.term = next_term(term, int(self._home))

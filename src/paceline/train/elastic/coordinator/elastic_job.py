@@ -1,4 +1,4 @@
-"""The coordinator's state of an elastic job: settings, facts and pending orders."""
+"""The coordinator's state of an elastic job: its settings, its known state, and the pending orders."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class CoordinatorPolicy:
         hope_s: The time for newcomers to report that they hold the state, after all known holders have died.
         quorum_timeout_s: The time for which a coordinator that lacks a quorum waits for one.
         join_timeout_s: The time for which the job waits for `min_workers`.
-        return_patience_s: The time since the last contact after which workers of an unreachable machine are left out,
-            unless workers report broken connections earlier.
+        return_patience_s: The time since the last contact after which an unreachable machine's workers are removed from
+            the view, unless workers report broken connections earlier.
         quiet_s: The time by which the first view is delayed in case another running job is reported.
-        follow_patience_s: The time for which a new coordinator waits for a machine to reconnect before it leaves the
-            machine's workers out.
+        follow_patience_s: The time for which a new coordinator waits for a machine to reconnect before it excludes the
+            machine's workers.
     """
 
     min_workers: int = 1
@@ -101,7 +101,7 @@ class ConnectionFailures:
 
 @dataclass
 class ElasticJob:
-    """The facts about a job, and the pending orders.
+    """The known state of a job, and the pending orders.
 
     Attributes:
         policy: The settings.
@@ -115,9 +115,9 @@ class ElasticJob:
         ending_s: The time at which the first worker finished, or None.
         leaving_s: The time since which all members have been asked to leave, or None.
         few_s: The time at which the number of members became too small, or None.
-        held: The message that names the workers for which the job waits, or None.
+        held: The message that lists the workers for which the job waits, or None.
         held_s: The time at which the wait for these workers began.
-        due_s: The times at which the facts must be evaluated again if no event arrives.
+        due_s: The times at which the state must be evaluated again if no event arrives.
         orders: The pending orders.
         is_shared: Whether other launchers may have to take over as coordinator.
         withheld: The recipients of the latest view while it waits for enough launchers to store it, or None.
@@ -166,12 +166,12 @@ class ElasticJob:
             self.orders.append(SendOrder(worker.machine.name, worker.uid, message))
 
     def dismiss(self, worker: WorkerRecord, reason: str, code: int = 0) -> None:
-        """Orders a worker to end."""
+        """Orders a worker to exit."""
         worker.phase = WorkerPhase.DISMISSED
         self.tell(worker, Dismissed(reason, code))
 
     def give(self, members: Sequence[WorkerRecord], *, is_planned: bool) -> None:
-        """Issues the next view, and sends it to its members and to the workers that it leaves out."""
+        """Issues the next view, and sends it to its members and to the workers that it excludes."""
         outside = (
             [worker for worker in self.registry.workers.values() if worker.phase is WorkerPhase.OUTSIDE]
             if self.is_shared

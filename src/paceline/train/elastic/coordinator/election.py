@@ -13,7 +13,8 @@ elsewhere, with a quorum of its own, has at least one of these launchers among i
 reported the view, and the coordinator also needs a quorum of that view; or it followed the new coordinator before
 it received the view. It then does not pass the view on, so the view cannot be completed. Dead workers do not count: a
 launcher that has recorded a death also has the views that the dead worker could have entered. For this reason, a
-launcher accepts the end of another one only if the two were connected until then and it has read all that was sent.
+launcher records the exit of another launcher only if the two were connected until then and it has read everything that
+was sent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from paceline.train.elastic.protocol import Installed, MachineReport, Replicated
 GATHER_S = 0.4  # time for which a candidate with enough followers waits for more
 _STAND_S = 0.6  # minimum duration of a candidacy; the actual duration is random, and at most twice as long
 _PAUSE_S = 0.1
-ALONE_S = 2.0  # time after which a launcher considers all others ended
+ALONE_S = 2.0  # time after which a launcher assumes that all others have exited
 _PATIENCE_S = 1.0  # time for lower-numbered machines to detect the loss of the coordinator
 
 
@@ -42,9 +43,9 @@ class ContactResult(Enum):
 
 
 class ConnectionLoss(Enum):
-    """The way in which the connection to a coordinator ended."""
+    """The way in which the connection to a coordinator was lost."""
 
-    ENDED = auto()  # the coordinator's launcher has ended, and all its messages were read
+    ENDED = auto()  # the coordinator's launcher has exited, and all its messages were read
     RESET = auto()  # the coordinator's machine has reset the connection, which was active just before
     DROPPED = auto()  # the coordinator has announced that it continues without this launcher
     SILENT = auto()  # no message arrived for too long, or this process was stopped
@@ -80,7 +81,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class JobDeserted:
-    """The job has ended: all its launchers have ended, or this machine's part of the job is complete."""
+    """The job has ended: all its launchers have exited, or this machine's part of the job is complete."""
 
 
 SearchStep = TryMachine | Pause | GiveUp | JobDeserted
@@ -109,7 +110,7 @@ class CoordinatorSearch:
     _waits_until_s: float = 0.0
     _order: list[int | None] = field(default_factory=list)  # machines still to try, where None means a pause
     _is_turning: bool = False  # whether the coordinator named a successor that may still be reachable
-    _alone_s: float | None = None  # the time at which all others first seemed to have ended
+    _alone_s: float | None = None  # the time at which all others first seemed to have exited
 
     def lost(self, leader: int, loss: ConnectionLoss, now_s: float) -> None:
         """Records the loss of a coordinator or candidate. The timeout starts at the loss of the last coordinator."""
@@ -170,9 +171,9 @@ class CoordinatorSearch:
             elsewhere: The number of the machine that the launcher on `number` follows, or None.
 
         Returns:
-            Whether the result proves that the lost coordinator on machine `number` has ended, and that this launcher
-            has read all its messages. This holds if its connection was closed cleanly and it does not respond, or if
-            its connection was reset and its port is closed.
+            Whether the result proves that the lost coordinator on machine `number` has exited, and that this launcher
+            has read all its messages. This holds if the coordinator closed the connection cleanly and does not respond,
+            or if the connection was reset and the coordinator's port is closed.
         """
         self.answers[number] = answer
         is_new = elsewhere is not None and elsewhere not in (self.me, self._leader, number)

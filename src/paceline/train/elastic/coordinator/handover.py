@@ -30,7 +30,7 @@ from paceline.train.elastic.protocol import (
 
 _STANDS_S = 1.0  # time after which the others are ordered to follow the successor even if it does not stand
 _UNFIT_S = 10.0  # time for which a machine is excluded as successor after members failed to reach its store
-_SETTLES_S = 5.0  # time for the members to settle after the last worker on this machine has ended
+_SETTLES_S = 5.0  # time for the members to settle after the last worker on this machine has exited
 
 
 def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
@@ -95,7 +95,7 @@ def resume(job: ElasticJob, known: ReplicatedJobState, now_s: float) -> None:
 
 
 def succession(known: ReplicatedJobState, home: int) -> str:
-    """Returns a sentence that names the coordinator and the state of the previous one."""
+    """Returns a sentence that states the new coordinator and the state of the previous one."""
     if known.coordinator == home:
         return f"machine {home} coordinates again"
     state = "is gone" if known.coordinator in known.ended else "cannot be reached"
@@ -115,7 +115,7 @@ class CoordinatorHandover:
         store: The store that the members have used for their rendezvous before the handover.
         successor: The next coordinator's machine, or None if there is no candidate.
         unfit_s: For each machine whose store some members could not reach, the time until which it is not considered.
-        empty_s: The time at which the last worker on the coordinator's machine ended, or None.
+        empty_s: The time at which the last worker on the coordinator's machine exited, or None.
         ordered_s: The time at which the successor was ordered to stand, or None.
         is_over: Whether the other machines have been ordered to follow the successor.
     """
@@ -175,7 +175,7 @@ def may_hand_over(job: ElasticJob, retirement: CoordinatorHandover, now_s: float
 
 
 def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> None:
-    """Orders the successor to stand; from now on this machine counts as ended."""
+    """Orders the successor to become a candidate. From then on, this machine is treated as having left the job."""
     successor, home = retirement.successor, retirement.home
     assert successor is not None
     home.has_left = home.has_announced_end = True
@@ -184,10 +184,10 @@ def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: floa
 
 
 def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
-    """Returns the orders that complete the handover if the successor stands or its time has passed, else None."""
+    """Returns the orders that complete the handover once the successor stands or has had enough time, else None."""
     successor = retirement.successor
     assert successor is not None
-    stands = not successor.is_reachable or successor.has_left  # disconnected to stand
+    stands = not successor.is_reachable or successor.has_left  # the successor disconnects before it stands
     if retirement.is_over or not (stands or now_s >= deadline_s(retirement)):
         return None
     retirement.is_over = True

@@ -1,7 +1,7 @@
 """The coordinator's rules for the end of the job, first and forced views, state transfers and planned views.
 
-Each rule is a function that evaluates the facts about the job and adds orders. `Coordinator._step` applies the rules in
-the sequence given in `coordinator.py`.
+Each rule is a function that evaluates the job's state and adds orders. `Coordinator._step` applies the rules in the
+sequence given in `coordinator.py`.
 
 A *transfer* sends the state to a worker that joins while the others train. Its number is larger than the generation of
 any earlier view. It is announced to all members. Those that are its senders take a snapshot at the beginning of the
@@ -57,7 +57,7 @@ def finish_job(job: ElasticJob, now_s: float) -> None:
 
 
 def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerRecord]:
-    """Returns the workers that must end before the job does, once a member has finished.
+    """Returns the workers that must exit before the job ends, once a member has finished.
 
     These are the workers that have finished, whose scripts may continue after the loop, and the members of their last
     views. Those members have the final state: the finished workers could not have completed the last round without
@@ -73,7 +73,7 @@ def _waits_for(job: ElasticJob, finished: list[WorkerRecord]) -> list[WorkerReco
 
 
 def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
-    """Returns the order that ends the job, after all finished workers have ended.
+    """Returns the order that ends the job, after all finished workers have exited.
 
     If a worker was killed after its loop but another one completed, the job has succeeded: all have the same state.
     """
@@ -130,7 +130,7 @@ def offer_transfer(job: ElasticJob, sender: WorkerRecord, message: TransferReady
 
 
 def admit_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None:
-    """Marks a receiver that has caught up as ready, even if a view has left it out in the meantime."""
+    """Marks a receiver that has caught up as ready, even if a view has excluded it in the meantime."""
     worker.has_caught_up = worker.learns
     if worker.phase is WorkerPhase.OUTSIDE and worker.learns:
         if worker.leaving is not None or job.ending_s is not None:
@@ -207,7 +207,7 @@ def change_membership(job: ElasticJob, now_s: float) -> bool:
     if views.latest is None or not views.is_complete or job.breaks.waiting:
         return False
     if any(worker.lives and not worker.machine.is_reachable for worker in views.team):
-        return False  # wait until these members reconnect or are left out
+        return False  # wait until these members reconnect or are excluded
     leavers = [worker for worker in views.team if worker.leaving is not None]
     ready = admissible_workers(job)
     if _are_too_few(job, views.latest, now_s):
@@ -295,7 +295,7 @@ def give_first_view(job: ElasticJob, now_s: float) -> bool:
 
 def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
     counts = Counter(newcomer.fingerprint for newcomer in ready)
-    fingerprint = max(counts, key=lambda text: counts[text])  # on a tie, that of the worker that was ready first
+    fingerprint = max(counts, key=lambda text: counts[text])  # on a tie, the one of the worker that was ready first
     for worker in ready:
         if worker.fingerprint != fingerprint:
             refuse_worker(job, worker, fingerprint)

@@ -87,7 +87,7 @@ class Views:
         return (self.term << 32) + self._count
 
     def forget(self) -> None:
-        """Resets the views if all members ended before any round could be committed."""
+        """Resets the views if all members exited before any round could be committed."""
         self.latest, self.team = None, []
         self._rest_on_latest()
         self.since_complete = []
@@ -148,8 +148,8 @@ class Views:
     def may_have_begun(self) -> bool:
         """Returns whether any round may have been committed.
 
-        A round requires that all members of a view have entered it. That is unknown while a worker lives, or if a
-        worker died on an unreachable machine, from which messages may be missing.
+        A round requires that all members of a view have entered it. This is unknown while any worker is running, or if
+        a worker died on an unreachable machine, from which messages may be missing.
         """
         workers = {uid: self.registry.workers[uid] for view in self.since_complete for uid in view.members}
         return self.has_begun or any(worker.lives or not worker.was_drained for worker in workers.values())
@@ -196,7 +196,7 @@ class Views:
         return all(has_quorum(view.members, dead, know) for view in self.since_complete if view is not self.latest)
 
     def is_on_its_way_to(self, store: str) -> bool:
-        """Returns whether members of the latest view are about to meet in `store`."""
+        """Returns whether members of the latest view are about to use `store` for their rendezvous."""
         return self.latest is not None and not self.is_complete and self.latest.store == store
 
     def undecided(self) -> list[WorkerRecord]:

@@ -11,7 +11,7 @@ from paceline.train.elastic.protocol import ReplicatedJobState, StateTransfer, T
 class WorkerPhase(Enum):
     """The phase of a worker's membership."""
 
-    OUTSIDE = auto()  # the worker has not requested to join since it started or was left out of a view
+    OUTSIDE = auto()  # the worker has not requested to join since it started or was excluded from a view
     READY = auto()  # the worker has requested to join
     MEMBER = auto()  # the worker is in a valid view
     DISMISSED = auto()  # the worker was ordered to exit
@@ -26,15 +26,15 @@ class MachineRecord:
         host: The host name, for error messages.
         slots: The number of workers that the launcher keeps running.
         has_begun: Whether the launcher has been ordered to start its workers.
-        replaces: Whether the launcher replaces workers that end.
+        replaces: Whether the launcher replaces workers that exit.
         listed: The workers reported since the machine reconnected, or None if all have been reported.
         lost_s: The time of the last contact, if the machine is unreachable.
         address: The address at which other launchers reach the launcher.
         known: The generation of the latest view that the launcher has confirmed.
         replicated: The job state that was last replicated to the launcher.
-        has_left: Whether the launcher has ended.
-        has_announced_end: Whether the launcher itself announced its end, so its workers are certain to have ended.
-        is_leaving: Whether the launcher will exit as soon as its workers have ended.
+        has_left: Whether the launcher has exited.
+        has_announced_end: Whether the launcher itself announced its exit, which implies that its workers have exited.
+        is_leaving: Whether the launcher will exit as soon as its workers have exited.
         store: The store for the members' rendezvous if this launcher coordinates.
     """
 
@@ -76,8 +76,8 @@ class WorkerRecord:
         has_finished: Whether the worker's training loop has completed.
         stalled: The reason why the launcher considers the worker unresponsive, or None.
         is_fenced: Whether the launcher was ordered to kill the worker because it is stalled.
-        ended: A description of how the worker ended, or None while it is running.
-        was_drained: Whether all messages that the worker sent before its end have been received.
+        ended: A description of the worker's exit, or None while the worker is running.
+        was_drained: Whether all messages that the worker sent before its exit have been received.
     """
 
     uid: str
@@ -103,7 +103,7 @@ class WorkerRecord:
 
     @property
     def lives(self) -> bool:
-        """Whether the worker has not been reported as ended."""
+        """Whether the worker is still considered running."""
         return self.ended is None
 
     @property
@@ -149,7 +149,7 @@ class WorkerRecord:
 
 @dataclass
 class WorkerRegistry:
-    """All machines and workers of the job, including those that have ended."""
+    """All machines and workers of the job, including those that have exited."""
 
     machines: dict[str, MachineRecord] = field(default_factory=dict)
     workers: dict[str, WorkerRecord] = field(default_factory=dict)

@@ -159,7 +159,7 @@ class RemoteLog:
             SendersLostError: No sender is left.
         """
         while not isinstance(self.next(round_number), RoundResult):
-            pass  # skips a view that began in the middle of a batch: it does not admit workers
+            pass  # skips a view that began in the middle of a batch, because such a view does not admit workers
         assert self._next is not None
         (item, values), self._next = self._next, None
         assert isinstance(item, RoundResult)
@@ -244,7 +244,7 @@ class CatchUp:
         connection: The worker's connection to its launcher.
         received: The result of the transfer, whose state has been restored.
         enter: A function that enters a view.
-        end: A function that ends this worker with a reason and an exit code.
+        end: A function that terminates this worker, given a reason and an exit code.
     """
 
     def __init__(
@@ -267,12 +267,12 @@ class CatchUp:
         self._connection.send(CaughtUp(round_number))
 
     def _check(self) -> None:
-        """Ends this worker if it was ordered to exit."""
+        """Exits if this worker was ordered to exit."""
         if (order := self._connection.dismissed) is not None:
             self._end(order.reason, order.code)
 
     def _comes_in(self, generation: int, holds: Callable[[], int]) -> bool:
-        """Enters the members' view, or a forced view that replaced it; returns False if this worker is left out.
+        """Enters the members' view, or a forced view that replaced it; returns False if this worker is excluded.
 
         Args:
             generation: The generation of the members' view.
@@ -333,7 +333,10 @@ class LoopCatchUp(CatchUp):
             self._replay.was_left_out()
 
     def give_up(self, reason: str) -> NoReturn:
-        """Ends this worker because it can no longer catch up. If the job has ended, the launcher's reason is used."""
+        """Terminates this worker because it can no longer catch up.
+
+        If the job has ended, the launcher's reason is used.
+        """
         until_s = time.monotonic() + _ENDING_S
 
         def found() -> list[Dismissed]:
@@ -357,7 +360,7 @@ class OptimizerCatchUp(CatchUp):
         connection: The worker's connection to its launcher.
         received: The result of the transfer, whose state has been restored.
         enter: A function that enters a view.
-        end: A function that ends this worker with a reason and an exit code.
+        end: A function that terminates this worker, given a reason and an exit code.
         registry: This worker's state.
         steps: The hooks that repeat optimizer steps.
 
@@ -420,20 +423,20 @@ class OptimizerCatchUp(CatchUp):
             self._replay.close()
 
     def strays(self, reason: str) -> None:
-        """Reports once why this worker needs the entire state, for which the others have to wait."""
+        """Reports once the reason why this worker needs the entire state, for which the others have to wait."""
         if not self.has_strayed:
             self.has_strayed = True
             sys.stderr.write(f"paceline: {self._connection} needs the whole state, and the others wait: {reason}\n")
 
     def _may_come(self) -> bool:
-        """Returns whether all parts of the state have been compared, or the comparison has taken too long."""
+        """Returns True if all parts of the state have been compared or the comparison has exceeded its time limit."""
         if self._caught_up_s is None:
             self._caught_up_s = time.monotonic()
         is_compared = self._is_small or not self._course.unchecked
         return is_compared or time.monotonic() - self._caught_up_s > _COMPARING_S
 
     def _until_next_view(self, *, or_near: bool = False) -> ViewEntered | None:
-        """Repeats the steps before the members' next view; with `or_near`, returns None as soon as this worker is near.
+        """Repeats the steps before the members' next view; if `or_near`, returns None as soon as this worker is near.
 
         Once this worker is near, the others wait in their next view until it has repeated the last step before that
         view. It must then run at normal priority.

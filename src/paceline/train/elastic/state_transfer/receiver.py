@@ -56,7 +56,7 @@ class ReceivedState:
         self._state = state
 
     def take_state(self) -> Any:
-        """Returns the state and drops this object's reference to it, which allows its memory to be freed."""
+        """Returns the state and drops this object's reference to it, so that its memory can be freed."""
         state, self._state = self._state, None
         return state
 
@@ -197,7 +197,7 @@ class StateReceiver:
     def _close(self) -> None:
         for connection in list(self._connected.values()):
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # stops the thread that receives from it
+                connection.shutdown(socket.SHUT_RDWR)  # stops the thread that receives from this connection
             connection.close()
         self._connected.clear()
 
@@ -240,7 +240,7 @@ class ViewAdmission:
         """Waits for a view with a generation greater than `after`, the order to exit, or a successful transfer.
 
         Raises:
-            LauncherLostError: The launcher has ended.
+            LauncherLostError: The launcher has exited.
         """
         while True:
             news = self._connection.await_news(partial(self._news, after))

@@ -146,7 +146,7 @@ class Snapshot:
 
     @property
     def is_over(self) -> bool:
-        """Whether the child has ended."""
+        """Whether the child has exited."""
         if self._child:
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(self._child, os.WNOHANG) == (0, 0):
@@ -225,7 +225,7 @@ class StateSender:
         """Waits for slow receivers, and begins the transfers that all members have received.
 
         Args:
-            agreed: The largest number of such a transfer.
+            agreed: The largest number of a transfer that all members have received.
             round_number: The next round.
             committed: The digest of the previous round's result.
             dealt: The latest batch assignment.
@@ -295,7 +295,7 @@ class StateSender:
         try:
             key = derive_key(job_secret(), KEY)
             if chosen_level() == "encrypt":
-                identity_of(key)  # loads OpenSSL before the fork, because a threaded process's child must not
+                identity_of(key)  # loads OpenSSL before the fork, because a threaded process's child must not load it
             listener = listen(_own_host(), 0, job_secret())
             host, port = listener.getsockname()[:2]
             self._given[transfer.number] = Snapshot(

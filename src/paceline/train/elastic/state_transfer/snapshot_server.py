@@ -187,7 +187,7 @@ class ServedSnapshot:
         listener: The listener to which the receiver connects.
         log: The descriptor of the sender's log.
         line: A socket to the sender. A byte means that the log has grown, and end of file means that the sender has
-            ended.
+            exited.
         progress: The memory through which the child reports to the sender.
     """
 
@@ -312,7 +312,7 @@ class SnapshotServer:
             pass
 
     def _goes_on(self) -> bool:
-        """Waits for a request or a new log entry and answers; returns False if the sender has ended."""
+        """Waits for a request or a new log entry and answers; returns False if the sender has exited."""
         ready, _, _ = select.select([self._receiver, self._served.line], [], [])
         if self._served.line in ready:
             if not self._served.line.recv(4096):
@@ -358,7 +358,7 @@ class SnapshotServer:
         self._awaited = None
         item = entry.item
         self._is_near = self._is_near or isinstance(item, ViewEntered) or self._log.ahead <= NEAR
-        if isinstance(item, OptimizerStep):  # the child computes the digest to spare the members
+        if isinstance(item, OptimizerStep):  # the child computes the digest, so that the members do not have to
             item = msgspec.structs.replace(item, digest=self._log.digest_of(entry))
         send_head(self._receiver, item, self._log.ahead)
         self._send_log(entry.body, entry.stop)

@@ -41,7 +41,7 @@ class ViewChange:
     """A change of the view's members before a batch.
 
     Attributes:
-        workers: The number of workers from this batch on.
+        workers: The number of workers, starting with this batch.
         came: The names of the workers that have joined since the previous batch.
         went: The names of the workers that have left since the previous batch.
     """
@@ -63,8 +63,8 @@ class BatchAssignments:
 
         Args:
             others: The latest assignment of each member.
-            is_new: Whether this member is new. It then counts as if it had been present for the latest batch, so its
-                next `begin` reports only later changes.
+            is_new: Whether this member is new. A new member is treated as if it had been present for the latest batch,
+                so its next `begin` reports only later changes.
         """
         self.latest = max([self.latest, *others], key=lambda dealt: dealt.round)
         if is_new:
@@ -288,7 +288,7 @@ def deal_evenly(shards: int, ranks: int) -> Deal:
 
 
 def complete(held: Sequence[Sequence[Node]], shards: int) -> Deal:
-    """Returns a division that leaves each rank the sums that it holds, and divides the missing shards evenly.
+    """Returns a division in which each rank keeps the sums that it holds, and the missing shards are divided evenly.
 
     >>> complete([[Node(0, 2)], [Node(2, 4)]], 8)[1]
     [Node(first=2, stop=4), Node(first=6, stop=8)]

@@ -3,7 +3,7 @@
 An exchange runs in the background on the process group of the view, and its round waits until the exchange completes.
 If the view breaks before that, the members of the next view repeat the exchange with the gradients that each of them
 has kept, and average over the new set of members. A joining worker receives the outer parameters, the outer optimizer's
-state and its sender's inner optimizer state at the beginning of a round, and participates from the next round on.
+state and its sender's inner optimizer state at the beginning of a round, and participates starting with the next round.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class DilocoLoop:
         return DilocoTrainingState(self._diloco, others)
 
     def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
-        """Returns the rounds that average the outer gradients from now on."""
+        """Returns the rounds that will average the outer gradients."""
         rounds = Rounds(1, connection, registry, lambda _: None)
         self._diloco.exchange_by(DilocoRounds(rounds, self._diloco, on_batch))
         return rounds

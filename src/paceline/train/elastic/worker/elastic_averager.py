@@ -29,7 +29,7 @@ from paceline.train.module_tensors import pinned_like
 
 @dataclass(frozen=True)
 class MeanContribution:
-    """One member's contribution to a mean. The mean is computed out of place, which allows repeating it.
+    """One member's contribution to a mean. The mean is computed out of place, so the computation can be repeated.
 
     Attributes:
         weight: The weight of the member's gradients. A weight of zero excludes them.

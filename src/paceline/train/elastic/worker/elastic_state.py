@@ -43,7 +43,7 @@ class TrainingLoop(Protocol):
         ...
 
     def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
-        """Returns the rounds that sum the loop's gradients from now on; `on_batch` is called before each batch."""
+        """Returns the rounds that will sum the loop's gradients; `on_batch` is called before each batch."""
         ...
 
     def fingerprint(self) -> str:
@@ -64,7 +64,7 @@ class LogicalShardsLoop:
         return TrainingState(self._shards.module, others)
 
     def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
-        """Returns the rounds that sum the shards' gradients from now on."""
+        """Returns the rounds that will sum the shards' gradients."""
         shards = self._shards
 
         def deal(mine: range) -> None:
@@ -114,7 +114,7 @@ class DdpLoop:
         return registry
 
     def rounds(self, connection: LauncherConnection, registry: TrainingState, on_batch: Callable[[], None]) -> Rounds:
-        """Returns the rounds that average the module's gradients from now on."""
+        """Returns the rounds that will average the module's gradients."""
         rounds = Rounds(1, connection, registry, lambda _: None, OptimizerStepHooks(registry.optimizers))
         self._on_batch = on_batch
         self._averaging.average_by(rounds, connection.name)
@@ -147,8 +147,8 @@ class ElasticState:
     The loop uses either `LogicalShards` with `ShardLoader`, or `DistributedDataParallel` with `StatefulLoader` (see
     below). When a worker dies in the middle of a step, the others compute its shards of that step and continue without
     a restart. A worker that joins late runs the script from the start, receives the state in `epochs`, and participates
-    from the next step on. A step depends on the number of shards but not on the number of workers. The results are
-    therefore bitwise equal to those of one uninterrupted process.
+    starting with the next step. A step depends on the number of shards but not on the number of workers. The results
+    are therefore bitwise equal to those of one uninterrupted process.
 
     Start the script with `paceline run --elastic`. Without it, the job consists of this one process.
 
@@ -285,8 +285,8 @@ class ElasticState:
         The state consists of the module's parameters and persistent buffers by name, and the `state_dict` of all other
         objects including the epoch; gradients and random generators are excluded. The digest covers the dtype, shape
         and elements of each tensor and the values of everything else. It does not depend on the order of keys or the
-        kind of container. Saving and loading a checkpoint, on any number of workers, preserves the digest, as does the
-        transfer to a joining worker.
+        kind of container. The digest does not change if a checkpoint is saved and loaded on any number of workers, or
+        if the state is transferred to a joining worker.
         """
         return self._registry.digest()
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class LauncherLostError(PacelineError):
-    """The launcher of an elastic worker has ended."""
+    """The launcher of an elastic worker has exited."""
 
 
 class LauncherConnection:
@@ -98,7 +98,7 @@ class LauncherConnection:
                     on_view(view)
 
     def send(self, message: FromWorker) -> None:
-        """Sends a message to the launcher. If the launcher has ended, the next wait raises an error."""
+        """Sends a message to the launcher. If the launcher has exited, the next wait raises an error."""
         with contextlib.suppress(OSError):
             self._socket.send(protocol.encode_message(message))
 
@@ -108,7 +108,7 @@ class LauncherConnection:
         During a long wait, each reason that the launcher sends is printed once. The launcher enforces the deadlines.
 
         Raises:
-            LauncherLostError: The launcher has ended.
+            LauncherLostError: The launcher has exited.
         """
 
         def found() -> list[View | Dismissed]:
@@ -125,7 +125,7 @@ class LauncherConnection:
         `found` is called at the beginning, after each message and at regular intervals.
 
         Raises:
-            LauncherLostError: The launcher has ended.
+            LauncherLostError: The launcher has exited.
         """
         printed, began_s = "", time.monotonic()
         with self._changed:

@@ -184,13 +184,13 @@ class WorkerProgress:
         self.guest_until = agreed.guest_until[rank] if agreed.guest_until else 0
 
     def commit(self, *, is_replay: bool) -> None:
-        """Advances to the next round. With `is_replay`, the round was computed by others."""
+        """Advances to the next round. If `is_replay`, the round was computed by others."""
         was_late, self.is_late = self.is_late, False
         self.voted = []
         self.mine.forget()
         self.committed, self.digest = self.digest, 0
         self.number += 1
-        # A late worker has adopted the division of the next round when it entered the view.
+        # A late worker adopted the division of the next round when it entered the view.
         if not was_late and not is_replay:
             self.shard_assignment.begin_round()
             self.others_have = False

@@ -92,13 +92,13 @@ class Rounds:
         self._tell_deal()
 
     def leave(self) -> None:
-        """Records that this worker was asked to exit. If a later view leaves it out, it exits with code 0."""
+        """Records that this worker was asked to exit. If a later view excludes it, it exits with code 0."""
         self._membership.is_leaving = True
 
     def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
         """Runs a round; returns the sum of `value_of` over all shards.
 
-        With `is_step`, the round is a training step: the time per shard is measured, and some rounds are audited.
+        If `is_step`, the round is a training step: the time per shard is measured, and some rounds are audited.
 
         Raises:
             DivergenceError: The members' results or states differ.

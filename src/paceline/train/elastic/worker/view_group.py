@@ -72,8 +72,8 @@ class ViewGroup:
     def is_due(self) -> bool:
         """Whether the formation has completed, has failed, or has taken longer than a fixed time.
 
-        After that time, this worker is ready to enter the view in any case. If it cannot reach the others, it reports
-        that when it enters.
+        After that time, this worker is ready to enter the view in any case. If the other members are unreachable, the
+        worker reports this when it enters.
         """
         is_over = self._thread is None or not self._thread.is_alive()
         return is_over or time.monotonic() - self._began_s > _HEAD_START_S
@@ -106,7 +106,7 @@ class ViewGroup:
                 self._world.group.abort()
 
     def discard(self) -> None:
-        """Ends a group that this worker does not enter, without waiting. Idempotent."""
+        """Shuts down a group that this worker does not enter, without waiting. Idempotent."""
         self.end()
         with self._lock:
             self._is_unwanted = True
@@ -115,7 +115,7 @@ class ViewGroup:
             world.close()
 
     def has_ended(self, within_s: float) -> bool:
-        """Waits up to `within_s` seconds for the thread of a discarded group; returns whether it has ended."""
+        """Waits up to `within_s` seconds for the thread of a discarded group; returns whether the thread has exited."""
         if self._thread is not None:
             self._thread.join(within_s)
         return self._thread is None or not self._thread.is_alive()
@@ -161,7 +161,7 @@ class ViewGroup:
 
     def _open_store(self) -> Store:
         patience = timedelta(seconds=_FORMING_S)
-        if self.view.store:  # the environment's store may have ended with the launcher that served it
+        if self.view.store:  # the environment's store is closed if the launcher that served it has exited
             return open_store_at(self.view.store, patience)
         return open_store(self._rank, len(self.view.members), patience)
 
@@ -193,7 +193,7 @@ class ViewGroups:
         connection.set_view_handler(self._on_view)
 
     def enter(self, view: View) -> ProcessGroup:
-        """Ends the previous process group, and makes the process group of `view` the default group.
+        """Destroys the previous process group, and makes the process group of `view` the default group.
 
         Raises:
             PeerLostError, GroupAbortedError, RendezvousError, StoreError: A member was lost, or a later view arrived.
@@ -201,7 +201,7 @@ class ViewGroups:
         forming = self._take(view)
         self._connection.set_view_handler(
             self._on_view
-        )  # a later view may have arrived before this group could be ended
+        )  # a later view may have arrived before this group could be aborted
         forming.settle()
         world = forming.world()
         make_default(world)
@@ -237,7 +237,7 @@ class ViewGroups:
             group.has_ended(_PARTING_S)
 
     def leave(self) -> None:
-        """Ends the default process group. Idempotent."""
+        """Destroys the default process group. Idempotent."""
         self._connection.set_view_handler(None)
         self.prepare_no_more()
         with self._lock:
@@ -247,7 +247,7 @@ class ViewGroups:
             current.close_store()
 
     def _take(self, view: View) -> ViewGroup:
-        """Ends the current group, and returns the group for a view, which may already be forming."""
+        """Destroys the current group, and returns the group for a view, which may already be forming."""
         with self._lock:
             before, forming = self._current, self._next
             if forming is not None and forming.view == view:

@@ -1,4 +1,4 @@
-"""A worker's membership in views: the worker obtains the state, enters successive views, and exits when left out.
+"""A worker's membership in views: the worker obtains the state, enters successive views, and exits if one excludes it.
 
 When the members of a view have formed its group, they exchange statuses, from which `agreement.py` derives their next
 actions. Members that have the state then send it, or a part of it, to the members that lack it.
@@ -161,7 +161,7 @@ class WorkerMembership:
         self._view_groups.prepare_no_more()
 
     def end(self, reason: str, code: int) -> NoReturn:
-        """Ends this worker."""
+        """Terminates this worker."""
         self.sender.close()
         self._view_groups.leave()
         sys.stderr.write(f"paceline: {self._connection} ends: {reason}\n")

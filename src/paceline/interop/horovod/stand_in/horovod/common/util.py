@@ -32,12 +32,12 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Returns True, as `paceline.horovod.gloo_built` does."""
+    """Returns True; see `paceline.horovod.gloo_built`."""
     return True
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Returns False, as `paceline.horovod.mpi_built` does."""
+    """Returns False; see `paceline.horovod.mpi_built`."""
     return False
 
 
@@ -50,7 +50,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[Entry], n: int) -> list[Sequence[Entry]]:  # noqa: E741  # Horovod's name
-    """Divides a list into `n` pieces of equal length, or with the first pieces longer by one entry."""
+    """Divides a list into `n` pieces of equal length; if impossible, the first pieces have one more entry."""
     share, more = divmod(len(l), n)
     starts = [at * share + min(at, more) for at in range(n + 1)]
     return [l[start:stop] for start, stop in pairwise(starts)]

@@ -1,4 +1,4 @@
-"""A placeholder for Horovod's elastic training. Importing it raises an error: Paceline's interface differs."""
+"""A placeholder for Horovod's elastic training. Importing it raises an error, because Paceline's interface differs."""
 
 import paceline.interop.horovod
 
