@@ -15,7 +15,7 @@ namespace paceline::executor {
 // time.
 constexpr std::size_t kStripe = 256 << 10;
 
-// Returns how many of a peer's `lanes` a message uses.
+// Returns the number of lanes that a message of `nbytes` bytes uses if the peer has `lanes` lanes.
 constexpr std::size_t lanes_for(std::size_t nbytes, std::size_t lanes) {
     return nbytes <= kStripe ? 1 : lanes;
 }

@@ -24,7 +24,7 @@ struct Cores {
     Quota quota;
     int threads = 1;  // the number of threads with which the process computes
 
-    // Returns how many cores this process can keep busy, rounded up and at least 1.
+    // Returns the number of cores that this process can keep busy, rounded up and at least 1.
     int count() const;
 };
 

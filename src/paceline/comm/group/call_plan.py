@@ -240,8 +240,8 @@ def group_rank_of(group: ProcessGroup, rank: int, call: str, name: str) -> int:
     """Converts a rank in the default group to a group rank.
 
     Args:
-        group: the group.
-        rank: the rank.
+        group: the group that must contain the rank.
+        rank: the rank in the default group.
         call, name: the called function and its argument, for the error message.
 
     Raises:

@@ -399,7 +399,7 @@ def when_done(call: Pending, then: Callable[[], None], device: torch.device | No
     """Calls `then` on another thread when `call` is complete.
 
     Args:
-        call: the call.
+        call: the call to watch.
         then: the function.
         device: a device that the call uses. The thread makes it the current device before querying an event, since CUDA
             might create a context on the first GPU instead.

@@ -122,7 +122,7 @@ class PortMultiplexer:
     closed, so that silent peers cannot block others.
 
     Args:
-        port: the port.
+        port: the machine's TCP port.
         name: the name of the abstract Unix socket on which processes of the same user request numbers.
 
     Raises:

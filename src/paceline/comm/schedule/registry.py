@@ -87,7 +87,7 @@ def build(
     Args:
         algorithm: the name of the algorithm or, for a quantized schedule, of the wire format between hosts.
         operation: the collective.
-        rank: the rank.
+        rank: the rank whose schedule to build.
         world_size: the number of ranks.
         root: the root of a broadcast, reduce, gather or scatter; -1 for other operations.
         hosts: the ranks of each host; required by `hierarchical`, `circulant` and quantized formats, ignored by other

@@ -102,7 +102,7 @@ class SimulationInput:
     """The input to the core's simulator. A program is the schedule of a rank and of all ranks that it represents.
 
     Attributes:
-        network: the network.
+        network: the ranks and the links between them.
         standing: a function that maps a rank to the rank that represents it.
         turned: a function of (rank, by) that applies to `rank` the rotation that maps `by` to its representative.
         blocks: the number of blocks of the schedules.

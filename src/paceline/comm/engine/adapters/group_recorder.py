@@ -80,7 +80,7 @@ class RecordedWork:
         recording within about 20 ms.
 
         Args:
-            device: the device.
+            device: the device that runs the operation.
             reached: a timing event recorded after the program's preceding work.
             ended: a timing event recorded after the operation, or None if `end_behind` sets it later.
         """

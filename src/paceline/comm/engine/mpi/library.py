@@ -76,7 +76,7 @@ def complete(request: Any, lock: threading.Lock, deadline_ns: int, status: Any =
     """Waits for a request by polling, first without pauses and later with increasingly long sleeps.
 
     Args:
-        request: the request.
+        request: the MPI request to wait for.
         lock: the lock to hold during every MPI call.
         deadline_ns: the time on the monotonic clock at which to give up, in nanoseconds.
         status: an MPI status for the library to fill on completion.

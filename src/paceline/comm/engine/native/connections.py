@@ -188,7 +188,7 @@ class _Links:
         """Connects to a peer. If this fails in a job with a single port, requests a connection from the peer.
 
         Args:
-            peer: the peer.
+            peer: the rank to connect to.
             peer_failed: the reason why the peer cannot connect to this rank, if the peer requested the connection.
 
         Raises:

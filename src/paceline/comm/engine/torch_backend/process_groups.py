@@ -63,7 +63,7 @@ class TorchStore(c10d.Store):
     """Adapter through which a process group uses Paceline's store as if it were one of PyTorch's stores.
 
     Args:
-        store: the store.
+        store: the Paceline store to wrap.
         prefix: a prefix for all keys.
         deadline: the time on the clock `time.monotonic` after which waiting for a key fails. If None, the store's
             timeout applies.
@@ -109,7 +109,7 @@ class OwnedProcessGroup:
     """A PyTorch process group that is shut down exactly once, by `shut_down` or `abort`.
 
     Args:
-        group: the group.
+        group: the PyTorch process group, which this object shuts down.
         store: the group's store, kept alive because the group does not hold a reference to it.
     """
 
@@ -162,7 +162,7 @@ def run_bounded(
     """Runs a function, which might hang, on a separate thread; returns whether it completed before `deadline`.
 
     Args:
-        function: the function.
+        function: a function that may block forever.
         deadline: the time on the clock `time.monotonic` at which to give up. The thread then keeps running.
         name: a name for the thread.
         stopped: a function that is called while waiting and returns True to give up.
