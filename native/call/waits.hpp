@@ -64,7 +64,7 @@ class Waits {
     // The time that a thread waits in its call before it also serves other groups.
     static constexpr std::chrono::milliseconds kServesAfter{200};
 
-    // The lanes of one group. Neither function blocks on a lock.
+    // The lanes of one group. Neither of the functions blocks on a lock.
     class Link {
       public:
         virtual ~Link() = default;

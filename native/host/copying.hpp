@@ -39,7 +39,7 @@ class Experience {
     void learn(Way way, float ticks_per_byte);
 
   private:
-    static constexpr std::size_t kKept = 4;  // number of latest measurements kept: a rank may lose its core during one
+    static constexpr std::size_t kKept = 4;  // number of measurements kept: some may be disturbed by lost cores
     static constexpr float kWorth = 0.9F;    // streaming is used below this fraction of the cached time
 
     struct Times {

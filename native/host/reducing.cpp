@@ -116,7 +116,7 @@ bool Group::reduce(Call& call) {
 bool Group::reduce_flat(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = contribution(call);
-    // Data that would fit into one large part is divided into several: one part is reduced while the next is staged.
+    // Data that would fit into one large part is divided into several parts: one is reduced while the next is staged.
     const Parts parts{tensor.nbytes(), tensor.nbytes() > room_ ? room_ : slot_bytes_};
     const bool stages = call.operation != Operation::reduce || !receives_result;
     stage_in(parts.largest());

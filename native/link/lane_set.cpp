@@ -69,7 +69,7 @@ std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::u
 bool LaneSet::share_rings(std::uint64_t id, const std::vector<int>& mesh_ranks,
                           std::chrono::steady_clock::time_point deadline) {
     std::vector<int> places;  // the mesh ranks of the members on this host
-    std::vector<int> locals;  // the group ranks of the same members
+    std::vector<int> locals;  // the group ranks of the members on this host
     std::size_t mine = 0;
     for (int r = 0; r < size(); ++r) {
         const int place = mesh_ranks[static_cast<std::size_t>(r)];

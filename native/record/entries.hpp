@@ -70,7 +70,7 @@ void publish(Written<N>& written, std::uint64_t state) {
 template <std::size_t N>
 void reopen_own(Written<N>& written) {
     written.stamp = (written.stamp & ~kStateMask) | kWriting;
-    written.entry->stamp.store(written.stamp, std::memory_order_relaxed);  // the fields follow with release
+    written.entry->stamp.store(written.stamp, std::memory_order_relaxed);  // the fields are stored later, with release
 }
 
 // Begins to change an open entry that several threads may write; returns false if the entry has changed since

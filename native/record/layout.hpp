@@ -121,7 +121,7 @@ struct CallFields {
     std::uint8_t outcome = 0;
     std::uint8_t is_async = 0;
     std::uint8_t spare = 0;
-    std::uint64_t arrived = 0;  // ticks; 0: has not happened yet
+    std::uint64_t arrived = 0;  // in ticks; 0 until it happens
     std::uint64_t started = 0;
     std::uint64_t ended = 0;
     std::uint64_t shm_nbytes = 0;

@@ -4,8 +4,8 @@
 
 #include "reduce/elements.inl"
 
-// Precedes a loop whose iterations are independent. With Clang, a check at run time determines whether the arrays
-// overlap.
+// Declares that the iterations of the following loop are independent. With Clang, a check at run time determines
+// whether the arrays overlap.
 #if defined(__clang__)
 #define PACELINE_INDEPENDENT
 #else

@@ -2,8 +2,8 @@
 // reduce/kernels.inl, they use plain loops and no library templates: the linker could otherwise use an instantiation
 // compiled for a newer CPU in code for older CPUs.
 
-// Precedes a loop whose iterations are independent. With Clang, a check at run time determines whether the arrays
-// overlap.
+// Declares that the iterations of the following loop are independent. With Clang, a check at run time determines
+// whether the arrays overlap.
 #if defined(__clang__)
 #define PACELINE_INDEPENDENT
 #else

@@ -66,7 +66,7 @@ class Devices:
         return frozenset({"cpu", *self._openers})
 
     def of(self, tensors: Sequence[torch.Tensor], call: object) -> OpenGroup:
-        """Returns the open group on the device of `tensors`, or on the CPU if there are none.
+        """Returns the engine group for the device of `tensors`, or for the CPU if there are no tensors.
 
         Args:
             tensors: the tensors of a call.

@@ -282,7 +282,7 @@ def open_on(
     identity: int | None = None,
     wire: WireKind | None = None,
 ) -> ProcessGroup:
-    """Opens the group of `ranks`; every member must call this, and it returns when all members have opened it."""
+    """Opens the group of `ranks`. Every member must call this; it returns when all members have opened the group."""
     engines.start(backend)
     backend = permitted(backend, engines.rank, engines.members)
     if identity is None:

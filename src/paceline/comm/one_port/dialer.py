@@ -92,7 +92,7 @@ def is_wrong(beginning: bytes) -> bool:
 
 
 def has_no_header(beginning: bytes) -> bool:
-    """Returns whether the peer has sent a complete handshake hello without a multiplexer header before it."""
+    """Returns whether the peer has sent a complete handshake hello without a preceding multiplexer header."""
     return len(beginning) >= HELLO_BYTES and is_hello(beginning)
 
 

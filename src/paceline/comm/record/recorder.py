@@ -20,7 +20,7 @@ _WORKER_VARIABLE = "PACELINE_WORKER"
 _BOOT_FILE = "/proc/sys/kernel/random/boot_id"
 _TIME_NAMESPACE_FILE = "/proc/self/ns/time"
 
-_FORMATION_ENGINE = "formation"  # not the group's engine, or readers would find two groups with one name
+_FORMATION_ENGINE = "formation"  # not the group's engine, so that readers do not find a second group
 _CODES = {outcome: code for code, outcome in OUTCOMES.items()}
 
 _has_tried = False

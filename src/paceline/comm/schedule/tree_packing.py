@@ -149,7 +149,7 @@ class _Loads:
 
 
 def _eighth_power(value: float) -> float:
-    """Computes the power by multiplication, whose results have the same bits on all machines."""
+    """Computes the eighth power by multiplication, so that the result is bitwise equal on all machines."""
     square = value * value
     fourth = square * square
     return fourth * fourth

@@ -111,7 +111,7 @@ def decode_untrusted(decode: Callable[[Data], Decoded], data: Data) -> Decoded:
 
 
 def encodable(text: str) -> str:
-    """Returns the text with lone surrogates, which JSON can contain but UTF-8 cannot encode, written as escapes.
+    """Escapes lone surrogates, which JSON can contain but UTF-8 cannot encode.
 
     >>> encodable("a\\ud800b")
     'a\\\\ud800b'

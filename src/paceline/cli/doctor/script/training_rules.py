@@ -191,7 +191,7 @@ def models(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def _uses_cpu_backend(job: JobTrace) -> bool:
-    """Returns whether the script selects a CPU backend, with which ranks can share a GPU."""
+    """Returns whether the script selects a CPU backend, which allows ranks to share a GPU."""
     backends = {event.subject.constant for event in job.of(job.traces[0], "init") if event.subject is not None}
     return bool(backends & {"gloo", "mpi", "tcp"})
 

@@ -344,7 +344,7 @@ class AssignmentLog:
         return assigned
 
     def merge(self, branches: Sequence[Assignments]) -> None:
-        """Assigns to each variable the choice between the values of all branches."""
+        """Assigns to each variable the alternatives from all branches."""
         for identity in {each: None for branch in branches for each in branch}:
             scope = next(branch[identity][0] for branch in branches if identity in branch)
             before = scope.get(identity[1], _MISSING)

@@ -335,7 +335,7 @@ class LibraryEngine:
         return GatheredMembers(members, group_rank, by_host(members), algorithm, diagnosis)
 
     def _keep(self, channel: EngineChannel, messages: Messages) -> LibraryGroup:
-        """Returns a group with the given channel and messages, which will be closed by `close`."""
+        """Creates a group from a channel and messages; `close` closes the group."""
         group = LibraryGroup(channel, messages)
         self._groups.append(group)
         return group

@@ -135,7 +135,7 @@ def all_gather_multigpu(
 ) -> Work | None:
     """Gathers all tensors of all ranks on each device: `output_tensor_lists[i][r * n + j]` receives rank r's tensor j.
 
-    `i` is the index of one of this rank's devices, and `n` is their number, which is the same on every rank.
+    `i` is the index of one of this rank's devices, and `n` is the number of devices, which is the same on every rank.
     """
     call = "all_gather_multigpu"
     chosen = resolve(group, "all_gather_multigpu")
@@ -219,7 +219,7 @@ def _with_members(
 
 
 def _on(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors; new memory on the device replaces tensors that are on other devices."""
+    """Returns the tensors, with uninitialized tensors on the device in place of those on other devices."""
     return [t if t.device == device else torch.empty_like(t, device=device) for t in tensors]
 
 
