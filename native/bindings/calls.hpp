@@ -20,7 +20,7 @@ using FlatPieces = std::vector<std::uint64_t>;
 // Throws nb::value_error if the total number of bytes overflows 64 bits.
 Stream to_stream(const FlatPieces& flat);
 
-// Convert Python's codes to enumerators; throw nb::value_error for an unknown code.
+// These functions convert Python's codes to enumerators; they throw nb::value_error for an unknown code.
 Operation to_operation(int code);
 DType to_dtype(int code);
 ReduceOp to_reduce_op(int code);
@@ -73,7 +73,7 @@ nanobind::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once
 // Queues the call after earlier calls.
 std::shared_ptr<Work> submit_call(const std::shared_ptr<CallQueue>& queue, Call call);
 
-// Have no effect if the queue's group has been closed.
+// These functions have no effect if the queue's group has been closed.
 void abort_calls(std::shared_ptr<CallQueue> queue);
 int failure_of(std::shared_ptr<CallQueue> queue);
 

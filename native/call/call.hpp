@@ -115,7 +115,7 @@ struct Outcome {
     std::vector<int> held_by;  // timed_out: the names (not group ranks) of ranks to blame that are not in `missing`
     std::vector<int> gone;     // the ranks in `missing` that died or left
     std::vector<int> left;     // the ranks in `missing` that left cleanly
-    Cause cause;        // why the ranks in `gone` gave up, if they reported a cause; contains a name, not a group rank
+    Cause cause;        // the reason that the ranks in `gone` reported, if any; contains a name, not a group rank
     int reporter = -1;  // the group rank that gave up first; -1 means this rank
     std::int64_t waited_ns = 0;
     // all_to_all: the sender and the receiver that disagree on the number of bytes between them, or -1.

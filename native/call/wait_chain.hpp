@@ -22,7 +22,7 @@ namespace paceline {
 struct Finding {
     std::vector<int> holding_up;
     std::vector<int> waiting;  // ranks that wait, directly or indirectly, for a rank in `holding_up`
-    std::vector<int> in_call;  // ranks for which any rank waits in this call
+    std::vector<int> in_call;  // ranks that some rank waits for in this call
 };
 
 class WaitChainSearch {

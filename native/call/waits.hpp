@@ -33,7 +33,7 @@ constexpr std::uint64_t group_of(std::uint64_t id) {
     return id & ~(std::uint64_t{1} << 63);
 }
 
-// A rank for which another rank waits. `name` is the same in all groups of a process.
+// A rank that another rank waits for. `name` is the same in all groups of a process.
 struct Awaited {
     std::int32_t name;
     std::uint32_t reserved = 0;
@@ -74,7 +74,7 @@ class Waits {
         virtual bool ask(int name, const Occasion& in) = 0;
     };
 
-    // Registers the wait of one thread from the first `say` until destruction.
+    // Registers the wait of one thread from the first call of `say` until destruction.
     class Entry {
       public:
         Entry() = default;

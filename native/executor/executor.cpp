@@ -86,7 +86,7 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
         if (one_tensor && !streams.empty()) {
             starts.clear();
             cut(starts);
-            if (starts.back() != memory.nbytes()) starts = {0};  // no blocks, so every step that uses one does not fit
+            if (starts.back() != memory.nbytes()) starts = {0};  // no blocks, so a step that uses one does not fit
         }
     };
     // On a rank that is not the root of a reduce, the schedule reads the tensor as its input and must not change it.

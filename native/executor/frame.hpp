@@ -22,7 +22,7 @@ enum class FrameKind : std::uint32_t {
     waiting,  // the sender waits in the call in the body
     verdict,  // the reason why the sender broke the group
     goodbye,  // the sender destroyed the group; `id` is the packed `Cause`, or 0
-    ask,      // queries why the receiver has not finished its part of call `id` of group `offset`, which has timed out
+    ask,      // asks why the receiver has not finished its part of call `id` of group `offset`, which has timed out
     answer,   // the answer to `ask` about that call; `tag` is the kind of the `Answer`
 };
 
@@ -43,12 +43,12 @@ static_assert(sizeof(Frame) == 48);
 
 constexpr std::size_t kMostVerdictBytes = 96 << 10;
 
-// Convert a verdict to bytes and back. `decode` returns nullopt if the bytes are not a valid verdict.
+// These functions convert a verdict to bytes and back. `decode` returns nullopt if the bytes are not a valid verdict.
 std::vector<std::uint8_t> encode(const Outcome& outcome);
 std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size);
 
-// Convert the ranks in an answer to bytes and back; the other fields are in `frame`. `decode_answer` returns nullopt if
-// the input is malformed.
+// These functions convert the ranks in an answer to bytes and back; the other fields are in `frame`. `decode_answer`
+// returns nullopt if the input is malformed.
 std::vector<std::uint8_t> encode(const Answer& answer);
 std::optional<Answer> decode_answer(const Frame& frame, std::span<const std::uint8_t> bytes);
 

@@ -210,8 +210,8 @@ void Messenger::break_group(Outcome outcome, bool notifies_others) {
         each.accepted.clear();
         each.still.clear();
         each.body_for = nullptr;
-        // Only a partly sent frame must be completed before the verdict; all other frames are dropped. Its remainder is
-        // copied, because the program may reuse the tensors once their requests have failed.
+        // Only a partly sent frame must be completed before the verdict; all other frames are dropped. The remainder
+        // of that frame is copied, because the program may reuse the tensors once their requests have failed.
         while (each.outgoing.size() > 1) each.outgoing.pop_back();
         if (each.outgoing.empty()) continue;
         if (each.outgoing.front().sent == 0)

@@ -16,7 +16,7 @@ class Lane {
   public:
     virtual ~Lane() = default;
 
-    // Returns the number of bytes accepted, 0 if the lane is full, or kClosed if the peer is gone.
+    // Returns the number of bytes accepted, 0 if the lane is full, or kClosed if the peer no longer uses the lane.
     virtual std::ptrdiff_t write(std::span<const Piece> pieces) = 0;
     // Returns the number of bytes read, 0 if no data is available, or kClosed if the peer is gone and all of its data
     // has been read. Returns only 0 or kClosed if `pieces` is empty.

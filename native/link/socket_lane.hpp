@@ -1,5 +1,5 @@
-// A lane over a connected stream socket. Small reads also read ahead, which usually fetches a message's header and body
-// in one system call; large reads go directly into the tensor.
+// A lane over a connected stream socket. Small reads also read ahead, so that a message's header and body usually
+// arrive with one system call; large reads go directly into the tensor.
 #pragma once
 
 #include <array>

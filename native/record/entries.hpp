@@ -36,7 +36,7 @@ Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
         const std::uint64_t stamp = index << kIndexShift | kWriting;
         if (entry.stamp.compare_exchange_strong(old, stamp, std::memory_order_acquire, std::memory_order_relaxed)) {
             next.store(index + 1, std::memory_order_relaxed);
-            __builtin_prefetch(&ring[(index + 1) % Capacity], 1);  // evicted from L1 since the ring's last round
+            __builtin_prefetch(&ring[(index + 1) % Capacity], 1);  // the entry has probably left the L1 cache
             return {&entry, stamp};
         }
     }

@@ -153,7 +153,7 @@ struct EventFields {
 struct LinkFields {
     std::uint32_t group = 0;
     std::int32_t peer = -1;         // the peer's rank in the default group
-    std::uint64_t measured = 0;     // ticks
+    std::uint64_t measured = 0;     // in ticks
     std::uint64_t sent_nbytes = 0;  // the bytes that the peer's kernel has acknowledged
     std::uint64_t received_nbytes = 0;
     std::uint64_t segments = 0;      // the segments sent with data

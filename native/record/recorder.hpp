@@ -54,7 +54,7 @@ class Recorder {
     std::uint64_t tick_at(std::int64_t monotonic_ns) const;
     void set_step(std::uint64_t step) { header().step.store(step, std::memory_order_relaxed); }
 
-    // Adds a group and returns its serial number. `members[r]` is the default group's rank for group rank r.
+    // Adds a group and returns its serial number. `members[r]` is group rank r's rank in the default group.
     std::uint32_t open_group(std::string_view name, std::string_view engine, std::uint64_t identity, int rank,
                              std::span<const int> members);
     void close_group(std::uint32_t serial);
@@ -65,15 +65,15 @@ class Recorder {
     void change(WrittenCall& written, const CallFields& fields, bool is_over);
 
     WrittenEvent add(EventFields fields, bool is_over);
-    // End the event with this stamp, now or at `tick`. Have no effect if the event's entry has been overwritten.
+    // These functions end the event with this stamp, now or at `tick`, unless the event's entry has been overwritten.
     void end_event(std::uint64_t stamp);
     void end_event_at(std::uint64_t stamp, std::uint64_t tick);
     void end_event(std::uint64_t stamp, std::int64_t first, std::int64_t second);
     // Records the current time as the time at which the event's data was sent.
     void event_sent(std::uint64_t stamp);
 
-    // Allocates an entry for a link's measurements, which `change` writes. After `close_link` they remain until another
-    // link reuses the entry. Each link may have only one writer at a time.
+    // Allocates an entry for a link's measurements, which `change` writes. After `close_link` the entry remains until
+    // another link reuses it. Each link may have only one writer at a time.
     WrittenLink open_link(const LinkFields& fields);
     static void change(WrittenLink& written, const LinkFields& fields);
     static void close_link(WrittenLink& written);

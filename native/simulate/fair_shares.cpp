@@ -50,7 +50,7 @@ const std::vector<std::uint32_t>& FairShares::divide() {
     return found_routes_;
 }
 
-// Collects all links connected to the affected ones through open routes, and those routes.
+// Collects all links that open routes connect, directly or indirectly, to the affected links, and these routes.
 void FairShares::find_affected() {
     found_routes_.clear();
     found_links_.clear();

@@ -21,7 +21,7 @@ class FairShares {
     explicit FairShares(std::vector<double> capacities);
     void add_route(std::vector<Use> uses, double most);
 
-    // Mark the beginning and the end of a transfer on a route.
+    // These functions mark the beginning and the end of a transfer on a route.
     void open(std::uint32_t route);
     void close(std::uint32_t route);
 

@@ -62,7 +62,7 @@ struct Stream {
     double since_s = 0;
     std::uint32_t version = 0;
     double waiting = 0;              // bytes that have arrived but have not been consumed by a step
-    double arrived = 0;              // bytes that have arrived of the message with index `recorded`
+    double arrived = 0;              // arrived bytes of the message with index `recorded`
     std::size_t recorded = 0;        // number of messages that have arrived completely
     std::vector<double> begins_s{};  // start times of the messages that have begun
 };

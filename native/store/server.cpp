@@ -313,7 +313,7 @@ bool Server::meet(Connection& connection) {
     return true;
 }
 
-// Sends pending output; returns false if the peer is gone.
+// Sends pending output; returns false if the peer has closed the connection.
 bool Server::flush(Connection& connection) {
     const int fd = connection.socket.descriptor;
     while (connection.sent < connection.out.size()) {

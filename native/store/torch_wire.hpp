@@ -48,7 +48,7 @@ class TorchReader {
     // Parses the query at the front of `bytes`. Sets `used` to its length once it is complete.
     Parse read(std::span<const char> bytes, std::size_t& used);
 
-    // Return the type of the complete query, and the equivalent request to the table, if there is one.
+    // These functions return the type of the complete query and, if there is one, the equivalent request to the table.
     TorchQuery query() const { return query_; }
     Message& request() { return request_; }
 

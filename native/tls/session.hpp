@@ -40,8 +40,8 @@ class Session {
     Progress shake_hands();
     const std::string& reason() const { return reason_; }
 
-    // Behave like send(2) and recv(2) on a non-blocking socket: they return -1 with EAGAIN if the other end must act
-    // first. A write that returned EAGAIN must be repeated with the same bytes, possibly at a different address and
+    // These functions return -1 with EAGAIN if the other end must act first, like send(2) and recv(2) on a non-blocking
+    // socket. A write that returned EAGAIN must be repeated with the same bytes, possibly at a different address and
     // with more bytes after them. At most one record of 16 KiB is written or read.
     ssize_t send(const void* data, std::size_t nbytes);
     ssize_t recv(void* data, std::size_t nbytes);

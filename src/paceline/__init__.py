@@ -225,7 +225,7 @@ _SHORT_NAMES = {"DDP": "DistributedDataParallel", "ZeRO": "ZeroRedundancyOptimiz
 def _suggestion(name: str) -> str:
     """Returns a suggestion to append to the error message for a missing name, or "" if there is none.
 
-    `from paceline import linux` calls this function before it imports the submodule, so it must be fast.
+    `from paceline import linux` calls this function before importing the submodule, so the function must be fast.
     """
     module = f"{__path__[0]}/{name}"
     if name.startswith("_") or exists(module) or exists(f"{module}.py"):

@@ -60,7 +60,7 @@ def ordinal(number: int) -> str:
 
 
 def is_user_file(file: str) -> bool:
-    """Returns whether a source file belongs to the user, and not to Python, an installed package or Paceline.
+    """Returns whether a source file belongs to the user, rather than to Python, an installed package or Paceline.
 
     Messages name lines in the user's files only.
     """
@@ -89,7 +89,7 @@ def user_file_name(file: str) -> str | None:
 
 
 class _Base(RuntimeError):
-    """Base of `PacelineError`, because Python cannot change the bases of a direct subclass of a built-in class."""
+    """Base of `PacelineError`. (Python cannot change the bases of a direct subclass of a built-in class.)"""
 
 
 class PacelineError(_Base):

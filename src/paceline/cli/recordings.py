@@ -77,7 +77,7 @@ class _JobDiagnosis:
 
 
 def _problem_with(directories: Sequence[Path]) -> str | None:
-    """Returns a message if these are not the directories of one job, otherwise None."""
+    """Returns an error message if the directories do not belong to a single job, otherwise None."""
     for directory in directories:
         if not directory.is_dir():
             return f"{directory} is not a directory; `paceline runs` lists the directories of your jobs"

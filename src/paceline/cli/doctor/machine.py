@@ -46,7 +46,7 @@ def versions() -> list[Diagnostic]:
 
 
 def cores() -> list[Diagnostic]:
-    """Reports the number of cores that affinity and quota allow, and their NUMA nodes."""
+    """Reports the number of cores that the CPU affinity and the cgroup quota allow, and their NUMA nodes."""
     mine = sorted(os.sched_getaffinity(0))
     quota = cpu_quota()
     nodes = " | ".join(map(format_cpulist, domains_of("node", mine)))
@@ -109,7 +109,7 @@ def limits() -> list[Diagnostic]:
 
 
 def network(root: Path = Path("/")) -> list[Diagnostic]:
-    """Reports the active network interfaces, their MTUs, the default route, and the address of the host name."""
+    """Reports the active network interfaces, their MTUs, the default route, and the address of this host's name."""
     findings = []
     routes = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
     default = [fields[0] for fields in routes if fields[1] == "00000000"]

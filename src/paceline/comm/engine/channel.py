@@ -243,7 +243,7 @@ class EngineChannel(Protocol):
         ...
 
     def prepare(self, call: CollectiveCall, /) -> _core.PreparedCall | None:
-        """Prepares a call for repetition; returns None if the engine is not in the core."""
+        """Prepares a call for repetition; returns None if the engine is not part of the core."""
         return None
 
     def record_as(self, group: int, /) -> None:

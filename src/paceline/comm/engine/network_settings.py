@@ -257,7 +257,7 @@ UNMEASURED = CostModel(LinkCost(2e-6, 1e-10), LinkCost(3e-5, 5e-10), 1e-10)
 
 
 def known_algorithm(algorithm: str | None) -> str | None:
-    """Returns `algorithm` if it exists or is None, which denotes the fastest.
+    """Returns `algorithm` if it exists or is None. (None denotes the fastest algorithm.)
 
     Raises:
         ValueError: there is no such algorithm.
@@ -290,7 +290,7 @@ def parse_streams(text: str) -> int:
     """Parses the value of PACELINE_STREAMS, the number of connections between two hosts.
 
     Raises:
-        ValueError: it is not a number in the permitted range.
+        ValueError: the text is not a number in the permitted range.
     """
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_STREAMS:
         raise ValueError(f"{STREAMS_VARIABLE} is {text!r}; it must be a number from 1 to {_MOST_STREAMS}")

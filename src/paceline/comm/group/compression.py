@@ -14,7 +14,7 @@ from paceline.comm.schedule.steps import Operation
 WireKind = Literal["bf16", "int8", "int4"]
 
 _SUMS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM, NO_REDUCTION)
-_OF_ALL_RANKS = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)  # longest buffer: one part per rank
+_OF_ALL_RANKS = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)  # the longest buffer has one part per rank
 
 
 class Wire:

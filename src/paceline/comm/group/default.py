@@ -99,7 +99,7 @@ class World:
 
 
 class OwnWorld(World):
-    """The world created by `init_process_group`; it is closed at process exit, if not earlier."""
+    """The world created by `init_process_group`; it is closed at process exit at the latest."""
 
     def __init__(self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout_s: float) -> None:
         super().__init__(store, engines, group, timeout_s)

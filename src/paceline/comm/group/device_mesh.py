@@ -93,7 +93,7 @@ class DeviceMesh:
         return self.get_group(mesh_dim).rank()
 
     def get_group(self, mesh_dim: Dimension | None = None) -> ProcessGroup:
-        """Returns this rank's group along a dimension: the ranks that differ from it only in this index.
+        """Returns this rank's group along a dimension: the ranks with the same indices in all other dimensions.
 
         Raises:
             ValueError: there is no such dimension, or it is omitted although there are several.

@@ -545,7 +545,7 @@ class ProcessGroup:
         async_op: bool = True,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Receives a message with the given tag into `tensors`, from group rank `src` or, if it is -1, from any rank.
+        """Receives a message with the given tag into `tensors`, from group rank `src`, or from any rank if it is -1.
 
         `source_rank()` of the returned work is the sender's group rank.
         """

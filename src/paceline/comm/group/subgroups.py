@@ -1,6 +1,6 @@
 """Functions that divide the ranks of a group into several new groups.
 
-A rank outside all new groups receives `GroupMember.NON_GROUP_MEMBER`, with which calls do nothing. torch.distributed
+A rank outside all new groups receives `GroupMember.NON_GROUP_MEMBER`, on which calls do nothing. torch.distributed
 returns None in this case, which later calls would interpret as the default group.
 """
 

@@ -183,7 +183,7 @@ class Work:
         return self
 
     def when_over(self, then: Callable[[], None]) -> None:
-        """Calls `then` when the call is complete: on the completion thread, or at once if it is complete already."""
+        """Calls `then` when the call is complete: on the completion thread, or at once if it is already complete."""
         if self._work is None or self.is_completed():
             then()
         else:
@@ -212,7 +212,7 @@ class Work:
 
     @property
     def streams(self) -> Mapping[torch.device, Any]:
-        """Returns the streams on which the program made the call, by device (without the CPU)."""
+        """Returns the streams on which the program made the call, by device (excluding the CPU)."""
         return self._streams
 
     def source_rank(self) -> int:
@@ -302,7 +302,7 @@ class JoinedWork(Work):
 
 
 class _Countdown:
-    """Calls `then` at the last of `steps` steps, or immediately if `steps` is 0."""
+    """Calls `then` after `steps` steps, or immediately if `steps` is 0."""
 
     def __init__(self, steps: int, then: Callable[[], None]) -> None:
         self._left = steps
@@ -443,7 +443,7 @@ class CompletionThread:
         wait_ns = _SHORTEST_WAIT_NS
         current: torch.device | None = None
         while True:
-            ends = _core.endings()  # read first, so no later completion is missed by the sleep
+            ends = _core.endings()  # read first, so that the sleep misses no later completion
             if self._closed:
                 return
             self._take_arrivals(pending)
@@ -461,7 +461,7 @@ class CompletionThread:
                 wait_ns = min(2 * wait_ns, _LONGEST_WAIT_NS)
 
     def _take_arrivals(self, pending: list[_Arrival]) -> None:
-        """Adds new calls to `pending`; if it is empty, waits for a call."""
+        """Adds new calls to `pending`; waits for a call if `pending` is empty."""
         while not pending or not self._arrivals.empty():
             arrival = self._arrivals.get()
             if arrival is None:

@@ -83,7 +83,7 @@ def header_for(number: int) -> bytes:
 
 
 def is_wrong(beginning: bytes) -> bool:
-    """Returns whether the received bytes cannot be the beginning of a header.
+    """Returns True if the received bytes cannot be the beginning of a header.
 
     >>> is_wrong(b""), is_wrong(header_for(7)[:5]), is_wrong(b"GET / HT")
     (False, False, True)

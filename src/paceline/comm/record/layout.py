@@ -151,7 +151,7 @@ received; segments sent; latest delivery rate in bytes per second; microseconds 
 limited by the other rank's receive window; round-trip time, its variation and its minimum in microseconds;
 retransmitted segments; milliseconds for which an answer has been pending; number of connections"""
 
-LINE_BITS = 22  # of a call site
+LINE_BITS = 22  # number of bits for the line of a call site
 
 WORD_NBYTES = 8
 WRITING = 1

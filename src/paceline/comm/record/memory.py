@@ -76,7 +76,7 @@ class HandedMemory:  # not a dataclass, because importing dataclasses would slow
 
 @contextlib.contextmanager
 def handed_memory() -> Iterator[int | None]:
-    """Yields a descriptor of the memory that a launcher keeps for this process, or None without a launcher."""
+    """Yields a descriptor of the memory that a launcher keeps for this process, or None if there is no launcher."""
     handed = HandedMemory.parse(os.environ.get(HANDED_VARIABLE, ""))
     fd = None if handed is None else handed.open()
     try:

@@ -161,7 +161,7 @@ STEPS = StepCounter()
 
 
 def recorded_waits(batches: Iterator[_Batch], name: str) -> Iterator[_Batch]:
-    """Yields the items of `batches` and records the time spent waiting for each.
+    """Yields the items of `batches` and records the time spent waiting for each of them.
 
     Args:
         batches: the iterator over batches.

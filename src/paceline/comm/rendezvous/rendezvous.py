@@ -236,7 +236,7 @@ def _next_at_address(address: str) -> int:
 
 
 def _next_at_store(store: Store) -> int:
-    """Returns 1 for the first rendezvous at a store, 2 for the second, and so on; views count by full prefix."""
+    """Returns 1 for the first rendezvous at a store, 2 for the second, and so on; each prefix is counted separately."""
     prefix = ""
     while isinstance(store, PrefixStore):
         prefix = f"{store.prefix}/{prefix}"

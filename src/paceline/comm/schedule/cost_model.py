@@ -99,7 +99,7 @@ Cost: TypeAlias = Callable[[Case], float]
 
 
 def message_s(link: LinkCost, nbytes: float, extra_s_per_byte: float = 0) -> float:
-    """Returns the duration of a message in seconds; `extra_s_per_byte` is added per byte, for example to reduce it."""
+    """Returns the duration of a message in seconds; `extra_s_per_byte` is added per byte, for example for reducing."""
     return link.alpha_s + nbytes * (link.beta_s_per_byte + extra_s_per_byte)
 
 

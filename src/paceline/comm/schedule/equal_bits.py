@@ -44,7 +44,7 @@ def require_equal_bits(schedules: Sequence[Schedule]) -> None:
 
 
 class TermExecution:
-    """Executes a world's schedules on terms. Terms are numbers, assigned by a table from the numbers of their parts."""
+    """Executes the schedules of all ranks on terms. A table assigns a number to each term, given those of its parts."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self._schedules = schedules

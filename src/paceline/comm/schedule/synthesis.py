@@ -62,7 +62,7 @@ def synthesised_all_reduce(topology: RankTopology, transfers: Sequence[TreeTrans
 
 
 def _transfer_steps(transfers: Sequence[TreeTransfer], members: Sequence[int], host: int, first: int) -> list[Step]:
-    """Returns the steps of members[host]. All members use the same order of transfers, which excludes deadlocks."""
+    """Returns the steps of members[host]. All members use the same order of transfers, so there are no deadlocks."""
     steps: list[Step] = []
     for each in transfers:
         block = BufferSlice(Buffer.OUTPUT, first + each.part)

@@ -313,7 +313,7 @@ def _places(memory: SymbolicMemory, schedule: Schedule, number: int, blocks: Buf
 
 
 def _is_simple(kind: StepKind, dst: BufferSlice | None, src: BufferSlice | None) -> bool:
-    """Returns whether a step is obviously valid, which most steps are; others require the slower `_check_step`."""
+    """Returns whether a step is obviously valid. (Most steps are; others require the slower `_check_step`.)"""
     if kind is _SEND:
         return dst is None and src is not None and src.buffer is not _WIRE
     if dst is None or dst.buffer is _INPUT or dst.buffer is _WIRE:

@@ -136,7 +136,7 @@ def is_own(status: os.stat_result) -> bool:
 
 
 def _is_usual_there(path: str, status: os.stat_result) -> bool:
-    """Returns whether new files that this user creates in the same directory get the same owner and mode."""
+    """Returns whether new files that this user creates in the file's directory get the same owner and mode."""
     usual = _usual(path)
     return usual is not None and (usual.st_uid, usual.st_mode) == (status.st_uid, status.st_mode)
 

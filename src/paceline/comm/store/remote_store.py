@@ -62,7 +62,7 @@ class RemoteStore(Store):
         return self._name
 
     def close(self) -> None:
-        """Closes the connections, which wakes waiting threads; idempotent."""
+        """Closes the connections and thereby wakes waiting threads; idempotent."""
         self._closed = True
         if os.getpid() != self._owner:  # a forked child must not close its parent's connections
             return

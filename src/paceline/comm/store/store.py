@@ -189,7 +189,7 @@ class Store(ABC):
 
     @abstractmethod
     def _apply(self, op: StoreOp, number: int, fields: list[bytes], timeout_s: float) -> StoreAnswer:
-        """Performs `op`. `number` is a waiting operation's timeout in ms; on timeout, it returns the missing keys."""
+        """Performs `op`. `number` is a waiting operation's timeout in ms; on timeout, the answer lists missing keys."""
 
 
 def _bytes(value: bytes | str) -> bytes:

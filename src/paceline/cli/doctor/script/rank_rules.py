@@ -14,7 +14,7 @@ _IN_MEMORY = {"BytesIO", "StringIO", "TemporaryFile", "SpooledTemporaryFile"}
 
 
 def collectives(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports collectives that only some ranks call, or that they call in different orders."""
+    """Reports collectives that only some ranks call, or that the ranks call in different orders."""
     world_size = len(job.traces)
     reported = False
     for phase in (job.phase, "uncalled"):
@@ -61,7 +61,7 @@ def collectives(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def _ends_early(node: ast.AST) -> bool:
-    """Returns whether a test only decides if a loop or function is left early; another rule examines such tests."""
+    """Returns True if a test only decides whether a loop or function is left early. (Another rule covers these.)"""
     ends = (ast.Break, ast.Continue, ast.Return, ast.Raise)
     return any(isinstance(each, ends) for each in ast.walk(node))
 
@@ -312,7 +312,7 @@ def waits(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def processes(job: JobTrace) -> Iterator[Diagnostic]:
-    """Reports processes that cannot start, because each imports the script or cannot import its function."""
+    """Reports processes that cannot start because they run the script again or cannot import their function."""
     for event in job.imported.of("spawn"):
         if event.phase == "uncalled":
             continue

@@ -182,7 +182,7 @@ class JobTrace:
         return Confidence.HIGH if certain else Confidence.LOW
 
     def counts(self, *kinds: EventKind, phase: Phase) -> list[Counter[str]]:
-        """Returns, for every rank, the number of calls with each name, excluding calls in other groups than WORLD."""
+        """Returns, for every rank, the number of calls with each name, excluding calls in groups other than WORLD."""
         return [
             Counter(event.name for event in trace.of(*kinds) if event.phase == phase and not event.in_group)
             for trace in self.traces

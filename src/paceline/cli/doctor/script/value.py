@@ -57,7 +57,7 @@ class FunctionObject:
         return len(self.scopes) > 1 and self.owner is None
 
     def bind(self, arguments: Sequence[AbstractValue], keywords: dict[str, AbstractValue]) -> dict[str, AbstractValue]:
-        """Binds the arguments of a call to the parameters; returns the function's variables."""
+        """Binds the arguments of a call to the parameters; returns the function's initial variables."""
         signature = self.node.args
         positional = [*signature.posonlyargs, *signature.args]
         names = [each.arg for each in [*positional, *signature.kwonlyargs]]
@@ -116,7 +116,7 @@ class AbstractValue:
     receiver: AbstractValue | None = None  # the object that owns the method or attribute
     items: list[AbstractValue] | None = None
     alternatives: tuple[AbstractValue, ...] = ()
-    arguments: tuple[AbstractValue, ...] = ()  # to the call that returned the value
+    arguments: tuple[AbstractValue, ...] = ()  # the arguments of the call that returned the value
     keywords: dict[str, AbstractValue] = field(default_factory=dict)
     called: str = ""  # the qualified name of the function that returned the value
     node: ast.AST | None = None  # the call that returned the value
@@ -176,7 +176,7 @@ class AbstractValue:
         return False if self.truth() else None
 
     def inherited(self) -> frozenset[Fact]:
-        """Returns the properties that results computed from the value inherit."""
+        """Returns the properties that derived values inherit from this value."""
         return self.facts & INHERITED
 
     def entries(self) -> dict[str, AbstractValue]:
@@ -195,7 +195,7 @@ class AbstractValue:
                 yield from entry.contents()
 
     def sources(self, depth: int = 4) -> Iterator[AbstractValue]:
-        """Yields the value, its alternatives, items, and the arguments and receivers of the calls that returned it."""
+        """Yields the value, its alternatives and items, and the arguments and receivers of calls that returned it."""
         yield self
         if depth:
             entries = [value for key, value in self.attributes.items() if key[:1] == "["]
@@ -224,7 +224,7 @@ def shortened(text: str) -> str:
 
 
 def inherited_facts(values: Iterable[AbstractValue]) -> frozenset[Fact]:
-    """Returns the properties that a result computed from the values inherits."""
+    """Returns the properties that a derived value inherits from the values."""
     return frozenset().union(*(value.inherited() for value in values))
 
 

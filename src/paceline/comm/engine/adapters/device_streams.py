@@ -103,7 +103,7 @@ class AcceleratorStream:
 
 
 class _CurrentStream:
-    """A context manager that makes a stream current. Cheaper than PyTorch's own, because every call uses it."""
+    """A context manager that makes a stream current. Every call uses it, so it is cheaper than PyTorch's own."""
 
     def __init__(self, device: torch.device, stream: Any, before: Any = None) -> None:
         self._device = device
@@ -146,12 +146,12 @@ def with_index(device: torch.device) -> torch.device:
 
 @contextlib.contextmanager
 def activated(device: torch.device) -> Iterator[None]:
-    """Makes `device` the calling thread's current one."""
+    """Makes `device` the calling thread's current device."""
     if device.type == "cpu":
         yield
         return
     module = _module(device)
-    if hasattr(module, "device"):  # does not initialize the previous device, unlike `set_device`
+    if hasattr(module, "device"):  # which, unlike `set_device`, does not initialize the previous device
         with module.device(device):
             yield
         return

@@ -75,7 +75,7 @@ class WaitedMessage:
 
 
 def message_mismatch(source: int, receiver: int, sent: tuple[int, int], expected: tuple[int, int]) -> CallFailure:
-    """Returns the failure for a message whose size and dtype as `sent` differ from the `expected` ones."""
+    """Returns the failure for a message whose size and dtype (`sent`) differ from those of the receive (`expected`)."""
     return CallFailure(
         OutcomeCode.MISMATCH,
         split_from=source,

@@ -44,12 +44,12 @@ class ReverseConnectRequests:
         self._store, self._number, self._rank = store, number, rank
 
     def request(self, peer: int, why: str) -> None:
-        """Requests that a peer connect to this rank; `why` states why this rank cannot connect to the peer."""
+        """Requests that a peer connect to this rank; `why` is the reason why this rank cannot connect."""
         self._store.set(f"{self._key(peer)}/{self._rank}", why)
         self._store.set(self._key(peer), b"")
 
     def requesters(self, among: Iterable[int]) -> dict[int, str]:
-        """Returns the ranks of `among` that request a connection from this rank, with their reasons."""
+        """Returns the ranks in `among` that request a connection from this rank, with their reasons."""
         key = self._key(self._rank)
         if not self._store.check([key]):  # fast path: usually there are no requests
             return {}
@@ -214,7 +214,7 @@ class _Links:
             raise RendezvousError(self._unreachable(peer, error, peer_failed)) from error
 
     def gather(self, accepted: AcceptedConnections, acceptor: AuthenticatedListener, timeout_s: float) -> None:
-        """Waits for the connections of the peers that connect to this rank.
+        """Waits for connections from the peers that are to connect to this rank.
 
         Raises:
             RendezvousError: a rank gave up or died, or neither a peer nor this rank can reach the other.

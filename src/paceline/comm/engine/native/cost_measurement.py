@@ -315,7 +315,7 @@ def _answer_all(formation: Formation, topology: Topology, links: Messages, deadl
 
 
 def _partners(topology: Topology) -> list[int]:
-    """Returns the ranks with which rank 0 measures: another rank on its host, if any, and a rank on the next host."""
+    """Returns the ranks that rank 0 measures with: another rank on its host, if any, and a rank on the next host."""
     return [*topology.hosts[0][1:2], topology.hosts[1][0]]
 
 

@@ -1,4 +1,4 @@
-"""Both ends of a connection between ranks. It becomes valid when the accepting end acknowledges the proof."""
+"""Both ends of a connection between ranks. A connection is valid once the accepting end has acknowledged the proof."""
 
 from __future__ import annotations
 

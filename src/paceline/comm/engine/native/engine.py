@@ -54,7 +54,7 @@ class HostRanks:
         return [rank for rank, place in enumerate(self.places) if place >= 0]
 
     def share(self, nbytes: int) -> tuple[_core.SharedMemory, int]:
-        """Creates zeroed memory for the ranks on this host; returns it and the number under which they can find it.
+        """Creates zeroed memory for the ranks on this host; returns it and the number by which the ranks can find it.
 
         Raises:
             OSError: no memory or descriptors are left.

@@ -131,7 +131,7 @@ class ScheduledChannel(EngineChannel):
         return self._links.failure()
 
     def close(self) -> None:
-        """Logs mispredicted calls unless some have been logged. Does not close the links, which belong to the group."""
+        """Logs mispredicted calls unless it has done so before. Does not close the links, which belong to the group."""
         self._log_miss()
 
     def _log_miss(self) -> None:

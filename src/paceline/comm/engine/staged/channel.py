@@ -51,7 +51,7 @@ More slots are slower, because chunks leave the processor's cache before the cor
 """
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
-_SPINS = 50  # how often the thread polls an event before it pauses
+_SPINS = 50  # the number of polls of an event before the thread pauses
 _RETIRE_S = 0.001
 _CLOSE_S = 1.0
 _HEADER_FIELDS = 7

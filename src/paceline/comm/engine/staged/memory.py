@@ -20,7 +20,7 @@ from paceline.comm.engine.codes import ITEM_SIZES
 from paceline.comm.schedule.steps import Operation
 
 _NO_FLAGS = 0
-_MANY = 8  # at least this many pieces are faster to join with a kernel and copy at once
+_MANY = 8  # with this many pieces or more, it is faster to join them with a kernel and copy once
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
 
@@ -202,7 +202,7 @@ def copy_to_device(parts: Sequence[torch.Tensor], host: torch.Tensor) -> None:
 
 
 def _side_by_side(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each part, preceded by the bytes of `whole` that correspond to it."""
+    """Yields pairs of bytes of `whole` and the part that corresponds to them."""
     at = 0
     for part in parts:
         yield whole[at : at + part.numel()], part

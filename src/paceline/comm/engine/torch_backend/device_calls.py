@@ -50,7 +50,7 @@ StartCall = Callable[[TorchGroup], StartedCall]
 """Starts a call of a process group on the current stream."""
 
 _CLOSED = CallFailure(OutcomeCode.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
-# The time to wait for a call after a rank has exited, which may have finished its part of the call before.
+# How long to wait for a call after a rank has exited: if the rank had finished its part, the call still completes.
 _GRACE_S = 1.0
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 _POLLING_S = 0.01
@@ -270,7 +270,7 @@ class CallStream:
         if isinstance(error, SharedGpuError):
             return CallFailure(OutcomeCode.REFUSED, said=str(error))
         if (different := self._difference(at_once=True)) is not None:
-            return different  # the reason why another rank has ended its process group
+            return different  # the reason why another rank has aborted its process group
         until = time.monotonic() + _GRACE_S  # the connection breaks before the other rank's process exits
         while self._peers is not None and time.monotonic() < until:
             if gone := self._peers.gone():
@@ -279,7 +279,7 @@ class CallStream:
         return CallFailure(OutcomeCode.REFUSED, said=f"{_first_line(error)}. {self._settings.advice}")
 
     def look(self) -> bool:
-        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call this again."""
+        """Drops completed calls and breaks the stream if a call cannot complete; returns whether to call it again."""
         if self.failure is not None:
             return False
         try:
@@ -549,7 +549,7 @@ class DeviceWork:
         return True
 
     def wait(self, timeout_ns: int) -> bool:
-        """Makes the current stream wait for the call and, with a timeout, the thread; returns False on timeout."""
+        """Makes the current stream wait for the call; with a timeout, also the thread. Returns False on timeout."""
         if timeout_ns < _NO_LIMIT_NS and not self.finish(timeout_ns):
             return False
         self.order()

@@ -53,7 +53,7 @@ class RankProgress:
         self._interval_s = _PUBLISH_INTERVAL_S * max(1.0, size / _RANKS_AT_FULL_RATE)
 
     def arrive(self, call: HeaderFields) -> None:
-        """Records a call made by this rank for `publish`."""
+        """Records a call made by this rank; `publish` publishes it later."""
         self._calls.append(call)
 
     @property
@@ -77,7 +77,7 @@ class RankProgress:
                 self._store.set(str(self._index), json.dumps(calls))
 
     def missing(self, call: HeaderFields) -> list[int]:
-        """Returns the indices of ranks that have not made `call`, after one second for late ranks to publish it."""
+        """Returns the indices of ranks that have not made `call`, after giving late ranks one second to publish it."""
         self.publish(at_once=True)
         time.sleep(2 * _PUBLISH_INTERVAL_S)
         return [index for index, (sequence, *_) in enumerate(self.latest()) if sequence < call[0]]
@@ -137,7 +137,7 @@ class SharedGpuError(Exception):
 
 @dataclass(frozen=True)
 class DevicePeer:
-    """A rank's process, identified for the other processes on its machine, and its device."""
+    """A rank's process, in a form that other processes on the same machine can identify, and its device."""
 
     machine: str
     pid: int
@@ -146,7 +146,7 @@ class DevicePeer:
 
     @staticmethod
     def here(gpu: str, device: str) -> DevicePeer:
-        """Returns the calling process; `gpu`, unless empty, identifies its device in all processes."""
+        """Returns the calling process. If `gpu` is not empty, it identifies the device across processes."""
         processes = os.stat("/proc/self/ns/pid").st_ino
         return DevicePeer(f"{host_id()}/{processes}", os.getpid(), gpu, device)
 
@@ -273,7 +273,7 @@ class PeerWatch:
             return sorted(self._gone)
 
     def _next_remote(self) -> list[int]:
-        """Returns the ranks on other machines whose exits to look up now; each lookup takes one store request."""
+        """Returns the ranks on other machines that are due for a lookup. Each lookup takes one store request."""
         now = time.monotonic()
         if now - self._asked_at <= _REMOTE_INTERVAL_S:
             return []

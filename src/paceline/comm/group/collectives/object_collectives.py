@@ -306,7 +306,7 @@ class OutgoingObjects:
 
 
 class IncomingObjects:
-    """Objects announced by a rank, whose heads are received first, and then their buffers.
+    """Objects announced by a rank. Their heads are received first, and then their buffers.
 
     Raises:
         CollectiveObjectError: the sender could not send the objects, or the announcement is malformed.
