@@ -40,9 +40,9 @@ struct Awaited {
     Occasion in;
 };
 
-// A rank's answer to the question why it has not finished its part of a call or message. waits: the rank itself waits
-// for other ranks. elsewhere: no call of the rank's program is waiting, so no other rank holds it up. past: the rank
-// has finished its part and is in a later call.
+// A rank's answer to the question of why it has not finished its part of a call or message. waits: the rank itself
+// waits for other ranks. elsewhere: no call of the rank's program is waiting, so no other rank holds it up. past: the
+// rank has finished its part and is in a later call.
 struct Answer {
     enum class Kind : std::int32_t { waits, elsewhere, past };
 

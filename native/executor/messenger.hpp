@@ -23,8 +23,8 @@
 //   all of its requests with it, and forwards it to all ranks: each must have the reason before it detects that another
 //   rank leaves. Later verdicts are ignored.
 // - *goodbye* is the last frame of a rank that destroys its group. Its peers fail their open requests to and from that
-//   rank; all other requests continue. If a lane is closed without a goodbye, its rank has died, which breaks the
-//   group. A rank trusts its peers only with the data: a frame that violates these rules counts as the peer's death.
+//   rank; all other requests continue. If a lane is closed without a goodbye, its rank has died, and the group is
+//   broken. A rank trusts its peers only with the data: a frame that violates these rules counts as the peer's death.
 //
 // A thread that waits for a request *drives* all control lanes, one thread at a time. The messenger's own thread does
 // so while asynchronous requests are open and no other thread waits.

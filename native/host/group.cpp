@@ -93,9 +93,9 @@ Group::~Group() {
     }
 }
 
-// Sets how many bytes of a slot each round of the call may use. Small calls rotate through the slot: when a rank writes
-// to the same bytes again, they have been evicted from the L2 caches, and fetching a line from the shared cache is
-// several times as fast as fetching it from another core's cache.
+// Sets the number of bytes of a slot that each round of the call may use. Small calls rotate through the slot: when a
+// rank writes to the same bytes again, they have been evicted from the L2 caches, and fetching a line from the shared
+// cache is several times as fast as fetching it from another core's cache.
 void Group::stage_in(std::size_t nbytes) {
     span_ = staged(nbytes, room_);
     places_ = static_cast<std::uint32_t>(room_ / span_);

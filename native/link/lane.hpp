@@ -18,8 +18,8 @@ class Lane {
 
     // Returns the number of bytes accepted, 0 if the lane is full, or kClosed if the peer no longer uses the lane.
     virtual std::ptrdiff_t write(std::span<const Piece> pieces) = 0;
-    // Returns the number of bytes read, 0 if no data is available, or kClosed if the peer is gone and all of its data
-    // has been read. Returns only 0 or kClosed if `pieces` is empty.
+    // Returns the number of bytes read, 0 if no data is available, or kClosed if the peer no longer uses the lane and
+    // all of its data has been read. Returns only 0 or kClosed if `pieces` is empty.
     virtual std::ptrdiff_t read(std::span<const Piece> pieces) = 0;
 
     // A lane in shared memory supports reading in place: `peek` returns the available bytes up to the end of the ring,

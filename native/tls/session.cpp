@@ -158,7 +158,7 @@ ssize_t Session::failed(int result) {
     }
 }
 
-// OpenSSL does not read until the key update is written, which could deadlock if both sides' sockets are full. The wire
+// OpenSSL does not read until the key update is written. This could deadlock if both sides' sockets are full. The wire
 // therefore buffers the update and writes it to the socket before the next record.
 void Session::count_record() {
     if (++records_ < identity_->records_of_a_key()) return;

@@ -128,7 +128,7 @@ class Pending(Protocol):
     def wait(self, timeout_ns: int, /) -> bool:
         """Waits, without the interpreter lock, until the tensors may be used; returns False on timeout.
 
-        On a device with streams, it returns once the calling thread's current stream has been made to wait for the
+        On a device with streams, `wait` returns once the calling thread's current stream has been made to wait for the
         call. It may be called by several threads, or by one thread with several streams.
         """
 

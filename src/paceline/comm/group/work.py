@@ -2,8 +2,8 @@
 
 The completion thread starts on first use. It sleeps in the core, without the interpreter lock, until any call in the
 core completes, and polls calls of other engines, which do not report completion. A callback may make further calls and
-wait for them, like the one of PowerSGD. While the callback runs, its thread cannot report the completion of these
-calls, so a second thread, one level deeper, does. Most processes never start this second thread.
+wait for them, as PowerSGD's callback does. While the callback runs, its thread cannot report the completion of these
+calls, so a second thread reports it. Most processes never start this second thread.
 
 In a `torch.profiler` profile a call appears under a name such as `paceline:all_reduce`, with its tensors' shapes, its
 start and its end. Like PyTorch's own Python code, callers check `torch.autograd.profiler._is_profiler_enabled` before
@@ -400,7 +400,7 @@ def when_done(call: Pending, then: Callable[[], None], device: torch.device | No
 
     Args:
         call: the call to watch.
-        then: the function.
+        then: the function to call, without arguments.
         device: a device that the call uses. The thread makes it the current device before querying an event, since CUDA
             might create a context on the first GPU instead.
     """

@@ -59,7 +59,7 @@ Holder = TypeVar("Holder", bound=Hashable)
 class NumberTable(Generic[Holder]):
     """Table of the assigned numbers and their holders, which performs no I/O.
 
-    Free numbers are assigned in ascending order, which delays the reuse of a number. A connection meant for a former
+    Free numbers are assigned in ascending order to delay the reuse of a number. A connection meant for a former
     holder is then rejected rather than passed to a different listener.
     """
 

@@ -1,7 +1,7 @@
 """Schedules of collectives as plain data: each rank's steps, built by an algorithm that a cost model selects.
 
 Schedules are used between hosts, or if an algorithm is forced; the ranks of one host use shared memory directly
-(native/host). May use: the standard library and the core, no torch. Start reading at `steps.py` (the data and its
+(native/host). May use: the standard library and the core, but not torch. Start reading at `steps.py` (the data and its
 semantics), then `ring.py`. `registry.py` lists the algorithms, `cost.py` predicts their durations and selects one,
 `verify.py` proves schedules correct, `simulation.py` simulates them on a network, and `synthesis.py` creates schedules
 for networks with uneven links.

@@ -132,7 +132,7 @@ def broadcast(
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank; it is read on the source and written on
             the other ranks.
-        src, group_src: the source.
+        src, group_src: the source rank; pass either one.
 
     Raises:
         ValueError: the source is missing, given twice, or not in the group.
@@ -157,7 +157,7 @@ def reduce(
 
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank.
-        dst, group_dst: the destination.
+        dst, group_dst: the destination rank; pass either one.
         op: the reduction. The default is SUM.
 
     Raises:
@@ -184,7 +184,7 @@ def gather(
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank.
         gather_list: on the destination, a list of one tensor like `tensor` for each rank; None or empty on other ranks.
-        dst, group_dst: the destination. The default is the first rank of the group.
+        dst, group_dst: the destination rank. The default is the first rank of the group.
 
     Raises:
         ValueError: `gather_list` is missing or has the wrong length on the destination, or is passed on another rank.
@@ -210,7 +210,7 @@ def scatter(
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank.
         scatter_list: on the source, a list of one tensor like `tensor` for each rank; None or empty on other ranks.
-        src, group_src: the source. The default is the first rank of the group.
+        src, group_src: the source rank. The default is the first rank of the group.
 
     Raises:
         ValueError: `scatter_list` is missing or has the wrong length on the source, or is passed on another rank.
