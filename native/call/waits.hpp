@@ -109,7 +109,7 @@ class Waits {
     bool ask(int name, const Occasion& in);
     // Returns this rank's answer to a query about `in`.
     Answer about(const Occasion& in) const;
-    // Passes another rank's answer to the running searches.
+    // Passes another rank's answer to the searches in progress.
     void heard(int name, const Occasion& in, Answer answer);
 
   private:

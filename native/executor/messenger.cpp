@@ -9,7 +9,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kFarewell = std::chrono::milliseconds(500);
-// An acknowledgement takes a round trip, plus up to 40 ms if the peer has nothing to send.
+// An acknowledgment takes a round trip, plus up to 40 ms if the peer has nothing to send.
 constexpr auto kDelivery = std::chrono::seconds(2);
 
 }  // namespace

@@ -1,8 +1,8 @@
 // Closes sockets in forked children. A child that kept them open would prevent other ranks from detecting its parent's
 // death.
 //
-// The owner of such sockets declares a guard as its last member. The child closes the sockets before fork() returns in
-// it.
+// The owner of such sockets declares a guard as its last member. In the child, the sockets are closed before fork()
+// returns.
 #pragma once
 
 #include <cstdint>

@@ -55,7 +55,7 @@ class Work:
     def outcome(self) -> Outcome | None: ...
 
 def endings() -> int:
-    """Returns the number of asynchronous calls that have ended in this process, modulo 2^32."""
+    """Returns the number of asynchronous calls that have completed in this process, modulo 2^32."""
 
 def announce_ending() -> None:
     """Wakes the threads that wait in `await_ending`."""
@@ -191,7 +191,7 @@ class SharedMemory:
     """Memory mapped by the ranks of a host; it is freed when no rank holds the object or one of its tensors."""
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Returns `nbytes` bytes from `offset` on as a one-dimensional uint8 tensor with its own storage."""
+        """Returns `nbytes` bytes starting at `offset` as a one-dimensional uint8 tensor with its own storage."""
 
 def share_memory(mesh: Mesh, nbytes: int) -> tuple[SharedMemory, int]:
     """Creates zeroed memory for the ranks of the mesh; returns it and its id."""

@@ -25,7 +25,7 @@ _HOME, _REST, _LINE = "\x1b[H", "\x1b[J", "\x1b[K"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _SIZE = (100, 30)
 
-Draw = Callable[[int, int, bool], list[str]]  # (width, height, is coloured) -> lines
+Draw = Callable[[int, int, bool], list[str]]  # (width, height, is colored) -> lines
 _COLOURS = {"bad": 31, "good": 32, "waiting": 33, "quiet": 90, "bold": 1}
 _MOODS = {"good": "good", "bad": "bad", "waiting": "waiting", "over": "bold"}
 _PART_COLOURS = {"data": 33, "forward": 36, "backward": 34, "exposed": 31, "optimizer": 35, "other": 90}

@@ -119,7 +119,7 @@ class DeviceMesh:
         return DeviceMesh(self._array, dimensions)
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """Returns a one-dimensional mesh of the ranks of this one; all ranks of the root mesh must call it.
+        """Returns a one-dimensional mesh of this mesh's ranks; all ranks of the root mesh must call this method.
 
         The root mesh keeps the result and returns it for `mesh[mesh_dim_name]`. The default name consists of the names
         of the dimensions, joined by underscores.

@@ -69,7 +69,7 @@ def choose_port(port: int) -> None:
 
 
 def is_reachable_from_outside(host: str) -> bool:
-    """Returns whether a host name or an address is reachable from other machines, that is, not loopback.
+    """Returns whether a host name or an address is reachable from other machines (not a loopback address).
 
     Raises:
         OSError: the name cannot be resolved.

@@ -37,7 +37,7 @@ class RecordedOperation(Protocol):
         """Sets the end event if `follow` was called without it."""
 
     def end(self, outcome: int, /) -> None:
-        """Records that the operation is complete, with an `OutcomeCode`."""
+        """Records that the operation is complete; `outcome` is an `OutcomeCode`."""
 
 
 class RecordedWork:
@@ -96,7 +96,7 @@ class RecordedWork:
             self._ended = ended
 
     def end(self, outcome: int, /) -> None:
-        """Records that the operation is complete, with an `OutcomeCode`; later calls have no effect."""
+        """Records that the operation is complete; `outcome` is an `OutcomeCode`. Later calls have no effect."""
         with self._lock:
             self._end(outcome)
 
