@@ -32,7 +32,8 @@ bool Group::look_around(int turn, Clock::time_point since, const std::function<R
     for (int other = 0; other < size_; ++other)
         if (other != rank_ && adopt_verdict(other)) return false;
     if (ranks.empty()) return true;
-    if (aborted_by() >= 0) return missing().empty() || adopt_abort();  // it may have published the round before
+    // The aborting rank may have published the round before it aborted.
+    if (aborted_by() >= 0) return missing().empty() || adopt_abort();
     if (!(ranks & (lost | left)).empty()) return give_up_without(ranks, ranks & lost, ranks & left, waited_ns);
     say_whom_it_awaits(ranks, entry);
     if (waited_ns > kServesAfterNs) mesh_.waits().serve();

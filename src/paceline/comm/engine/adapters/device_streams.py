@@ -151,7 +151,7 @@ def activated(device: torch.device) -> Iterator[None]:
         yield
         return
     module = _module(device)
-    if hasattr(module, "device"):  # which, unlike `set_device`, does not initialize the previous device
+    if hasattr(module, "device"):  # `module.device`, unlike `set_device`, does not initialize the previous device
         with module.device(device):
             yield
         return
