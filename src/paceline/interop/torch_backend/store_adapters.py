@@ -1,4 +1,4 @@
-"""Adapters between Paceline's stores and those of torch.distributed, and creation of torch's default group with them."""
+"""Adapters between Paceline's stores and those of torch.distributed, and creation of torch's default group."""
 
 from __future__ import annotations
 
