@@ -108,7 +108,7 @@ class TrackedTensors:
     Attributes:
         trained: the parameters that require gradients.
         frozen: the other parameters.
-        buffers: the buffers.
+        buffers: the module's buffers.
         sparse: the names of the trained parameters that belong to layers with sparse gradients.
         ignored: the names of the parameters and buffers that wrappers neither copy nor average.
     """

@@ -89,7 +89,7 @@ class RecordedBuckets:
         _core.record_end(self._stamps.pop(bucket, 0))
 
     def forget(self) -> None:
-        """Ends events that a failed backward pass has left open."""
+        """Closes events that a failed backward pass has left open."""
         for bucket in list(self._stamps):
             self.done(bucket)
 

@@ -730,7 +730,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
 
 
 def _only(tensors: Tensors) -> Tensors:
-    """Unpacks a list with a single tensor, which enables the fast path of `all_reduce`."""
+    """Unpacks a list with a single tensor, to enable the fast path of `all_reduce`."""
     return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
 
 

@@ -74,14 +74,14 @@ class ExternalCollector:
             os.close(self._open.popitem()[1])
 
     def _find(self) -> None:
-        """Detects workers that have started or ended."""
+        """Detects workers that have started or exited."""
         kept = self._kept()
         for inode in set(self._open) - set(kept):
             os.close(self._open.pop(inode))
             self._ended(inode)
         for inode, path in kept.items():
             if inode not in self._open:
-                with contextlib.suppress(OSError):  # the worker ended in the meantime
+                with contextlib.suppress(OSError):  # the worker exited in the meantime
                     self._open[inode] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         for inode, fd in self._open.items():
             worker, known = _worker_of(fd), self._workers.get(inode)

@@ -2,7 +2,7 @@
 
 `diagnose` checks for these causes in order and reports the first one found: a rank that failed on its own; mismatched
 calls; calls in different groups that wait for each other (a deadlock); ranks for which others wait; a call that does
-not end although all ranks have entered it.
+not complete although all ranks have entered it.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def _has_left(rank: RankState) -> bool:
 
 
 def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
-    """Blames a stopped rank if all ranks have entered the call, or else reports that the call does not end."""
+    """Blames a stopped rank if all ranks have entered the call, or else reports that the call does not complete."""
     complete = [wait for wait in waits if wait.is_complete and not wait.call.is_message]
     if not complete:
         return None
@@ -394,7 +394,7 @@ def _unfinished_on_devices(snapshot: JobSnapshot, wait: CallWait, ranks: Sequenc
 
 
 def _where_to_look(ranks: Sequence[RankState]) -> str:
-    """Returns advice about a call that does not end although all of these ranks have arrived."""
+    """Returns advice about a call that does not complete although all of these ranks have arrived."""
     hosts = {rank.rank: rank.host for rank in ranks}
     names = sorted(set(hosts.values()))
     if len(names) < 2:

@@ -138,7 +138,7 @@ class ProcessActivity:
         disk_bytes_s: the rate at which the process and its children read and wrote files, in bytes per second.
         waited_share: the fraction of time for which threads that compute were runnable but had no core.
         moves: whether the process's stack changed.
-        child: the name of a child process that started or ended, such as "cc1plus", or "".
+        child: the name of a child process that started or exited, such as "cc1plus", or "".
         wakes_hz: how often the main thread went to sleep, per second.
         reads_stdin: whether the main thread waited for input on its standard input, in both samples.
     """

@@ -35,7 +35,7 @@ from paceline.operate.diagnosis.recording_reader import (
 from paceline.operate.diagnosis.stall_detector import LOOK_S, StallThreshold, WatchedWorker, overdue
 from paceline.operate.diagnosis.worker_process import capture_stack
 
-_MOST_CALLS = 8192  # limit for the calls sent to another machine, over all ranks
+_MOST_CALLS = 8192  # maximum number of calls sent to another machine, over all ranks
 
 
 @dataclass(frozen=True)

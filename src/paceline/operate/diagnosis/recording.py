@@ -259,7 +259,7 @@ class ProcessRecording:
     Attributes:
         source: the file or process from which the recording was read.
         worker: the worker's name in an elastic job; "" in other jobs.
-        is_ended: whether the process ended normally and ran its exit handlers.
+        is_ended: whether the process exited normally and ran its exit handlers.
         step: the latest training step that the process began; 0 if there is none.
         written_ns: the time of the process's latest record.
         torn: the number of omitted entries, which were incomplete because the process was killed while writing them.

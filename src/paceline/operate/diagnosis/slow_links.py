@@ -116,7 +116,7 @@ class InterHostTraffic:
     """Calls between hosts, and the time that they took after their last rank arrived.
 
     Attributes:
-        hosts: the hosts.
+        hosts: the names of the hosts.
         ranks: the ranks on these hosts.
         time_s: the total time of the calls after the last arrivals, in seconds.
         span_s: the time from the first to the last call, in seconds.

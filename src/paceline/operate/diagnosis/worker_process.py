@@ -364,6 +364,6 @@ def _open(pid: int) -> int | None:
         for name in os.listdir(f"/proc/{pid}/fd"):
             if os.readlink(f"/proc/{pid}/fd/{name}").startswith(f"/memfd:{FILE}-{pid} "):
                 return os.open(f"/proc/{pid}/fd/{name}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # the process ended in the meantime
+    except OSError:  # the process exited in the meantime
         pass
     return None

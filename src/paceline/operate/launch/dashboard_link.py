@@ -183,7 +183,7 @@ class LocalActivity:
                 self.notes.leave(note)
 
     def watch(self, workers: Iterable[WatchedWorker]) -> None:
-        """Records the workers that have started or ended since the previous call."""
+        """Records the workers that have started or exited since the previous call."""
         running = {}
         for worker in workers:
             ending = worker.ending

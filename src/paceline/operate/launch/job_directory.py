@@ -99,7 +99,7 @@ class JobDirectory:
         self._write()
 
     def conclude(self, code: int, was_stopped: bool, offset: Offset | None) -> None:
-        """Records the end of the job on this machine, and the clock offset to the meeting's machine."""
+        """Records the end of the job on this machine, and the clock offset to the rendezvous machine."""
         if offset is not None:
             self.note(clock=asdict(offset))
         state = RunStatus.STOPPED if was_stopped else RunStatus.FAILED if code else RunStatus.FINISHED
@@ -108,7 +108,7 @@ class JobDirectory:
     def _write(self) -> None:
         if self.path is None:
             return
-        with contextlib.suppress(OSError):  # a full disk must not end the job
+        with contextlib.suppress(OSError):  # a full disk must not terminate the job
             written = self.path / f".{JOB_FILE}"
             written.write_text(json.dumps(self._facts, indent=1) + "\n")
             written.replace(self.path / JOB_FILE)
@@ -259,7 +259,7 @@ class RecordingKeeper:
 
     def _write(self, fd: int, path: Path) -> None:
         try:
-            with contextlib.suppress(OSError):  # a full disk must not end the job
+            with contextlib.suppress(OSError):  # a full disk must not terminate the job
                 path.parent.mkdir(parents=True, exist_ok=True)
                 written = path.with_name(f".{path.name}")
                 written.write_bytes(zlib.compress(os.pread(fd, layout.NBYTES, 0), _FAST))

@@ -263,7 +263,7 @@ class Launcher(ABC):
             self._stop(number)
 
     def _on_children(self, workers: Workers | None) -> None:
-        """Reaps adopted processes after SIGCHLD, which is sent when a child has ended, stopped or continued."""
+        """Reaps adopted processes after SIGCHLD, which is sent when a child has exited, stopped or continued."""
         self._cleanup.reap(workers.pids() if workers is not None else [])
 
     def _on_interrupt(self, worker: WorkerProcess) -> None:

@@ -38,7 +38,7 @@ class Advice:
     """A change with its prediction and its gain.
 
     Attributes:
-        change: the change.
+        change: the suggested change.
         prediction: the prediction for the changed job.
         gain: the relative increase in samples per second.
         saved_nbytes: the memory that the change saves on each rank, in bytes.

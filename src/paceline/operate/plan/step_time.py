@@ -138,7 +138,8 @@ class CallTimes:
     def _packed(self, wire: str, operation: Operation, nbytes: int) -> float:
         """Returns the duration of a quantized call; in a large world, a hierarchical call serves as an approximation.
 
-        A quantized call exchanges data between all pairs of hosts, which takes too long to simulate in a large world.
+        In a large world, an exact simulation would take too long, because a quantized call exchanges data between all
+        pairs of hosts.
         """
         if self.ranks <= EXACT_RANKS:
             return self._at(wire, operation, nbytes, None)

@@ -21,8 +21,9 @@ class LocalRegion:
         name: the name of the tensor.
         dtype: the safetensors name of the tensor's dtype.
         shape: the shape of the whole tensor.
-        region: the location of the elements in the whole tensor. nbytes: the size of the region in bytes. elements: a
-        function that returns the elements, row-major and contiguous. It copies them only when called, if at
+        region: the location of the elements in the whole tensor.
+        nbytes: the size of the region in bytes.
+        elements: a function that returns the elements, row-major and contiguous. It copies them only when called, if at
             all.
     """
 
@@ -39,7 +40,8 @@ class CapturedObject:
     """The state of an object that may differ between ranks.
 
     Attributes:
-        state: the complete state, including tensors. value: the state without its tensors.
+        state: the complete state, including tensors.
+        value: the state without its tensors.
         tensors: the tensors in the state, by name.
         is_everywhere: whether every rank has the object. False if only the ranks of a pipeline stage have it.
     """
@@ -54,8 +56,8 @@ class OfferedRegion(NamedTuple):
     """A region that this rank has and other ranks may also have.
 
     Attributes:
-        held: the region in this rank's memory. of_first: whether the elements may differ between ranks. If so, those on
-        the first rank are saved.
+        held: the region in this rank's memory.
+        of_first: whether the elements may differ between ranks. If so, those on the first rank are saved.
     """
 
     held: LocalRegion

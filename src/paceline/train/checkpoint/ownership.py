@@ -99,7 +99,8 @@ class Offer:
         name: the name of the tensor.
         dtype: the safetensors name of the tensor's dtype.
         shape: the shape of the whole tensor.
-        region: the location of the elements in the whole tensor. nbytes: the size of the region in bytes.
+        region: the location of the elements in the whole tensor.
+        nbytes: the size of the region in bytes.
         of_first: whether the elements may differ between ranks. If so, those on the first rank are written.
     """
 

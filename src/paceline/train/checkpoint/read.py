@@ -42,7 +42,8 @@ class ReadItem:
 
     Attributes:
         name: the name of the tensor.
-        region: the region of the tensor to read. memory: the destination, a contiguous CPU tensor with the saved dtype.
+        region: the region of the tensor to read.
+        memory: the destination, a contiguous CPU tensor with the saved dtype.
         by_all: whether every rank requests the same region. If so, one rank reads it and sends it to the others.
     """
 
@@ -317,7 +318,8 @@ class PieceRequest:
         server: the rank that serves the request.
         name: the name of the tensor.
         piece: the index of the piece in the manifest.
-        region: the requested region of the tensor. nbytes: the size of the response in bytes.
+        region: the requested region of the tensor.
+        nbytes: the size of the response in bytes.
     """
 
     server: int

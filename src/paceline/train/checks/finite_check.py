@@ -79,7 +79,7 @@ class NonFiniteGradients:
     """The non-finite gradients from one backward pass on one rank.
 
     Attributes:
-        rank: the rank.
+        rank: the rank that computed the gradients.
         step: the index of the backward pass; only backward passes whose gradients were averaged are counted.
         gradients: the gradients that are not finite, in the order of the module; empty if only parameters were found.
         count: the number of parameters that the module trains.
@@ -429,7 +429,7 @@ class GradientCheck:
         """Warns about non-finite gradients that this optimizer has applied.
 
         Args:
-            optimizer: the optimizer.
+            optimizer: the optimizer that has stepped.
             found_inf: a number on a device, nonzero if the optimizer skipped the step; None if it did not skip.
         """
         if any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"]):

@@ -67,7 +67,7 @@ class StepListener(Protocol):
         """Handles a step of `optimizer`.
 
         Args:
-            optimizer: the optimizer.
+            optimizer: the optimizer that has stepped.
             found_inf: a number on a device, nonzero if the optimizer skipped the step; None if it did not skip.
         """
         ...

@@ -260,7 +260,7 @@ class ReplicaCheck:
     states, because ranks may use different seeds and may run evaluations independently.
 
     Args:
-        module: the module.
+        module: the wrapped module.
         ignored: the names of tensors that may differ.
         group: the ranks.
         every: the number of steps between two checks; None to choose it from the measured cost.

@@ -20,7 +20,7 @@ class ModuleStructure:
     Iterating over `parameters()` takes several times as long.
 
     Args:
-        module: the module.
+        module: the module to record.
         ignored_buffers: the names of the buffers that `buffers` excludes.
     """
 
@@ -79,7 +79,7 @@ class ModuleMonitor:
     """Compares a wrapped module with its tensors at wrapping (`tracked`), and copies its buffers between ranks.
 
     Args:
-        module: the module.
+        module: the wrapped module.
         group: the ranks.
         also_ignored: the names of tensors to ignore in addition to those that the module lists.
         may_leave_out: whether parameters may receive no gradient, and may therefore be removed from the module.

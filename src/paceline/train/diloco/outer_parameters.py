@@ -138,7 +138,7 @@ class OuterParameters(nn.Module):
         """Sets this rank's parameters to the outer parameters plus the rank's progress since `before`.
 
         Args:
-            fragment: the fragment.
+            fragment: the index of the fragment.
             mix: the weight of `before` relative to the outer parameters, from 0 to 1.
             before: this rank's parameters at the start of the exchange; the current parameters if None.
         """

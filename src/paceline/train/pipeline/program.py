@@ -146,7 +146,7 @@ def verify_program(program: PipelineProgram, blocks: bool = False) -> VerifiedPr
     """Checks that a program has all tasks, respects all dependencies, passes each message once, and cannot hang.
 
     Args:
-        program: the program.
+        program: the program to check.
         blocks: whether messages block one another, as in some libraries but not in Paceline. If True, each rank's sends
             complete in order, its receives complete in order, and a send completes only when it is received. A program
             that completes under these rules does not post any receive too early.

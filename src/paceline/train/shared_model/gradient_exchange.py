@@ -80,8 +80,8 @@ class GradientExchange:
     Args:
         shards: the slices that each rank owns.
         names: the names of the parameters, in the order of `shards.by_param`.
-        groups: the process groups within and across hosts. check: a check of this rank's gradients before they are
-        averaged, or None.
+        groups: the process groups within and across hosts.
+        check: a check of this rank's gradients before they are averaged, or None.
         by_round: True if each round's averages are consumed before the next round starts, so that the next round may
             overwrite them.
     """

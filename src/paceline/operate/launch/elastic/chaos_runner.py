@@ -164,7 +164,7 @@ class ChaosRunner:
         self._ledger.entered(member.number, member.uid, is_new, now_s)
 
     def lost(self, member: PoolWorker, members: Sequence[PoolWorker], now_s: float) -> None:
-        """Records the end of a worker that is about to be replaced."""
+        """Records the exit of a worker that is about to be replaced."""
         if self._ledger is not None:
             others = {worker.uid for worker in members if _takes_part(worker) and worker is not member}
             self._ledger.lost(member.number, others, now_s)

@@ -64,7 +64,7 @@ class WorkerExits:
                 self._recordings[member.uid] = os.dup(member.worker.memory.fd)
 
     def failure_of(self, member: PoolWorker, code: int) -> WorkerFailure | None:
-        """Returns the failure of a worker that ended with `code`, or None if it did not fail."""
+        """Returns the failure of a worker that exited with `code`, or None if the worker did not fail."""
         if code == 0 or member.worker is None:
             return None
         failure = failure_of(member.worker, code, read_record(member.worker.error_file), self._memory)

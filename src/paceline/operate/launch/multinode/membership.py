@@ -340,7 +340,7 @@ class Membership:
         return orders if self._open else orders + self._generation_over(now_s)
 
     def _generation_over(self, now_s: float) -> Orders:
-        """Returns the orders to send after the last worker in a generation has ended."""
+        """Returns the orders to send after the last worker in a generation has exited."""
         explained = self._makes_room or (bool(self._lost) and all(failure.is_consequence for failure in self._failures))
         if self._finished == {*self.members}:
             return self._end(JobEnded(0))

@@ -50,8 +50,8 @@ class JoinJob(_NodeMessage, frozen=True, tag="Join"):
         is_elastic: Whether the launcher was started with `--elastic`.
         listens: In an elastic job, the address at which other launchers can reach this one if it becomes the
             coordinator.
-        number: The number of the machine if it is already part of the job, in which case a Follow comes next; otherwise
-            -1.
+        number: The number of the machine if it is already part of the job, in which case the node then sends a
+            `Follow`; otherwise -1.
         store_port: The port for Paceline's store if rank 0 runs on this node.
         job: In an elastic job, the identity of the job that the node was ordered to join, or "".
     """
@@ -89,13 +89,13 @@ class Failed(_NodeMessage, frozen=True):
 
 
 class WorkersFinished(_NodeMessage, frozen=True):
-    """Report: all workers on the node have ended without a failure."""
+    """Report: all workers on the node have exited without a failure."""
 
     generation: Int64
 
 
 class Stopped(_NodeMessage, frozen=True):
-    """Report: all workers on the node have ended. The ports are for the next generation, as in `JoinJob`."""
+    """Report: all workers on the node have exited. The ports are for the next generation, as in `JoinJob`."""
 
     generation: Int64
     port: Int64

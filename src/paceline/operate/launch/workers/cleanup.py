@@ -99,7 +99,7 @@ def adopt_orphans() -> None:
 
 
 def reap_orphans(own: Iterable[int]) -> None:
-    """Reaps adopted children that have ended, except `own`, whose owner reaps them."""
+    """Reaps adopted children that have exited, except `own`, whose owner reaps them."""
     spared = set(own)
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:

@@ -24,7 +24,7 @@ from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 
 COMPAT_VARIABLE = "PACELINE_COMPAT"  # list of libraries; read by the plug-in at the end of `import torch`
 _LIBRARIES = ("torch", "horovod")
-_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch does not call the plug-in if this is 0
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch does not call the plug-in if this variable is 0
 _HOROVODS = {
     "HOROVOD_RANK": "RANK",
     "HOROVOD_SIZE": "WORLD_SIZE",

@@ -1,8 +1,8 @@
 """Worker failures: their records on disk, their order, and their descriptions for the user.
 
 A worker announces an uncaught exception through a named pipe next to the workers' error files, because the process may
-take seconds to end. The pipe is named, so workers do not have to inherit a descriptor. Each worker writes its own error
-file before it writes to the pipe, so the error files identify the sender.
+take seconds to exit. The pipe is named, so workers do not have to inherit a descriptor. Each worker writes its own
+error file before it writes to the pipe, so the error files identify the sender.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
     """Describes the failure in one line, followed by its traceback if there is one.
 
     Args:
-        failure: The failure.
+        failure: The failure to describe.
         word: The noun for the worker's number.
         printed_by: The worker that has already printed this or a similar traceback, if the user can still see it. Only
             the last line of the traceback is then included.

@@ -23,7 +23,7 @@ from paceline.operate.launch.workers.placement import Cores
 from paceline.operate.launch.workers.worker import bind_process
 
 _LARGEST_ANSWER = 4096
-_ANSWER_S = 30.0  # time after which a template that has not forked a worker is replaced
+_ANSWER_S = 30.0  # time after which a template process that has not forked a requested worker is replaced
 _IMPORTS_S = 300.0  # time after which workers are started without waiting for the imports any longer
 _LAST_ANSWER_S = 2.0
 _MOST_TEMPLATES = 4
@@ -65,7 +65,7 @@ class ForkRequest:
 class Forker:
     """Starts workers one at a time, each in its own session, without blocking the launcher.
 
-    If forking is not possible, each worker is started in a new interpreter, which takes as long as importing torch. The
+    If forking is not possible, each worker is started in a new interpreter; this takes as long as importing torch. The
     launcher becomes the parent of the workers, because it adopts orphaned processes.
 
     Args:
@@ -263,7 +263,7 @@ class Forker:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_LAST_ANSWER_S)
             if self._process.poll() is None:
-                kill_group(self._process.pid, signal.SIGKILL)  # and a worker that is just being forked
+                kill_group(self._process.pid, signal.SIGKILL)  # also kills a worker that is just being forked
             self._process.wait()
             self._process = None
 

@@ -44,7 +44,7 @@ class Signals:
         return self._reading
 
     def read(self) -> tuple[list[signal.Signals], set[signal.Signals]]:
-        """Returns the signals that have arrived: those that end the job (in order), and the set of all others."""
+        """Returns the signals that have arrived: those that terminate the job (in order), and the set of all others."""
         try:
             numbers = os.read(self._reading, 256)
         except BlockingIOError:

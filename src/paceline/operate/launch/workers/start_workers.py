@@ -140,7 +140,7 @@ def start_workers(
     """Starts this machine's workers for the generation described by `start`; returns the group that monitors them.
 
     Args:
-        job: The job.
+        job: The job to run.
         start: The order to start the generation, with the ranks.
         context: The common context of the workers.
         selector: The selector of the launcher's loop; see `WorkerGroup`.

@@ -169,7 +169,7 @@ def _threads() -> list[str]:
                 names.append(name.read().strip())
         if not names:
             break
-        time.sleep(_LOOK_S)  # a thread that has just ended may still be listed
+        time.sleep(_LOOK_S)  # a thread that has just exited may still be listed
     return names
 
 

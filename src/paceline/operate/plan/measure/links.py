@@ -155,7 +155,7 @@ def _repeated(measure: Callable[[], float], most: int, deadline: float) -> list[
 
 
 def _host_calls(here: Sequence[int]) -> tuple[HostCall, ...]:
-    """Measures all-reduces among the ranks of one host; ranks on other hosts only take part in creating the group."""
+    """Measures all-reduces among the ranks of one host; ranks on other hosts only participate in creating the group."""
     group = paceline.new_group(list(here))
     if paceline.get_rank() not in here:
         return ()

@@ -219,7 +219,7 @@ def _are_records_whole(path: Path, file: BinaryIO) -> bool:
         named = _Sizes(io.BytesIO(archive.read(f"{top}{_PICKLE_RECORD}")))
         try:
             named.load()
-        except Exception:  # other objects, which torch loads or rejects
+        except Exception:  # the pickle contains other objects, which torch loads or rejects
             return False
     for key, nbytes in named.of_records:
         if sizes.get(f"{top}/data/{key}") != nbytes:

@@ -51,7 +51,7 @@ class Checkpoint:
     """An open checkpoint. Saves do not remove it until it is closed.
 
     Attributes:
-        manifest: the manifest.
+        manifest: the checkpoint's manifest.
         name: the name of the checkpoint's directory.
         nbytes_read: the number of bytes read so far.
     """

@@ -75,7 +75,7 @@ def draft_of(
         token: a string that is unique to the checkpoint.
         taken: the names that are already in use.
         renames: whether the checkpoint is first written under a different name.
-        is_unique: whether to include the token in the name, which makes the name unique on all hosts.
+        is_unique: whether to include the token in the name, to make the name unique on all hosts.
     """
     stem = f"state_{sequence:06d}" if step is None else f"step_{step:010d}"
     name, number = stem, 2

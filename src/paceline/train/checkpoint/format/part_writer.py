@@ -30,8 +30,8 @@ class WriteItem:
         name: the name of the tensor.
         dtype: the safetensors name of the tensor's dtype.
         shape: the shape of the whole tensor.
-        region: the location of the elements in the whole tensor. data: the region's elements, contiguous and row-major,
-        or a function that returns them. The elements must not
+        region: the location of the elements in the whole tensor.
+        data: the region's elements, contiguous and row-major, or a function that returns them. The elements must not
             change until `write_part` calls the function of the next item or returns.
     """
 
@@ -100,7 +100,7 @@ def write_part(
     """Writes a rank's pieces, and returns when they are durable.
 
     Args:
-        storage: the storage.
+        storage: the storage in which the files are created.
         draft: the checkpoint that is being written.
         rank: the rank, which determines the file names.
         pieces: the pieces that the rank writes, possibly none.

@@ -160,9 +160,9 @@ def storage_error(
 
     Args:
         what: the operation, such as "write", "make" or "read".
-        storage: the storage.
+        storage: the storage in which the operation failed.
         name: the name of the file or directory.
-        error: the error.
+        error: the OSError raised by the operation.
         rank: the rank of this process, or None if it is unknown. Default: None.
         progress: the progress before the error, or "". Default: "".
     """

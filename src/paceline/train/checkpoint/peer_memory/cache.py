@@ -258,7 +258,7 @@ class Session:
 
     Args:
         connection: the connection to the worker.
-        cache: the cache.
+        cache: the cache that the requests access.
         identity: the identity of the cache.
         listen: a function that returns the address of the cache for other hosts.
     """

@@ -140,7 +140,7 @@ class CoordinatorSearch:
         Args:
             peers: The numbers of the machines that may be alive.
             now_s: The current time, in seconds.
-            is_done: Whether this machine's workers have completed the training, in which case the job is about to end.
+            is_done: Whether this machine's workers have completed training, in which case the job is about to end.
         """
         if now_s >= self._since_s + self.timeout_s:
             return GiveUp()
@@ -195,7 +195,7 @@ class CoordinatorSearch:
         A machine that responds but has closed the launcher's port no longer has a launcher. If that holds for all other
         machines for some time, the job has ended or all launchers were killed, and none will return. A missing response
         proves nothing, because the network path may be broken. The result is also True some time after this machine's
-        workers have completed the training.
+        workers have completed training.
         """
         others = [number for number in peers if number != self.me]
         have_ended = bool(others) and all(self.answers.get(number) is ContactResult.ENDED for number in others)

@@ -170,7 +170,7 @@ class RemoteLog:
         self._is_near = False
 
     def close(self) -> None:
-        """Ends the transfer. Idempotent."""
+        """Closes the transfer. Idempotent."""
         for sender in self._senders:
             sender.close()
         self._senders.clear()
@@ -398,7 +398,7 @@ class OptimizerCatchUp(CatchUp):
         )
 
     def until_admitted(self) -> None:
-        """Returns when this worker is in a view with the others.
+        """Blocks until this worker is in a view with the others.
 
         Raises:
             StateDivergedError: This worker's state differs from that of the others.

@@ -266,7 +266,7 @@ class StateSender:
             self._log(ViewEntered(round_number, view.generation, view.members))
 
     def close(self) -> None:
-        """Ends all transfers. Idempotent."""
+        """Closes all transfers. Idempotent."""
         for number in list(self._given):
             self._forget(number)
 

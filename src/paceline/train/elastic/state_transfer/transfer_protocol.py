@@ -151,7 +151,7 @@ class RoundResult(_FrameHead, frozen=True):
     """The result of a committed round.
 
     Attributes:
-        round: The round.
+        round: The number of the round.
         nbytes: The length of the body in bytes. The body holds the contiguous tensors; in a DDP loop it is empty.
         tensors: The tensors' dtypes and shapes.
         digest: The digest of the result.

@@ -62,7 +62,7 @@ class DilocoRounds:
     """Runs the exchanges of `diloco` as rounds.
 
     Args:
-        rounds: The rounds.
+        rounds: The rounds of this worker.
         diloco: The optimizer whose outer gradients are exchanged.
         on_round: A function that is called before each round in which new workers may join. It may enter another view.
     """

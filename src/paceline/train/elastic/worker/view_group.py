@@ -44,7 +44,7 @@ class ViewGroup:
     """The process group of one view.
 
     Args:
-        view: The view.
+        view: The view to which the group belongs.
         name: This worker's name.
         costs: The message costs measured by the groups of earlier views.
     """

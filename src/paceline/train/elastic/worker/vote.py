@@ -46,7 +46,7 @@ def suspects(audit: Audit, digests: Sequence[int]) -> tuple[int, ...]:
     If the digests differ and there is no majority, returns all ranks that computed the shard.
 
     Args:
-        audit: The audit.
+        audit: The audit of the round.
         digests: The digests by rank, or 0 for ranks that did not compute the shard in this attempt.
     """
     ranks = [rank for rank in (audit.owner, *audit.others) if digests[rank]]
