@@ -71,8 +71,8 @@ void FairShares::find(std::uint32_t link) {
     found_links_.push_back(link);
 }
 
-// Raises all rates together until a link is full or a route reaches its limit. The rates of the affected routes are then
-// fixed, and the remaining rates are raised further.
+// Raises all rates together until a link is full or a route reaches its limit. The rates of the affected routes are
+// then fixed, and the remaining rates are raised further.
 void FairShares::fill() {
     for (const std::uint32_t number : found_links_) {
         links_[number].left = links_[number].capacity;
