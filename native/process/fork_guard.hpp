@@ -30,8 +30,8 @@ class ForkGuard {
 // Returns true if this process was forked from a process with guards, that is, from a member of a group. A child must
 // not use its parent's links.
 bool forked_from_member();
-// Returns the number of such forks that led to this process. An object that stored a different number was inherited
-// from a parent.
+// Returns the number of forks in this process's ancestry whose parent was a member of a group. An object that stored a
+// different number was inherited from a parent.
 std::uint32_t forks_from_members();
 
 }  // namespace paceline

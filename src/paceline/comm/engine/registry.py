@@ -175,7 +175,7 @@ def _entry(name: str) -> _Entry | None:
 
 
 def _process_groups() -> ModuleType:
-    """Imports and returns the module for PyTorch's process groups, which imports torch.distributed."""
+    """Returns the module `process_groups`, which is imported only on use because it imports torch.distributed."""
     return importlib.import_module("paceline.comm.engine.torch_backend.process_groups")
 
 
