@@ -54,7 +54,7 @@ def mark_used(params: Iterable[torch.Tensor]) -> None:
 
 
 def is_pending(param: torch.Tensor) -> bool:
-    """Returns whether no optimizer step since the first `follow` has used a parameter's gradient."""
+    """Returns True if an optimizer step has not used the parameter's gradient since the first call to `follow`."""
     gradient = param.grad
     return gradient is not None and getattr(gradient, _USED, None) != _version(gradient)
 

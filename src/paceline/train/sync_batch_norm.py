@@ -251,7 +251,8 @@ class _Normalise(torch.autograd.Function):
         everyones = list(own.new_empty(group.size(), len(own)).unbind())
         group.all_gather(everyones, own)
         whole = combine([ChannelStatistics.unpack(theirs) for theirs in everyones])
-        if input.numel() <= input.shape[1] and whole.count <= 1:  # reading `count` synchronizes
+        # the comparison with `count` synchronizes with the device
+        if input.numel() <= input.shape[1] and whole.count <= 1:
             raise ValueError(
                 f"SyncBatchNorm got {int(whole.count)} value for each channel from all {group.size()} ranks, whose "
                 "variance is not defined; give it larger batches, or call eval() first"

@@ -84,7 +84,7 @@ class CallRequest(Generic[Result]):
     is_awaited: bool = False  # whether a thread of the program waits for the call
 
     def __post_init__(self) -> None:
-        # The current CUDA stream is per thread; the call must use the stream of the program's thread.
+        # The current CUDA stream is specific to each thread, and the call must use the stream of the program's thread.
         tensor = next((tensor for tensor in self.tensors if tensor.is_cuda), None)
         self.stream: AbstractContextManager[object] = nullcontext()
         if tensor is not None:
@@ -159,7 +159,7 @@ class CallQueue:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self._condition = threading.Condition()  # uses a reentrant lock
+        self._condition = threading.Condition()  # `Condition` uses a reentrant lock by default
         self._waiting: deque[CallRequest[Any]] = deque()
         self._barriers: deque[CallRequest[Any]] = deque()
         self._is_busy = False

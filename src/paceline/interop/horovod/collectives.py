@@ -101,7 +101,7 @@ def reduction_request(
 ) -> CallRequest[Result]:
     """Returns a request for an in-place reduction. The call's result is the return value of `finish`."""
     require_tensors(tensors, "allreduce")
-    listed = [tensor.detach() for tensor in tensors]  # these share memory with `tensors`
+    listed = [tensor.detach() for tensor in tensors]  # the detached tensors share memory with `tensors`
     merged = how.of(process_set.size())
 
     def run(group: ProcessGroup) -> Result:

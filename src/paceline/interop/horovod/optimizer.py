@@ -18,7 +18,7 @@ from paceline.interop.horovod.collectives import Average, Op, ScaledReduction, a
 from paceline.interop.horovod.compression import Compression, Compressor
 from paceline.interop.horovod.uneven_collectives import sparse_allreduce_request
 
-_BUCKET_BYTES = 25 << 20  # the default of DistributedDataParallel
+_BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default bucket size
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class _Bucket:
 
     params: list[torch.Tensor]
     missing: int = 0  # number of parameters whose gradients are incomplete
-    dense: list[tuple[torch.Tensor, torch.dtype | None]] = field(default_factory=list)  # with the compression context
+    # the parameters with dense gradients, each with its compression context
+    dense: list[tuple[torch.Tensor, torch.dtype | None]] = field(default_factory=list)
     dense_sums: CallHandle[list[torch.Tensor]] | None = None
     sparse: list[tuple[torch.Tensor, CallHandle[torch.Tensor]]] = field(default_factory=list)
 

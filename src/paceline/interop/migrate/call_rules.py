@@ -169,7 +169,7 @@ class CallRemarks:
 
     reasons: dict[cst.CSTNode, str] = field(default_factory=dict)
     notes: dict[cst.CSTNode, str] = field(default_factory=dict)
-    stay: set[str] = field(default_factory=set)  # names whose imports must not be rewritten
+    stay: set[str] = field(default_factory=set)  # imported names whose imports must not be rewritten
 
 
 def advice_for_call(name: str) -> str | None:

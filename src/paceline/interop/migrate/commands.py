@@ -108,7 +108,7 @@ _SHARES_A_SECRET = re.compile(r"PACELINE_SECRET|SBATCH|\bsrun\b|SLURM_")
 def migrate_commands(text: str) -> MigratedFile:
     """Returns the migrated text of a file that contains commands, and the findings."""
     places: list[MigrationFinding] = []
-    comments: dict[int, str] = {}  # reasons, by line number in the original text (from 1)
+    comments: dict[int, str] = {}  # the reasons to write in comments, by line number in the original text (from 1)
     edits: list[tuple[int, int, str]] = []
     for rule in _RULES:
         for match in rule.pattern.finditer(text):
@@ -190,7 +190,7 @@ def _place_of_comment(lines: list[str], number: int) -> int:
     """Returns the line above which a comment can be inserted without splitting a command or changing a string."""
     while number > 0 and lines[number - 1].rstrip().endswith("\\"):
         number -= 1
-    for header in range(number - 1, -1, -1):  # the first line of an enclosing list or folded text
+    for header in range(number - 1, -1, -1):  # searches for the first line of an enclosing list or folded text
         is_outer = lines[header].strip() and _indent(lines[header]) < _indent(lines[number])
         if is_outer and re.search(r"(?::|-)\s*(?:>[+-]?|\[)\s*$", lines[header]):
             return header

@@ -18,8 +18,8 @@ import paceline
 class MigrationMode(Enum):
     """The migration mode of a program."""
 
-    IMPORT = "import"  # replaces torch.distributed: `import paceline as dist`
-    PLUGIN = "plugin"  # keeps torch.distributed, with the backend "paceline"
+    IMPORT = "import"  # the program uses `import paceline as dist` instead of torch.distributed
+    PLUGIN = "plugin"  # the program keeps torch.distributed and uses the backend "paceline"
 
 
 HOROVOD = "horovod.torch"

@@ -151,7 +151,7 @@ def _readings(texts: dict[Path, str]) -> tuple[dict[Path, PythonSource], list[tu
     readings: dict[Path, PythonSource] = {}
     unread: list[tuple[Path, str]] = []
     collects = gc.isenabled()
-    gc.disable()  # no objects are freed during parsing, and collections would take a tenth of the time
+    gc.disable()  # parsing frees no objects, and garbage collection would take a tenth of the time
     try:
         for path, text in texts.items():
             if not may_need_migration(text):
@@ -193,7 +193,7 @@ def _modules_beside(texts: dict[Path, str], readings: dict[Path, PythonSource]) 
     neighbours = {folder: _names_in(folder, known) for folder in folders}
     for path, text in texts.items():
         if not any(name in text for name in neighbours[path.parent]):
-            continue  # true for most files; parsing all of them would dominate the run time
+            continue  # skips most files; parsing all of them would dominate the run time
         names = [found.name for found in readings[path].imports] if path in readings else imports_of(text)
         for imported in names:
             parts = imported.split(".")

@@ -30,7 +30,7 @@ from paceline.interop.migrate.names import (
 from paceline.interop.migrate.python_source import Edits, Imported, NameUse, PythonSource, expression, import_statement
 
 _IMPORTS_US = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:torch\.distributed|horovod)\b", re.MULTILINE)
-_MODULES = ("paceline.parallel.hooks", "paceline.horovod", "paceline")  # modules that rewritten names refer to
+_MODULES = ("paceline.parallel.hooks", "paceline.horovod", "paceline")  # modules to which rewritten names refer
 _OTHERS_OF_HOROVOD = "Paceline trains PyTorch programs, and this is for another library"
 _ELASTIC = (
     "Horovod's elastic state has no counterpart of the same form; see paceline.ElasticState, which survives workers' "

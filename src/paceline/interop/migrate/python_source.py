@@ -46,7 +46,7 @@ class PythonSource:
     imports: list[Imported] = field(default_factory=list)
     stars: list[tuple[int, str]] = field(default_factory=list)  # line and module of each `from module import *`
     uses: list[NameUse] = field(default_factory=list)
-    calls: dict[cst.CSTNode, cst.Call] = field(default_factory=dict)  # keyed by the called expression
+    calls: dict[cst.CSTNode, cst.Call] = field(default_factory=dict)  # calls, keyed by the called expression
     resolve_parents: Callable[[], Mapping[cst.CSTNode, cst.CSTNode]] = dict
 
     @cached_property
@@ -158,7 +158,7 @@ class _Collector(cst.CSTVisitor):
         self._hide(node.attr)
         written = dotted(node)
         if written is None:
-            return True  # e.g. an attribute of a call's result; its parts may contain uses
+            return True  # e.g. an attribute of a call's result, whose parts may contain uses
         self._used(node, written)
         return False
 
@@ -213,7 +213,8 @@ class Edits:
         """Adds a comment above a statement unless an earlier run has already added it."""
         if statement is None:
             return
-        is_first = bool(self.module.body) and statement is self.module.body[0]  # the module owns the lines above
+        # in LibCST, the lines above the first statement belong to the module
+        is_first = bool(self.module.body) and statement is self.module.body[0]
         header = self.module.header if is_first else ()
         lines = cast("Sequence[cst.EmptyLine]", (*header, *getattr(statement, "leading_lines", ())))
         if any(line.comment is not None and MARK in line.comment.value for line in lines):
@@ -302,7 +303,7 @@ def _with_arguments(call: cst.Call, arguments: Sequence[tuple[str, str]]) -> cst
     existing = list(call.args)
     if existing and isinstance(existing[-1].comma, cst.MaybeSentinel):
         existing[-1] = existing[-1].with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-    elif existing:  # moves a trailing comma, with its whitespace, to the end
+    elif existing:  # moves a trailing comma and its whitespace to the end
         comma = existing[-1].comma
         between = existing[-2].comma if len(existing) > 1 else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
         existing[-1] = existing[-1].with_changes(comma=between)

@@ -35,7 +35,7 @@ def register() -> None:
         if not torch_dist.is_available() or "paceline" in torch_dist.Backend.backend_list:
             return
         torch_dist.Backend.register_backend("paceline", _create, extended_api=True, devices=["cpu", "cuda"])
-        if find_spec("torch.distributed._dist2") is not None:  # releases 2.8 to 2.13
+        if find_spec("torch.distributed._dist2") is not None:  # PyTorch 2.8 to 2.13
             import_module("torch.distributed._dist2").register_backend("paceline", _create_alone)
         if "torch" in os.environ.get("PACELINE_COMPAT", "").split(","):  # set by `paceline run --compat torch`
             import_module("paceline.interop.torch_backend.patches").replace_gloo()
@@ -80,7 +80,8 @@ def lend_default_group() -> None:
 
 def replace_env_handler() -> None:
     """Replaces torch.distributed's handler for `env://`, except under torchrun, which serves its own store."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the attribute `rendezvous` is a function
+    # `import_module`, because the attribute `rendezvous` is a function
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]["env"] = env_rendezvous_handler
 
 

@@ -53,7 +53,7 @@ from paceline.interop.torch_backend.work import FinishedWork, RunningWork, keep_
 
 _CPU = torch.device("cpu")
 _ERRORS = {OutcomeCode.OK: "SUCCESS", OutcomeCode.TIMED_OUT: "TIMEOUT", OutcomeCode.PEER_LOST: "REMOTE_ERROR"}
-_ABORT = 1  # torch's SHRINK_ABORT
+_ABORT = 1  # the value of torch's SHRINK_ABORT
 _HANDLE_PREFIX = "paceline:"
 
 Call = Callable[[bool, Timeout | None], Work | None]
@@ -103,8 +103,8 @@ class ReconfigureHandle:
     The handle does not change during the lifetime of the group object, even if the ranks change.
     """
 
-    rank: int  # the rank when the group object was created; determines the order of a set of handles
-    token: str  # distinguishes the groups in a process
+    rank: int  # rank at the creation of the group object; determines the order of a set of handles
+    token: str  # random text that distinguishes the groups in a process
     host: str
     namespace: str
     pid: int

@@ -36,10 +36,10 @@ OTHER_DEVICES = (
     "a mixture such as 'cpu:paceline,cuda:nccl' PyTorch makes no more than one backend before release 2.14, if that "
     "is written in Python), or "
 )
-_SHORTEST_PATIENCE = timedelta(seconds=10)  # minimum; processors may be busy at startup
+_SHORTEST_PATIENCE = timedelta(seconds=10)  # minimum patience, because processors may be busy at startup
 _SECRET_KEY = "paceline/secret"
 _SECRET_VARIABLE = "PACELINE_SECRET"
-_OWN = "own"  # published instead of a secret if the job has its own secret
+_OWN = "own"  # published instead of a new secret if the job already has a secret
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _secret_of_group(store: StoreFromTorch, rank: int, formation: Formation, pat
     if mine is not None:
         yield
         return
-    os.environ[_SECRET_VARIABLE] = shared  # removed below: child processes must not inherit it
+    os.environ[_SECRET_VARIABLE] = shared  # removed below, because child processes must not inherit the secret
     try:
         yield
     finally:

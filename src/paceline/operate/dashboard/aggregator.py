@@ -164,7 +164,7 @@ class Curves:
         done = curve.add(point)
         if curve.epoch == epoch:
             self._points += done
-        else:  # thinning has replaced all points of the curve
+        else:  # thinning has replaced all points in the curve
             self._points = [kept for other in self._thinned.values() for kept in other.points]
             self._epoch += 1
 
@@ -450,7 +450,8 @@ def _mean(numbers: list[float]) -> float:
 
 def _samples_per_s(steps: Sequence[RankStep]) -> float:
     samples = sum([step.samples for step in steps])
-    took_s = sum([step.end_s - step.begin_s for step in steps])  # not last minus first, because steps may be missing
+    # not the difference between the last end and the first start, because steps may be missing
+    took_s = sum([step.end_s - step.begin_s for step in steps])
     return samples / took_s if took_s > 0 and samples else 0.0
 
 

@@ -44,7 +44,7 @@ class PageConnections:
     def opened(self, transport: asyncio.Transport) -> None:
         """Adds a connection, and aborts another if there are too many."""
         peer = transport.get_extra_info("peername")
-        if not isinstance(peer, tuple):  # a Unix socket, which only its owner can open
+        if not isinstance(peer, tuple):  # the peer is connected to a Unix socket, which only its owner can open
             return
         timer = asyncio.get_running_loop().call_later(ENTRANCE_S, self._end, transport)
         self._by_address[peer[:2]] = transport, timer

@@ -38,7 +38,8 @@ _DOUBLE = struct.Struct("<d")
 _INTEGER = struct.Struct("<q")
 _COUNT = struct.Struct("<Q")
 _HEAD_NBYTES = layout.PROGRESS_AT + layout.PROGRESS.size
-_VALUE, _STEP, _BUCKET = int(EventKind.VALUE), int(EventKind.STEP), int(EventKind.BUCKET)  # ints, which compare faster
+# ints, because they compare faster than enumeration members
+_VALUE, _STEP, _BUCKET = int(EventKind.VALUE), int(EventKind.STEP), int(EventKind.BUCKET)
 _MARKS = frozenset({int(EventKind.VIEW_CHANGE), int(EventKind.CHECKPOINT)})
 _PHASES = {
     int(EventKind.DATA_WAIT): "data",
@@ -317,7 +318,7 @@ class RecordingUpdate:
         marks: other events that have ended.
         open_calls: the calls that have not ended, oldest first.
         open_kinds: the kinds of events that have not ended.
-        shm_nbytes, tcp_nbytes: the numbers of bytes that ended calls sent through shared memory and over the network.
+        shm_nbytes, tcp_nbytes: the numbers of bytes sent by completed calls through shared memory and over the network.
         links: the latest measurements of connections to ranks on other hosts.
         calls: the successful calls with predictions, one entry per kind.
     """
@@ -350,7 +351,7 @@ class RecordingFollower:
         self._shift_s = shift_s
         self._places: list[tuple[int, int]] = []  # table offsets and capacities: pairs, names, groups, calls, events
         self._names: dict[int, str] = {}
-        self._origin = (0, 0.0, 1e-9)  # a tick, its time in seconds, and the seconds per tick
+        self._origin = (0, 0.0, 1e-9)  # a reference tick, its time in seconds, and the seconds per tick
         self._calls = EntryRing(layout.CALL, None if is_whole else _RECENT_CALLS)
         self._events = EntryRing(layout.EVENT, None if is_whole else _RECENT_EVENTS)
         self._parts: dict[int, StepParts] = {}  # parts of the steps that have not ended, by step

@@ -236,7 +236,7 @@ class DashboardServer:
             await asyncio.wait([sampling, serving], return_when=asyncio.FIRST_COMPLETED)
         finally:
             if broadcaster.is_watched and not sampling.done():
-                broadcaster.sample()  # the last sample contains the job's outcome
+                broadcaster.sample()  # takes a last sample, which contains the job's outcome
             broadcaster.end()
             server.should_exit = True
             sampling.cancel()

@@ -53,7 +53,7 @@ class _TraceAxis:
     """Converts one process's times to the time axis of the trace."""
 
     def __init__(self, pid: int, recording: ProcessRecording, day_ns: int) -> None:
-        self.pid = pid  # process number in the trace
+        self.pid = pid  # number of the process in the trace
         self.recording = recording
         self._day_ns = day_ns
         self._until_ns = recording.written_ns or recording.started_ns

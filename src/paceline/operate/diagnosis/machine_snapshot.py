@@ -112,7 +112,7 @@ def snapshot_if_stalled(
     for worker in workers:
         process = worker_process.between(first[worker.pid], last := worker_process.sample(worker.pid))
         frames, earlier = _stack(worker.pid, last), before[worker.pid]
-        moves = bool(frames and earlier) and frames != earlier  # empty if the stack was not received in time
+        moves = bool(frames and earlier) and frames != earlier  # a stack that was not received in time is empty
         is_still = process.state in STILL
         ranks.append(worker_state(worker, replace(process, moves=moves), frames or (() if is_still else earlier)))
     snapshot = MachineSnapshot(time.monotonic(), tuple(ranks), _stalled_since_s(ranks, soon, may_be_idle))

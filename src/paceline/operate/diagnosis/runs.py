@@ -36,7 +36,7 @@ class RunStatus(Enum):
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
-    STOPPED = "stopped"  # terminated by a signal
+    STOPPED = "stopped"  # the job was terminated by a signal
     LOST = "lost"  # the launcher exited without recording an outcome
 
 

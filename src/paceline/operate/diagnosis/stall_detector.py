@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 LOOK_S = 1.5  # time between two samples of a process, long enough to detect whether it is working
-CEILING_S = 15.0  # a longer call is always overdue, whatever its usual duration
+CEILING_S = 15.0  # a longer call is always overdue, regardless of the usual duration
 FLOOR_S = 10.0  # a shorter call is never overdue
 _TIMES_USUAL = 5.0
 _FEWEST = 20  # minimum number of calls for a meaningful 99th percentile

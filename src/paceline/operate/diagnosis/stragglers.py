@@ -48,7 +48,7 @@ _SEARCH_STEPS = 60
 
 _MOST_ALIKE = 8  # maximum number of calls of one kind in an iteration
 
-# a step that exceeds either multiple (LONG: of the 95th percentile) has a stall
+# a step has a stall if it exceeds either multiple: of the median, or of the 95th percentile (LONG)
 _STALL_TIMES_MEDIAN, _STALL_TIMES_LONG = 20.0, 5.0
 _MOST_DIGITS = 6  # digits of a confidence level such as 99.9999%
 
@@ -121,7 +121,7 @@ class StragglerCost:
 
 
 def without_stalls(durations_s: Sequence[float]) -> list[bool]:
-    """Returns, for each step, whether it is free of stalls, judging by its duration.
+    """Returns a flag for each step: False if the step's duration indicates a stall.
 
     A step with a stall, such as a stopped rank or a long evaluation, is not representative of the other steps.
     """
@@ -398,7 +398,7 @@ def work_before_calls(ranks: Sequence[RankState]) -> list[StepWork]:
     matched = match_calls(ranks)
     for calls, number in zip(matched, _steps_of(matched) if has_steps else _iterations_of(matched), strict=True):
         if number is None:
-            continue  # a call before the first step
+            continue  # the call was made before the first step
         usual_s = median(call.ready_s for call in calls.values())
         members = frozenset(calls)
         total = sums.setdefault((members, number), _CallSum(has_steps))

@@ -28,7 +28,7 @@ FILE = "paceline-stack"  # followed by the process id, because a fork inherits i
 
 _PAUSE_S = 0.005
 _MOST_THREADS = 16
-_THREAD_S = 0.1  # time limit for a response from one other thread; most have no Python frames
+_THREAD_S = 0.1  # time limit for a response from each other thread; most threads have no Python frames
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$')
 _LOADERS = (
@@ -66,7 +66,7 @@ _STATES = {
     "t": ProcessState.TRACED,
 }
 _ENDED = "ZXx"
-_LEAST_CORES = 0.01  # a thread that uses less only polls occasionally
+_LEAST_CORES = 0.01  # a thread that uses fewer cores than this only polls occasionally
 _SWAPPING_FAULTS_S = 50.0  # rate of major page faults that indicates a memory shortage, per second
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -332,7 +332,7 @@ def _frames_of_other_thread(pid: int, file: int, deadline_s: float) -> tuple[Fra
     """Returns the frames of the first other thread that has Python frames and does not itself wait for a thread."""
     try:
         tgkill = ctypes.CDLL(None).tgkill
-    except AttributeError:  # an older C library
+    except AttributeError:  # an older C library lacks the function
         return ()
     for thread in threads(pid)[:_MOST_THREADS]:
         if (now_s := time.monotonic()) >= deadline_s:

@@ -113,7 +113,7 @@ class Job:
     binding_is_asked_for: bool = False
     stdin_rank: int | None = 0  # rank that reads the launcher's stdin, if it runs on this machine
     events: bool = False
-    stall_after_s: float = 15.0  # duration after which a call counts as stalled and is diagnosed; 0 for never
+    stall_after_s: float = 15.0  # time after which a call counts as stalled and is diagnosed; 0 disables this
     start_method: str = "auto"  # "spawn": new interpreters; "fork": forks of a template process
     slot: tuple[int, int] = (0, 1)  # index and number of launchers started by a scheduler on this machine
     scheduler: Scheduler | None = None

@@ -43,7 +43,7 @@ _MOST_CHARACTERS = 1 << 18
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(RemoteSample).decode
-_POLL_INTERVAL_S = 0.5  # interval between checks for started and ended workers
+_POLL_INTERVAL_S = 0.5  # interval between checks for started and exited workers
 
 
 class JobDashboard:
@@ -109,7 +109,7 @@ class JobDashboard:
 
     def seen(self, body: str) -> None:
         """Displays an update from another machine."""
-        with contextlib.suppress(ValueError):  # an update from a different version
+        with contextlib.suppress(ValueError):  # the update may be from a different version
             self.note(decode_update(body))
 
     def stalled(self, message: UserMessage) -> None:

@@ -44,7 +44,7 @@ from paceline.operate.launch.workers.output import Console
 EventListener = Callable[[str, dict[str, Fact]], None]
 # A worker must not be able to shrink memory that the launcher maps.
 _SEALS = linux.F_SEAL_SEAL | linux.F_SEAL_SHRINK | linux.F_SEAL_GROW
-_FAST = 1  # zlib compression level
+_FAST = 1  # zlib's fastest compression level
 _MOST_FILES = 256  # maximum number of recordings per job; in a long elastic job, many workers die
 _SECRET = re.compile(r"token|secret|passw|passphrase|credential|api.?key|auth", re.IGNORECASE)
 _HIDDEN = "***"
@@ -78,7 +78,7 @@ class JobDirectory:
             "started_s": time.time(),
             "state": RunStatus.RUNNING.value,
         }
-        if job.output.log_dir is not None:  # raise errors, because the output requires the directory
+        if job.output.log_dir is not None:  # errors are raised, because the output requires the directory
             self.path = Path(job.output.log_dir, job.run_id)
         try:
             if self.path is None:

@@ -224,7 +224,7 @@ class Launcher(ABC):
                 case DashboardUpdate(body):
                     self._dashboard.seen(body)
                 case UserMessage(text):
-                    if not order.is_failure:  # the event of the failure itself has been written
+                    if not order.is_failure:  # for a failure, the event has already been written
                         kind = "stall" if order.is_stall else "resume"
                         self._events.write(kind, reason=text, ranks=list(order.blamed))
                     self._say(text)

@@ -97,7 +97,8 @@ def read_token() -> str:
     shown = termios.tcgetattr(sys.stdin)
     hidden = [*shown[:3], shown[3] & ~termios.ECHO, *shown[4:]]
     print("join token: ", end="", file=sys.stderr, flush=True)
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)  # keeps a line pasted together with the command
+    # TCSADRAIN keeps a line that was pasted together with the command
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)
     try:
         return sys.stdin.readline()
     finally:
@@ -176,7 +177,7 @@ class SlurmSecret:
         try:
             with os.fdopen(fd, "wb") as file:
                 file.write(secret)
-            os.replace(draft, path)  # atomic for readers
+            os.replace(draft, path)  # readers see either no file or the complete file
         except BaseException:
             os.unlink(draft)
             raise

@@ -80,7 +80,7 @@ def spawn(
         )
     if not isinstance(args, (tuple, list)):
         raise TypeError(f"spawn: args is {short_repr(args)}; it must be a tuple, such as ({short_repr(args)},)")
-    if start_method != "fork" and "<" in getattr(fn, "__qualname__", ""):  # <locals> or <lambda>
+    if start_method != "fork" and "<" in getattr(fn, "__qualname__", ""):  # a local function or a lambda
         raise ValueError(
             f"spawn: {fn.__qualname__} is defined inside a function or is a lambda, which new processes cannot import; "
             'define it at the top level of a module, or pass start_method="fork"'
@@ -194,7 +194,8 @@ class Spawned:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            codes = [process.exitcode for process in self._processes]  # read once; each access polls the process
+            # read once, because each access polls the process
+            codes = [process.exitcode for process in self._processes]
             for rank, code in enumerate(codes):
                 if code not in (None, 0):
                     self._fail(rank)

@@ -61,7 +61,8 @@ class Watchdog:
         self._next_look_s = 0.0
         self._pause_s = 0.0
         self._has_reported = False
-        self._threads: dict[bool, threading.Thread] = {}  # snapshots in progress; True is for a failure
+        # snapshots in progress; the key True is for a snapshot of a failure
+        self._threads: dict[bool, threading.Thread] = {}
         self._preparing: threading.Thread | None = None
         self._is_paused = False
         self._snapshots: queue.SimpleQueue[tuple[MachineSnapshot | None, bool]] = queue.SimpleQueue()

@@ -60,8 +60,8 @@ def load(
     """Loads a checkpoint into `state`; every rank calls this. A different number of ranks may have saved it.
 
     Modules, optimizers, tensors and all other objects with `load_state_dict` are restored in place, and plain values
-    are replaced in the dict. Data that all ranks need is read once, by one of the ranks, and sent to the others. State
-    that is divided among the ranks, for example by ZeRO, is read by each rank separately.
+    are replaced in the dict. Data that all ranks need is read once, by one of the ranks, and sent to the others. Each
+    rank separately reads its part of state that is divided among the ranks, for example by ZeRO.
 
     Args:
         state: the objects, by the names with which they were saved; some names may be missing. None is replaced with

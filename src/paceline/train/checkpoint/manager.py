@@ -109,7 +109,8 @@ class CheckpointManager:
         if error is None:
             self.close()
         else:
-            with contextlib.suppress(CheckpointError):  # already printed; the error from the block takes precedence
+            # the error was already printed, and an error from the block takes precedence
+            with contextlib.suppress(CheckpointError):
                 self.close()
 
     def should_save(self, step: int) -> bool:
@@ -147,7 +148,7 @@ class CheckpointManager:
         if ends:
             if not is_saved:
                 BACKGROUND.finish()
-            if channel.rank == 0:  # printed before `close` waits for the copies in memory
+            if channel.rank == 0:  # prints before `close` waits for the copies in memory
                 sys.stderr.write(f"paceline: asked to end; the checkpoint of step {step} is in {self._where()}\n")
             self.close()
             raise SystemExit(self._signals.exit_code)

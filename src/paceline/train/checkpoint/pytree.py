@@ -24,7 +24,7 @@ _NAMES = {
     "F8_E5M2": "float8_e5m2",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",  # torch 2.7 and later
+    "F8_E8M0": "float8_e8m0fnu",  # available in torch 2.7 and later
     "I16": "int16",
     "U16": "uint16",
     "F16": "float16",

@@ -321,7 +321,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._copied: list[AcceleratorEvent] = []  # events after the latest copies, one for each device
+        self._copied: list[AcceleratorEvent] = []  # events recorded after the latest copies, one for each device
 
     def copied(self, held: Sequence[LocalRegion]) -> list[LocalRegion]:
         """Copies regions into this memory, overwriting earlier copies; returns the regions with the copied elements.
@@ -361,7 +361,7 @@ def _pinned_memory_of(nbytes: int) -> torch.Tensor:
     """
     try:
         memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError:  # exceeds the memory that the device's driver may lock
+    except RuntimeError:  # the size exceeds the memory that the device's driver may lock
         return _memory_of(nbytes)
     return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
 

@@ -63,7 +63,7 @@ class RandomState:
         torch.set_rng_state(state["torch"])
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None and accelerator.type in state and torch.accelerator.device_count() > 0:
-            saved = state[accelerator.type]  # a tensor in checkpoints of earlier releases
+            saved = state[accelerator.type]  # a tensor in checkpoints from earlier releases
             module = torch.get_device_module(accelerator)
             for index, own in zip(
                 _indices_from_current(), [saved] if isinstance(saved, torch.Tensor) else saved, strict=False

@@ -158,7 +158,7 @@ class NonFiniteHistory:
             self.pending = finding
             return None
         self._has_warned = True
-        return finding if earlier is None else earlier  # user code must have applied `earlier`
+        return finding if earlier is None else earlier  # non-finite parameters: user code must have applied `earlier`
 
     def applied(self) -> NonFiniteGradients | None:
         """Records that an optimizer has applied the latest averages; returns the finding to warn about, or None."""

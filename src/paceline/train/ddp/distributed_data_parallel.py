@@ -209,7 +209,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.bucket_cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         self._bucket_caps = choose_bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._delayed_pairs = require_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
-        self._delay_trigger = (param_to_hook_all_reduce,)  # in a tuple, torch does not register the parameter
+        # a tuple, because torch does not register parameters in tuples
+        self._delay_trigger = (param_to_hook_all_reduce,)
         self.require_backward_grad_sync = True
         self.overlap = self.asks_for_overlap = bool(overlap)
         self.checks = choose_checks(checks)

@@ -205,7 +205,8 @@ class PowerSGDState:
     iter: int = 0
     errors: dict[int, torch.Tensor] = field(default_factory=dict)  # approximation errors, by bucket
     rights: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # the factor Q of each matrix, by bucket
-    _drawn: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False, repr=False)  # initial `rights`
+    # the initial value of `rights`
+    _drawn: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.matrix_approximation_rank < 1:

@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.comm.group.eager import eager
 
-_OPTIMIZERS = "_in_backward_optimizers"  # torch's _apply_optimizer_in_backward sets the same attribute
+_OPTIMIZERS = "_in_backward_optimizers"  # the attribute that torch's _apply_optimizer_in_backward also sets
 _HOOK = "_paceline_step_hook"
 
 

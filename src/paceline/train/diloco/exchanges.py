@@ -28,7 +28,8 @@ from paceline.train.module_tensors import broadcast_tensors
 _ARRIVALS, _DECISIONS = 1, 2  # message tags
 _DECIDER = 0  # the rank that selects participants
 _NEVER = timedelta.max  # the time until the next exchange is unbounded; if a rank dies, the wait fails anyway
-_SLACK_S = 10.0  # extra wait of the training thread: the exchange thread's own timeout error is more precise
+# the training thread waits longer by this time, because the exchange thread's timeout error is more precise
+_SLACK_S = 10.0
 
 
 class ParticipantPolicy(Protocol):

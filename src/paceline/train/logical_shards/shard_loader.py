@@ -63,7 +63,7 @@ class ShardLoader:
         self._plan: EpochPlan | None = None  # cached plan of the latest epoch
         self._collate: Callable[[list[Any]], Any] = default_collate if collate_fn is None else collate_fn
         self._reading = _Reading(dataset, shards.seed)
-        reading: Any = self._reading  # not a subclass of Dataset, which `reading` only resembles
+        reading: Any = self._reading  # typed as Any, because `_Reading` is not a subclass of torch's Dataset
         self._upcoming = _Batches()
         self._loader: DataLoader[Any] = DataLoader(
             reading,

@@ -118,7 +118,7 @@ class GradientExchange:
         self._current: RoundLayout | None = None  # the layout whose memory the shards' gradients use
         self._zeros = torch.zeros(
             0, dtype=torch.uint8, device="cpu"
-        )  # read in place of gradients that this rank does not have
+        )  # zeros, read in place of gradients that this rank does not have
 
     def agree(self, changed: str | None, has_inputs: bool, needs_averages: bool) -> bool:
         """Waits until all ranks have entered their step, after which no rank still reads parameters.
@@ -196,7 +196,7 @@ class GradientExchange:
         key = (whole, *self._anywhere)
         layout = self._layouts.get(key)
         if layout is None:
-            if len(self._layouts) >= 8:  # bounds the cache for models that skip random layers
+            if len(self._layouts) >= 8:  # limits the cache for models that skip random layers
                 self._layouts.clear()
             layout = self._layouts[key] = lay_out(self._shards, self._anywhere, whole)
         if layout is not self._current:

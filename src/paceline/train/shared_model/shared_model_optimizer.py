@@ -222,7 +222,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         """Averages the first round of a step, and completes the check of this step's gradients."""
         self._steps += 1
         if check.has_found:
-            check.end(self._steps)  # reads parameters, so must precede any update in this step
+            check.end(self._steps)  # the check reads parameters, so it must precede any update in this step
             self._exchange.average(ready, update)
             return
         self._exchange.average(ready, update, stores=check.is_looking)

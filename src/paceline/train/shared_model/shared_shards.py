@@ -173,7 +173,7 @@ class SliceReads:
 
         Args:
             addresses: the address of each parameter's gradient, or 0.
-            zeros: the address of zeros, which replace missing gradients.
+            zeros: the address of zero bytes that replace missing gradients.
         """
         pieces = [0] * (2 * len(self.params))
         pieces[0::2] = [

@@ -150,7 +150,7 @@ class ShardedGradientReducer:
         self._overlap = overlap
         self._reduced = reduced
         self._joinable = joinable
-        self.divide_by_initial_world_size = True  # within Join
+        self.divide_by_initial_world_size = True  # determines the divisor within `Join`
         self.active = [True] * group.size()  # one flag per rank: whether it participated in the latest backward pass
         self._scale = 1.0
         self._recorded = RecordedBuckets("zero")

@@ -273,7 +273,8 @@ class ShardedParameters:
         for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
             if not self._stays(param):
                 param.data = whole
-        for owner, unit in flight.sent_units.items():  # other ranks need this rank's data even if it raises
+        # other ranks need this rank's data even if this rank raises an error
+        for owner, unit in flight.sent_units.items():
             if (other := int(unit)) != number:
                 ranks, names = self._group.ranks, [unit.name or "the module itself" for unit in self._units]
                 raise CollectiveMismatchError(

@@ -57,7 +57,7 @@ class FileMemory:
             ) from error
         weakref.finalize(self, self._file.close)
         self._nbytes = 0
-        self._mappings: list[tuple[int, int]] = []  # the start and end address of each mapping
+        self._mappings: list[tuple[int, int]] = []  # the start and end addresses of each mapping
         self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")  # the unused remainder of the last chunk
 
     @property

@@ -66,7 +66,7 @@ class ChaosStats:
     acts: Counter[str] = field(default_factory=Counter)
     replaced_s: list[float] = field(default_factory=list)  # time from each loss until the replacement enters a view
     pauses_s: list[float] = field(default_factory=list)  # time from each loss until the other workers enter a new view
-    _losses: dict[int, _Loss] = field(default_factory=dict)  # losses without a replacement yet, by slot
+    _losses: dict[int, _Loss] = field(default_factory=dict)  # losses that do not have a replacement yet, by slot
 
     def acted(self, kind: str) -> None:
         """Counts an act."""

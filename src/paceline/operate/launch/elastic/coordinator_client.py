@@ -202,7 +202,7 @@ class CoordinatorClient:
                 case Dropped():
                     self._was_dropped = True
                 case Remember():
-                    pass  # `self._log` has recorded the order
+                    pass  # nothing to do, because `self._log` has recorded the order
                 case ReplicateOrder():
                     self._learn(wire, order.knowledge)
                 case FollowLauncher():

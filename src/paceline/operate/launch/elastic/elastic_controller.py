@@ -215,7 +215,7 @@ class ElasticController:
     successor: tuple[int, str] | None = None  # machine ordered to take over, with its launcher's address
     identity: str = field(default_factory=lambda: secrets.token_hex(8))  # random, unique for each job
     _is_gathered: bool = False
-    _has_spoken: bool = False  # whether any worker has ever sent a message
+    _has_spoken: bool = False  # whether a worker has ever sent a message
     _blame: ReportedFailures = field(default_factory=ReportedFailures)
     _end: JobEnded | Moved | None = None
     _has_heard_of_another: bool = False

@@ -40,7 +40,7 @@ from paceline.train.elastic.protocol import (
     merge_job_states,
 )
 
-_TRANSFERS_KEPT = 4  # number of transfers kept; more than a sender serves at a time
+_TRANSFERS_KEPT = 4  # number of transfers to keep; a sender serves fewer at a time
 
 
 @dataclass
@@ -77,7 +77,7 @@ class ReplayableMessages:
         self.messages = [message for message in self.messages if not isinstance(message, kinds)]
 
 
-_REMEMBERED = 256  # maximum number of ended workers to remember
+_REMEMBERED = 256  # maximum number of exited workers to remember
 
 
 @dataclass

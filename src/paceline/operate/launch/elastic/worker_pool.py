@@ -112,7 +112,7 @@ class WorkerChannel:
             self._selector.modify(self._connection, events, self._on_ready)
 
 
-STOPPED_AFTER_S = 1.0  # a worker that is stopped for this long counts as frozen; merely slow workers never do
+STOPPED_AFTER_S = 1.0  # a worker that is stopped for this long counts as frozen; a merely slow worker never does
 
 
 @dataclass
@@ -190,7 +190,7 @@ class WorkerResources:
             self._store = StoreServer.on_unix_path(str(path), self.secret)
             served = f"unix:{path}"
         environment["PACELINE_STORE"] = served
-        # Huge pages in torch make the forks for state transfers five times as fast.
+        # Lets torch request huge pages, with which the forks for state transfers are five times as fast.
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         if self.secret is not None:
             self._file = SecretFile.create(self.secret)

@@ -97,7 +97,7 @@ class DashboardRelay(ControllerMiddleware):
 # time to wait for the job's end before a failure's diagnosis is printed; if the job ends, the diagnosis is printed last
 HOLD_S = 2.0
 PATIENCE_S = 4.0  # time to wait for other nodes' snapshots of a stall
-LAST_PATIENCE_S = 10.0  # longer wait if the cause may be on a missing node that is not lost
+LAST_PATIENCE_S = 10.0  # time to wait if the cause may be on a missing node that is not lost
 FAILURE_PATIENCE_S = 0.3  # time to wait for snapshots after a failure, which nodes take immediately
 FAILURE_LAST_PATIENCE_S = 4.0
 
@@ -171,7 +171,7 @@ class DiagnosisCollector(ControllerMiddleware):
     word: str = "rank"
     _stall: SnapshotCollection | None = None
     _failure: SnapshotCollection | None = None  # at most two per generation: one for the consequence, one for the cause
-    _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # final snapshots of ended workers, by node
+    _last: dict[str, ReceivedSnapshot] = field(default_factory=dict)  # final snapshots of exited workers, by node
     _said: StallReporter = field(default_factory=StallReporter)
     _has_failed: bool = False  # whether a worker in this generation has failed on its own
     _has_looked: bool = False  # whether a failure in this generation has been examined, whatever its cause

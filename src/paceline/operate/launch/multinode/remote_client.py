@@ -306,7 +306,7 @@ def connect_in_time(
         left_s = started_s + timeout_s - time.monotonic()
         try:
             attempt_s = min(_ATTEMPT_S if said else _SOON_S, left_s)
-            return connect(address, secret, max(0.1, attempt_s))  # resolves the name on each attempt
+            return connect(address, secret, max(0.1, attempt_s))  # `connect` resolves the name on each attempt
         except (OSError, HandshakeUnfinishedError) as error:
             kind = socket.gaierror if isinstance(error, socket.gaierror) else Exception
             if left_s <= 0:

@@ -38,7 +38,7 @@ from paceline.operate.launch.multinode.protocol import (
 STARVATION_LIMIT_S = 30.0  # maximum silence of a launcher whose machine responds
 
 _INFO = struct.Struct("=2xB53xI")  # fields of `struct tcp_info` in linux/tcp.h: tcpi_retransmits, tcpi_last_ack_recv
-_FEWEST_REPEATED = 2  # a single retransmission may cross a late acknowledgment
+_FEWEST_REPEATED = 2  # a single retransmission may coincide with a late acknowledgment
 
 
 def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool:

@@ -79,7 +79,7 @@ def _run_script(rest: list[str]) -> None:
         return
     sys.argv = rest
     script = rest[0]
-    if not os.path.isabs(script):  # keeps __file__ valid after os.chdir, like Python since 3.9
+    if not os.path.isabs(script):  # keeps __file__ valid after os.chdir, as in Python 3.9 and later
         script = os.path.join(os.getcwd(), script)
     if _holds_modules(script):
         import runpy

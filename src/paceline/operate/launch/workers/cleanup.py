@@ -39,7 +39,7 @@ GUARDS = 3
 
 _PAUSE_S = 0.005
 _REMOVAL_ROUNDS = 200  # maximum number of pauses while waiting for killed processes in a cgroup to exit
-_KILL_ROUNDS = 20  # maximum repetitions, to catch processes that are started in the meantime
+_KILL_ROUNDS = 20  # maximum number of repetitions, to catch processes that are started in the meantime
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_GUARDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LONGEST_PATH = 80  # limit of 107 bytes for a Unix socket's path, minus the file names in the directory
@@ -261,7 +261,7 @@ class Cleanup:
         self._others = children()
         planned = Cgroup.planned()
         self._guard = CleanupGuard(self.directory, self._mark, planned)
-        # The directory is created after the guards, which remove it.
+        # The cgroup is created after the guards, because the guards remove it.
         self._cgroup = planned if planned is not None and planned.make() else None
         adopt_orphans()
 

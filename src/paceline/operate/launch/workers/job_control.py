@@ -29,7 +29,7 @@ class Signals:
         os.set_blocking(self._writing, False)
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._caught = {number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
-        self.has_come = False  # set immediately, even while the event loop is busy
+        self.has_come = False  # set by the signal handler, even while the event loop is busy
         self._before = {number: signal.signal(number, self._on_signal) for number in self._caught}
         for number in others:
             if number not in self._before and signal.getsignal(number) is not signal.SIG_IGN:

@@ -168,7 +168,8 @@ def _count_amd_gpus(root: Path) -> int:
 
 def _count_wsl_gpus(environment: Mapping[str, str], root: Path) -> int:
     """Counts the GPUs that Windows exposes to WSL, which does not create a device file for each GPU."""
-    path = os.pathsep.join([environment.get("PATH", ""), str(root / "usr/lib/wsl/lib")])  # not always in PATH
+    # this directory is not always in PATH
+    path = os.pathsep.join([environment.get("PATH", ""), str(root / "usr/lib/wsl/lib")])
     program = shutil.which("nvidia-smi", path=path)
     if program is None:
         return 0

@@ -289,9 +289,9 @@ def drawing_index(job: Job, start: Start) -> int:
 class MachineResources:
     """The resources of this machine's workers, decided before any of them starts."""
 
-    workers: int  # number on this machine, including those of the scheduler's other launchers
+    workers: int  # number of workers on this machine, including those of the scheduler's other launchers
     gpus: int
-    cores: list[Cores] | None  # by local rank; None if workers are not bound
+    cores: list[Cores] | None  # cores by local rank; None if workers are not bound
     threads: int | None  # OMP_NUM_THREADS; None if the user has set it
 
     @classmethod

@@ -51,7 +51,7 @@ def main() -> None:
     while True:
         answer, fds, _, _ = socket.recv_fds(connection, len(READY), 5)
         if not answer:
-            os._exit(0)  # an orderly exit of an interpreter with torch is slow
+            os._exit(0)  # skips the interpreter's shutdown, which is slow with torch
         request, *streams = fds
         between = os.fork()
         if between == 0:
@@ -77,10 +77,10 @@ def main() -> None:
     for fd in streams[3:]:
         os.environ[CHANNEL] = str(fd)
     if command["cores"] is not None:
-        with suppress(OSError):  # the cores are no longer allowed
+        with suppress(OSError):  # this process may no longer use the cores
             os.sched_setaffinity(0, command["cores"])
     _reset_modules()
-    while os.getppid() != launcher:  # until the intermediate process has exited
+    while os.getppid() != launcher:  # waits until the intermediate process has exited
         if not os.path.exists(f"/proc/{launcher}"):
             os._exit(1)
         time.sleep(0.0005)

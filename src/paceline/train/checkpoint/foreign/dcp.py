@@ -35,7 +35,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _INDEX = Global(_METADATA, "MetadataIndex")
 _BEYOND = 1 << 63  # all valid sizes and offsets are smaller
 _DEEPEST_PATH = 64
-_MOST_IRREGULAR = 1000  # maximum number of blocks that do not form a grid, which are compared with each other
+_MOST_IRREGULAR = 1000  # maximum number of blocks without a grid, because all pairs of such blocks are compared
 
 
 class _UnsoundMetadataError(Exception):

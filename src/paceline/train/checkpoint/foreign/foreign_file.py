@@ -260,7 +260,7 @@ class _Inert:
         pass
 
 
-class _Sizes(pickle._Unpickler):  # not the C version, which allocates a memo of any requested size
+class _Sizes(pickle._Unpickler):  # the Python version, because the C version allocates a memo of any requested size
     """Collects the keys and sizes of the records that a pickle refers to, without creating any of its objects."""
 
     def __init__(self, file: io.BytesIO) -> None:

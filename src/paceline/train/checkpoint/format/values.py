@@ -56,7 +56,7 @@ def some(names: Collection[str]) -> str:
 if TYPE_CHECKING:
     Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 else:
-    Json = object  # for msgspec, which does not decode recursive types
+    Json = object  # `object`, because msgspec does not decode recursive types
 
 _LARGEST_INT = 2**63 - 1  # larger integers are encoded as strings
 

@@ -334,7 +334,7 @@ class Session:
             except OSError as error:
                 self._faults[key] = str(error)
                 if key in self._open:
-                    os.close(self._open.pop(key))  # frees memory, which may have run out
+                    os.close(self._open.pop(key))  # frees the memory, because memory may have run out
 
     def _finish(self, finish: Finish) -> None:
         key = finish.root, finish.token, finish.file

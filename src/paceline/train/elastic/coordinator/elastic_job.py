@@ -69,7 +69,7 @@ class ConnectionFailure:
 class ConnectionFailures:
     """The unanswered reports of broken connections, and the forced views that had no other cause."""
 
-    waiting: dict[str, ConnectionFailure] = field(default_factory=dict)  # by reporter
+    waiting: dict[str, ConnectionFailure] = field(default_factory=dict)  # unanswered reports, by the reporting worker
     reasons: dict[str, str] = field(default_factory=dict)
     round: int = -1
     _forced_s: list[float] = field(default_factory=list)  # times of the forced views since the last committed round

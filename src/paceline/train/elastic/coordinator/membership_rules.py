@@ -295,7 +295,7 @@ def give_first_view(job: ElasticJob, now_s: float) -> bool:
 
 def _start(job: ElasticJob, ready: list[WorkerRecord]) -> None:
     counts = Counter(newcomer.fingerprint for newcomer in ready)
-    fingerprint = max(counts, key=lambda text: counts[text])  # on a tie, the one of the worker that was ready first
+    fingerprint = max(counts, key=lambda text: counts[text])  # in a tie, the fingerprint that was reported first
     for worker in ready:
         if worker.fingerprint != fingerprint:
             refuse_worker(job, worker, fingerprint)

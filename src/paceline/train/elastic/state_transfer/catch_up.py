@@ -350,7 +350,7 @@ class LoopCatchUp(CatchUp):
 
 _LARGE = 128 << 20  # size in bytes above which the digest of a sixteenth of the state takes more than a millisecond
 _SMALL = 16 << 20  # size in bytes up to which members wait for a digest of the whole state, which takes about 2 ms
-_COMPARING_S = 2.0  # maximum delay of the admission for the comparison of all parts
+_COMPARING_S = 2.0  # maximum time by which the comparison of all parts delays the admission
 
 
 class OptimizerCatchUp(CatchUp):

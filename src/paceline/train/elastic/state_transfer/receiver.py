@@ -125,7 +125,7 @@ class StateReceiver:
                 self._get_chunks(offer.sender, connection, room)
                 return
         except (OSError, BrokenTransferError, AuthenticationError, RuntimeError):
-            pass  # other senders serve the missing chunks
+            pass  # the sender has failed, but other senders serve the missing chunks
         self._lost(offer.sender)
 
     def _connect(self, offer: TransferOffer) -> Connection:

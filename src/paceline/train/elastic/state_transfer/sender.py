@@ -138,7 +138,8 @@ class Snapshot:
     def _fork(self, served: ServedSnapshot) -> None:
         parent = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads; see `snapshot_server.py`
+            # Python warns about forks with threads; see `snapshot_server.py`
+            warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
             serve_in_child(served, parent)

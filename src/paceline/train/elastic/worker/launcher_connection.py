@@ -162,7 +162,8 @@ class LauncherConnection:
                     del self._views[old]
                 if self._on_view is not None:
                     self._on_view(message)
-                self.heard = max(self.heard, message.generation)  # last, after the handler has begun its group
+                # set last, after the handler has begun to form the view's group
+                self.heard = max(self.heard, message.generation)
             case StateTransfer() if message.number > self._latest_transfer:
                 self._latest_transfer = message.number
                 self.heard = max(self.heard, message.number)

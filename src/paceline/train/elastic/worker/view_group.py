@@ -184,7 +184,7 @@ class ViewGroups:
     def __init__(self, connection: LauncherConnection) -> None:
         self._connection = connection
         self._costs = KnownCosts()
-        self._lock = threading.Lock()  # lock order: the connection's lock first, then this one
+        self._lock = threading.Lock()  # lock order: the connection's lock first, then this lock
         self._current: ViewGroup | None = None
         self._next: ViewGroup | None = None  # the group of a planned view
         self._discarded: list[ViewGroup] = []

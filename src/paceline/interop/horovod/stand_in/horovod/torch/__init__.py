@@ -14,7 +14,7 @@ from paceline.train import sync_batch_norm
 
 from ..common.util import check_extension
 
-_TOLD = "PACELINE_COMPAT_TOLD"  # inherited by the processes that the script starts
+_TOLD = "PACELINE_COMPAT_TOLD"  # set after the report; inherited by the processes that the script starts
 _MODULES = {
     "compression": compression,
     "functions": functions,
