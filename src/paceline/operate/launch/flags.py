@@ -298,7 +298,7 @@ def _text_of(script: str) -> str:
     try:
         with open(script, encoding="utf-8") as file:
             return file.read()
-    except (OSError, ValueError):  # a module, a directory, or a compiled file
+    except (OSError, ValueError):  # the script is a module, a directory, or a compiled file
         return ""
 
 

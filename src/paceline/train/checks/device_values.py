@@ -111,7 +111,7 @@ class _Digest:
 class DeviceDigests:
     """Computes digests of tensors on their devices, and copies only a few bytes per tensor to the host.
 
-    Digests are comparable only between ranks that add tensors of the same sizes in the same order, as replicas do. A
+    Digests are comparable only between ranks that add tensors of the same sizes in the same order, such as replicas. A
     tensor's memory is read as 64-bit words x. The word at position i is mapped to (x ^ (x >>> 32)) * w(i), where w(i)
     is an odd pseudorandom factor, and the mapped words are summed modulo 2^64. The map is invertible, so a change to a
     single word always changes the sum.

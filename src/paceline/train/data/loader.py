@@ -76,7 +76,8 @@ class StatefulLoader(Generic[Sample]):
     - `state_dict` and `load_state_dict` on the dataset or its iterator save and restore the position, if
       `dataset_state` is True. Resuming an epoch then reads at most one step again.
 
-    If the dataset has `set_epoch`, it is called with the epoch before each pass over the dataset, including in workers.
+    If the dataset has the method `set_epoch`, the method is called with the epoch before each pass over the dataset,
+    including in workers.
 
     In an epoch, a stream must yield the same samples in the same order to every rank and in every pass. While a stream
     is read, `get_worker_info` returns None even in workers, so a dataset does not split itself.

@@ -189,7 +189,7 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
 
 
 def report(failures: Sequence[WorkerFailure]) -> str:
-    """Returns one line for each secondary failure, followed by the root cause. Users look at the end first."""
+    """Returns one line for each secondary failure, followed by the root cause, because users look at the end first."""
     return "\n".join(report_parts(failures))
 
 

@@ -159,7 +159,7 @@ def _show(argv: list[str]) -> None:
 
 
 def _threads() -> list[str]:
-    """Returns the names of this process's other threads, without those that a fork has just ended."""
+    """Returns the names of this process's other threads, except threads that a fork has just stopped."""
     names: list[str] = []
     for _ in range(_LOOKS):
         others = set(os.listdir("/proc/self/task")) - {str(os.getpid())}

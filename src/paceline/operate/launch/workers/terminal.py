@@ -1,8 +1,8 @@
 """Terminal on which one worker may draw while the lines printed by all other workers appear above the drawing.
 
 `Rows` interprets the control sequences used by progress bars. A row is live as long as the program may return to it,
-with a carriage return or by moving the cursor up, as `tqdm` does for nested bars and `rich` for live displays. Other
-rows are final.
+with a carriage return or by moving the cursor up. (`tqdm` moves the cursor for nested bars, and `rich` for live
+displays.) Other rows are final.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Rows:
 
     @property
     def is_redrawn(self) -> bool:
-        """Whether the program has returned to a live row, as a progress bar does."""
+        """Whether the program has returned to a live row, like a progress bar."""
         return bool(self._live) or self._is_overwritten
 
     @property

@@ -131,7 +131,7 @@ class LocalStorage:
     def share(self, directory: str) -> _LocalFile:
         """Protects a checkpoint from removal while it is read, if the file system has locks."""
         descriptor = os.open(self.path / directory / MANIFEST, os.O_RDONLY | _OPENING)
-        for _ in range(_MOST_TRIES):  # `is_held` briefly holds the lock
+        for _ in range(_MOST_TRIES):  # retries, because `is_held` in another process briefly holds the lock
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 break

@@ -79,7 +79,7 @@ def _digest(value: Any) -> bytes:
         value = value.tolist()
     if isinstance(value, torch.Tensor):
         dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-        plain = dense.resolve_conj().resolve_neg()  # keeps the memory alive
+        plain = dense.resolve_conj().resolve_neg()  # a reference that keeps the memory alive
         return _of_elements(str(value.dtype).removeprefix("torch."), value.shape, memory_of(plain))
     kind, parts = _parts(value)
     return _joined(kind, *parts)
