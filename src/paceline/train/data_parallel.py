@@ -17,7 +17,13 @@ from torch import nn
 from torch._utils import ExceptionWrapper
 from torch.nn.utils.rnn import PackedSequence
 
-from paceline.comm.engine.adapters.device_streams import activated, current_stream, on_stream, with_index
+from paceline.comm.engine.adapters.device_streams import (
+    activated,
+    current_accelerator,
+    current_stream,
+    on_stream,
+    with_index,
+)
 from paceline.train.preconditions import absent_device_text, wrong_device_text
 
 Device = torch.device | str | int
@@ -32,7 +38,7 @@ def to_device(device: Device) -> torch.device:
 
 
 def _accelerator_type() -> str:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     return "cuda" if accelerator is None else accelerator.type
 
 

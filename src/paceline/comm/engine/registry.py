@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 
 import torch
 
+from paceline.comm.engine.adapters.device_streams import current_accelerator
 from paceline.comm.engine.api import Engine, EngineContext, EngineModule
 from paceline.comm.rendezvous.rendezvous import RendezvousResult
 
@@ -152,7 +153,7 @@ def _is_usable(device_type: str, name: str) -> bool:
 
 def _accelerators() -> list[str]:
     """Returns the types of accelerators that this build of PyTorch supports, whether or not hardware is present."""
-    present = torch.accelerator.current_accelerator()
+    present = current_accelerator()
     found = [] if present is None else [present.type]
     return [*found, "cuda"] if torch.backends.cuda.is_built() and "cuda" not in found else found
 

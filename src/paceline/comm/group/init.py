@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch
 
+from paceline.comm.engine.adapters.device_streams import current_accelerator
 from paceline.comm.engine.api import EngineContext, KnownCosts
 from paceline.comm.engine.formation import Formation
 from paceline.comm.engine.registry import BackendChoice, choose, launcher_meeting, staged_types
@@ -386,7 +387,7 @@ def make_current(device_id: torch.device | int | None, backend: BackendChoice) -
     """
     if device_id is None:
         return None
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     kind = "cuda" if accelerator is None else accelerator.type
     device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
     if device.type not in backend.engines and device.type not in staged_types(backend):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.engine.adapters.device_streams import accelerator_in_use
+from paceline.comm.engine.adapters.device_streams import accelerator_in_use, current_accelerator
 from paceline.train.checkpoint.captured_state import CapturedState, require_dense, whole_of
 from paceline.train.checkpoint.format.values import join
 from paceline.train.checkpoint.optimizers import Numbering, capture_optimizer
@@ -61,7 +61,7 @@ class RandomState:
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
         torch.set_rng_state(state["torch"])
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = current_accelerator()
         if accelerator is not None and accelerator.type in state and torch.accelerator.device_count() > 0:
             saved = state[accelerator.type]  # a tensor in checkpoints from earlier releases
             module = torch.get_device_module(accelerator)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+import paceline
 from paceline.comm.engine.adapters import device_streams
-from paceline.comm.engine.adapters.device_streams import AcceleratorStream, copy_pieces, is_capturing, memory_at
+from paceline.comm.engine.adapters.device_streams import (
+    AcceleratorStream,
+    copy_pieces,
+    current_accelerator,
+    is_capturing,
+    memory_at,
+)
 
 
 class QueueEvent:
@@ -129,3 +137,18 @@ def test_memory_at_an_address_is_a_tensor_without_a_copy():
     copy_pieces([owner[:2], owner[4:]], [owner[2:4], owner[2:4].clone()])
     assert owner.tolist() == [12, 13, 12, 13, 12, 13]
     copy_pieces([], [])
+
+
+def test_the_oldest_torch_raises_where_later_ones_return_none(monkeypatch):
+    def raises() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
+    assert current_accelerator() is None
+    assert device_streams.accelerator_in_use() is None
+
+
+def test_nothing_else_asks_torch_for_the_accelerator():
+    package = Path(paceline.__file__).parent
+    callers = [path for path in package.rglob("*.py") if "accelerator.current_accelerator(" in path.read_text()]
+    assert [path.name for path in callers] == ["device_streams.py"]

@@ -210,9 +210,20 @@ def _change_stream(device: torch.device, stream: Any) -> None:
     (module.set_stream if hasattr(module, "set_stream") else torch.accelerator.set_stream)(stream)
 
 
+def current_accelerator() -> torch.device | None:
+    """Returns the type of accelerator that PyTorch uses on this machine, or None.
+
+    Some builds return a type although no such device is present.
+    """
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 raises it instead of returning None
+        return None
+
+
 def accelerator_in_use() -> torch.device | None:
     """Returns the type of the accelerator that this process has used, or None; does not initialize it."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     if accelerator is None:
         return None
     module = _module(accelerator)

@@ -38,7 +38,7 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.comm.engine.adapters.device_streams import accelerator_in_use
+from paceline.comm.engine.adapters.device_streams import accelerator_in_use, current_accelerator
 from paceline.comm.engine.codes import DTYPE_CODES
 from paceline.comm.group.variable_size import as_memory, as_tensor
 
@@ -470,7 +470,7 @@ def _unpack_tensor(packed: Any, unpacker: Unpacker) -> torch.Tensor:
 
 def _own_device(type: str, index: int) -> torch.device:
     """Returns this process's device for a received tensor; a negative index denotes the current device."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     if accelerator is None or accelerator.type != type or index >= torch.accelerator.device_count():
         return torch.device("cpu")
     return torch.device(type, torch.accelerator.current_device_index() if index < 0 else index)
