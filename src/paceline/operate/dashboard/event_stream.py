@@ -128,7 +128,7 @@ class Viewer:
             self._queue.put_nowait(message)
 
     def put(self, message: StreamMessage) -> None:
-        """Adds a message. If the viewer lags too far behind, replaces all queued messages with a snapshot."""
+        """Adds a message. If the viewer lags too far behind, all queued messages are replaced with a snapshot."""
         if self._queue.qsize() >= _QUEUED:
             while not self._queue.empty():
                 self._queue.get_nowait()

@@ -97,7 +97,7 @@ class WorkerStores:
             self._requests = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             variables[TORCH_STORE_REQUESTS] = path
             if self._job.command.kind is CommandKind.PROGRAM or os.environ.get(_AUTOLOAD) == "0":
-                self.open_torch_store()  # workers possibly do not load the plug-in that requests torch's store
+                self.open_torch_store()  # workers might not load the plug-in that requests torch's store
         return variables
 
     def requests_fileno(self) -> int:

@@ -200,7 +200,10 @@ class Views:
         return self.latest is not None and not self.is_complete and self.latest.store == store
 
     def undecided(self) -> list[WorkerRecord]:
-        """Returns the running members of the views since the last complete one, whose launchers form the quorum."""
+        """Returns the running members of the views since the last complete one.
+
+        The quorum consists of their launchers.
+        """
         members = {uid for view in self.since_complete for uid in view.members}
         return [worker for worker in self.registry.workers.values() if worker.lives and worker.uid in members]
 
