@@ -107,7 +107,7 @@ class TrackedTensors:
 
     Attributes:
         trained: the parameters that require gradients.
-        frozen: the other parameters.
+        frozen: the parameters that do not require gradients.
         buffers: the module's buffers.
         sparse: the names of the trained parameters that belong to layers with sparse gradients.
         ignored: the names of the parameters and buffers that wrappers neither copy nor average.

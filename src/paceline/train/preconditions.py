@@ -192,7 +192,7 @@ def unsupported_reason(
 
     Args:
         tracked: the module's tensors.
-        group: the ranks.
+        group: the process group of the ranks.
         device_ids: the devices of the wrapper; the module must be on the first device.
         output_device: the device of the outputs.
         has_delayed: whether untracked parameters are averaged too; if so, tracked parameters are not required.

@@ -139,7 +139,7 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
     """Formats the waiting ranks, their call and their line: `ranks 0-2 wait in all_reduce(float32, 4096) call 7`.
 
     Args:
-        snapshot: the job.
+        snapshot: the state of the job.
         wait: the call in which the ranks wait.
         of: a description of the group, appended to the call.
         without: a rank to omit, or None.

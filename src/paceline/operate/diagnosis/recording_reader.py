@@ -83,7 +83,7 @@ def read_live(fd: int, source: str = "") -> ProcessRecording:
     """Reads the recording of a running process through a descriptor for its memory.
 
     Args:
-        fd: the descriptor.
+        fd: the descriptor of the recording's memory.
         source: the name of the recording in error messages.
 
     Raises:

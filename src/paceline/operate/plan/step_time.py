@@ -111,7 +111,7 @@ class CallTimes:
         """Returns the duration of a call.
 
         Args:
-            operation: the collective.
+            operation: the name of the collective.
             nbytes: the size of the largest buffer on a rank, as in `schedule.cost.predict`.
             algorithm: the algorithm to use if it supports the operation; None for the engine's choice.
             wire: the format of data sent between hosts; None for unrounded data.

@@ -28,7 +28,7 @@ class Disks:
 
     Attributes:
         of: for each rank, the first of the ranks that use the same directory.
-        rank: this rank.
+        rank: the number of this rank.
     """
 
     of: tuple[int, ...]

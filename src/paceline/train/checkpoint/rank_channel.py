@@ -99,7 +99,7 @@ class StoreChannel:
     for the timeout.
 
     Args:
-        group: the ranks.
+        group: the process group of the ranks.
         store: the job's store.
         token: a string that is the same on all ranks and different for each channel.
         timeout_s: the time that a rank waits for each of the others, in seconds.

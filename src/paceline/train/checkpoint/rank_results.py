@@ -19,7 +19,7 @@ class RankChannel(Protocol):
     """Exchanges bytes between ranks, which must call its methods in the same order.
 
     Attributes:
-        rank: this rank.
+        rank: the number of this rank.
         size: the number of ranks.
         me: this rank's name in error messages.
     """

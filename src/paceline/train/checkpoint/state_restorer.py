@@ -299,7 +299,7 @@ def load_foreign(
 
     Args:
         state: the objects, by the names with which they were saved.
-        foreign: the checkpoint.
+        foreign: the checkpoint from another library.
         numberings: the numberings of the pipeline optimizers, by name.
         strict: the argument of `paceline.load`.
 

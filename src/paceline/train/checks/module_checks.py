@@ -20,7 +20,7 @@ class ModuleChecks:
     Args:
         module: the wrapped module.
         tracked: the module's tensors.
-        group: the ranks.
+        group: the process group of the ranks.
         checks: the user's settings.
         with_buffers: whether buffers are compared too; they must then be equal on all ranks when a backward pass ends.
     """

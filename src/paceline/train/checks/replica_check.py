@@ -262,7 +262,7 @@ class ReplicaCheck:
     Args:
         module: the wrapped module.
         ignored: the names of tensors that may differ.
-        group: the ranks.
+        group: the process group of the ranks.
         every: the number of steps between two checks; None to choose it from the measured cost.
         with_buffers: whether buffers are compared too; they must then be equal on all ranks when a backward pass ends.
     """

@@ -787,7 +787,7 @@ def synchronize_replicas(
         compared: the wrapper's arguments that must be equal on every rank, by name.
         overlap: whether this rank requests reduction during backward; None if that depends on the number of cores.
         problem: the reason why this rank cannot wrap its module, or None.
-        group: the ranks.
+        group: the process group of the ranks.
         with_buffers: whether buffers are copied too.
 
     Returns:

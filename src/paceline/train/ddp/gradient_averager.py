@@ -59,7 +59,7 @@ class GradientAverager:
     Args:
         tracked: the module's tensors.
         bucket_caps_bytes: the maximum bucket sizes in bytes; see `make_buckets`.
-        group: the ranks.
+        group: the process group of the ranks.
         checks: the checks of gradients and replicas.
         overlap: whether full buckets are reduced while backward continues; the same on every rank.
         find_unused: whether parameters may have no gradient after a backward pass.
@@ -479,7 +479,7 @@ def choose_wire(
     Args:
         wire: the wrapper's argument. If it is None, the group's wire is used, provided that the other arguments and the
             parameters allow it.
-        group: the ranks.
+        group: the process group of the ranks.
         excluded: arguments that exclude `wire`, each with a flag for whether it was given.
         params: the trained parameters by name.
 
@@ -512,7 +512,7 @@ class SameBatches:
     `is_over` is True.
 
     Args:
-        group: the ranks.
+        group: the process group of the ranks.
         on_cpu: whether the gradients are on the CPU. Batches on a GPU are not compared, because hashing would
             synchronize with the device.
     """
@@ -600,7 +600,7 @@ class DelayedParameters:
         module: the module that contains the parameters.
         named: pairs of a name and a parameter.
         trigger: a parameter that requires a gradient.
-        group: the ranks.
+        group: the process group of the ranks.
     """
 
     def __init__(

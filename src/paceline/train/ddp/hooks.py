@@ -30,7 +30,7 @@ def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduc
 
     Args:
         process_group: the ranks, which are the hook's state; None for the default group.
-        bucket: the gradients.
+        bucket: the gradients to average.
     """
     return average(bucket.buffer(), group_of(process_group)).then(lambda done: done.value()[0])
 

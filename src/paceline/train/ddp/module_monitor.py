@@ -80,7 +80,7 @@ class ModuleMonitor:
 
     Args:
         module: the wrapped module.
-        group: the ranks.
+        group: the process group of the ranks.
         also_ignored: the names of tensors to ignore in addition to those that the module lists.
         may_leave_out: whether parameters may receive no gradient, and may therefore be removed from the module.
     """

@@ -61,7 +61,7 @@ class ShardedReplica:
         count: the number of shards, a power of two that is at least the number of ranks.
         seed: the seed of the shards' random streams.
         dim: the batch dimension of inputs and outputs.
-        group: the ranks.
+        group: the process group of the ranks.
         checks: the checks of gradients and replicas.
 
     Raises:

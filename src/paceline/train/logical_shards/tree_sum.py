@@ -177,7 +177,7 @@ def sum_over_ranks(
             result may be one of these objects.
         nodes: the nodes of each rank, which together cover every shard once.
         shards: the number of shards.
-        group: the ranks.
+        group: the process group of the ranks.
         in_place: whether the result may overwrite `mine`; if False, `mine` does not change.
     """
     root = Node(0, shards)

@@ -42,7 +42,7 @@ def describe_undivided(names: Sequence[str], layers: Sequence[nn.Module], whole:
 
     Args:
         names: the names of the layers in the Pipeline.
-        layers: all layers.
+        layers: all layers of the pipeline.
         whole: the model that contains the layers; None if the layers have the same names in it.
 
     Raises:

@@ -224,7 +224,7 @@ class GradientExchange:
         """Averages the gradients of a round; every rank must call this.
 
         Args:
-            ready: the round.
+            ready: the round to average.
             update: the update that the core applies to this rank's averages, or None.
             stores: whether to store the averages even if `update` is given. Without an update, they are always stored.
         """

@@ -106,7 +106,7 @@ class ShardedGradientReducer:
         shards: the shards of each parameter that requires a gradient.
         names: the names of the parameters in `shards`.
         buckets: for each bucket, a list of indices into `shards`; the same on every rank.
-        group: the ranks.
+        group: the process group of the ranks.
         ends: the object that runs callbacks at the end of a backward pass.
         shard: whether only owners keep the averaged gradients. If False, all ranks keep them.
         in_order: whether to reduce the buckets in the given order, one at a time.
@@ -322,7 +322,7 @@ def total_norm(
     Args:
         gradients: this rank's gradients; some ranks may have none.
         norm_type: the order of the norm.
-        group: the ranks.
+        group: the process group of the ranks.
         device: the device of the result; its type must be the same on all ranks.
     """
     norms = [torch.linalg.vector_norm(gradient, norm_type).double().to(device) for gradient in gradients]

@@ -99,7 +99,7 @@ def synchronize_parameters(
         module: the module, or None if only parameters were given.
         param_groups: the optimizer's groups.
         arguments: additional values that must be the same on every rank.
-        group: the ranks.
+        group: the process group of the ranks.
         problem: an error that keeps this rank from starting, or None. It is raised after all ranks have received it.
 
     Raises:

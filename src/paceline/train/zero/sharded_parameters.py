@@ -133,7 +133,7 @@ class ShardedParameters:
     Args:
         units: the units, whose parameters are gathered together; the same on every rank.
         shards: the shards of each parameter, by the parameter's `id`.
-        group: the ranks.
+        group: the process group of the ranks.
         ends: the object that runs callbacks at the end of a backward pass.
         ahead: whether to prefetch, on the group's progress thread, the unit that is predicted to run next.
     """

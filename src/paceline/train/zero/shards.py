@@ -215,7 +215,7 @@ class Shards:
     """The shards of an optimizer's parameters, which are the same on every rank.
 
     Args:
-        rank: this rank.
+        rank: the number of this rank.
         size: the number of ranks.
         cuts: whether parameters may be cut.
     """

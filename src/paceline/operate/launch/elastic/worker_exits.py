@@ -84,7 +84,7 @@ class WorkerExits:
 
         Args:
             member: The worker that has exited.
-            code: The exit code.
+            code: The worker's exit code.
             fate: The cause of the exit.
             failure: The failure, or None.
             decision: The decision on whether to replace the worker.

@@ -357,7 +357,7 @@ class UserMessage(_NodeMessage, frozen=True):
     """Order: print a diagnosis for the user.
 
     Attributes:
-        text: A sentence.
+        text: A sentence for the user.
         is_last: Whether to print the text after the report of the failures.
         is_stall: Whether the text explains a stall.
         is_failure: Whether the text explains a failure. If it explains neither, it reports the end of a stall.

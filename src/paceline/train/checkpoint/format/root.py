@@ -125,7 +125,7 @@ class Root:
         """Makes a checkpoint visible after its parts have been written, and returns when it is durable.
 
         Args:
-            draft: the checkpoint.
+            draft: the checkpoint that is being written.
             parts: the results of `write_part` on all ranks.
             values: the plain values, encoded by `values.encode`.
             world_size: the number of ranks that have written.

@@ -69,7 +69,7 @@ class Replication:
 
     Attributes:
         root: rank 0's path of the checkpoint directory on disk.
-        draft: the checkpoint.
+        draft: the checkpoint that is being written.
         keep: the token of the previous complete checkpoint, which caches keep during the replication, or None.
         pieces: the regions that this rank writes.
         values: the plain values that this rank contributes.

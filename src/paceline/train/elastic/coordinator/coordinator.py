@@ -110,7 +110,7 @@ class Coordinator:
         """Initializes the coordinator of a new job.
 
         Args:
-            policy: The settings.
+            policy: The coordinator's settings.
             now_s: The current time, in seconds.
             term: A number larger than the term of any earlier coordinator of this job.
             home: The name of the coordinator's own machine, or None if no other machine can take over. If given, the

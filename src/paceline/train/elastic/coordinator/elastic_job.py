@@ -104,7 +104,7 @@ class ElasticJob:
     """The known state of a job, and the pending orders.
 
     Attributes:
-        policy: The settings.
+        policy: The coordinator's settings.
         began_s: The time at which the job began.
         registry: The records of machines and workers.
         views: The views that were issued.

@@ -303,7 +303,7 @@ class LoopCatchUp(CatchUp):
         """Returns the committed result of the round, and its digest.
 
         Args:
-            round_number: The round.
+            round_number: The number of the round.
             state: The digest of a part of this worker's state, which must equal the others'.
         """
         try:

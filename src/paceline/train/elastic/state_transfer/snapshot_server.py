@@ -114,7 +114,7 @@ class LogReader:
         """Returns the next entry that a receiver needs in a round, or None if it has not been logged yet.
 
         Args:
-            round_: The round.
+            round_: The number of the round.
             generation: The latest `ViewEntered` generation that the receiver has.
             steps: The number of optimizer steps of this round that the receiver has.
         """
