@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-import secrets
 import tempfile
 from pathlib import Path
 
 import elastic_job
-import launching
+import forked_launcher
 import pytest
 from forked_scripts import run_alone, run_script
+from launching import processes_in, wait_until
 from world import Ranks
 
 SCRIPT = """
@@ -75,14 +75,12 @@ def alone(epochs: int) -> str:
 @pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_random_kills_do_not_change_a_bit(tmp_path: Path, num_workers: int) -> None:
     script = write(tmp_path / "train.py", epochs=10, num_workers=num_workers)
-    mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
-    name, value = mark.split("=")
     flags = ("--elastic", "--nproc-per-node", "3", "--chaos", "kill:1s,seed=5")
-    done = launching.run(*flags, str(script), env={**launching.ENVIRONMENT, name: value})
+    done = forked_launcher.run(*flags, str(script), cwd=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\) failed: killed by SIGKILL.*; another worker takes its place", done.stderr)
     assert set(digests(done.stdout)) == {alone(10)}
-    launching.wait_until(lambda: not launching.processes_with(mark))  # no loader's process has outlived the job
+    wait_until(lambda: not processes_in(tmp_path))  # no loader's process has outlived the job
 
 
 def test_a_worker_that_is_told_to_leave_costs_nothing(tmp_path: Path) -> None:
@@ -96,7 +94,7 @@ def test_a_worker_that_is_told_to_leave_costs_nothing(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_worker_that_leaves_a_launcher_costs_nothing(tmp_path: Path) -> None:
     script = write(tmp_path / "train.py", epochs=5, leaver="0.1.0")
-    done = launching.run("--elastic", "--nproc-per-node", "3", str(script))
+    done = forked_launcher.run("--elastic", "--nproc-per-node", "3", str(script))
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(digests(done.stdout)) == 2
     assert set(digests(done.stdout)) == {alone(5)}
@@ -106,7 +104,7 @@ def test_a_worker_that_leaves_a_launcher_costs_nothing(tmp_path: Path) -> None:
 def test_a_launcher_that_is_told_to_end_waits_for_one_step_only(tmp_path: Path) -> None:
     script = write(tmp_path / "train.py", epochs=1_000_000, leaver="0.1.0", ended="os.getppid()")
     flags = ("--elastic", "--nproc-per-node", "2", "--shutdown-timeout", "1000")
-    done = launching.run(*flags, str(script), timeout_s=100)
+    done = forked_launcher.run(*flags, str(script), timeout_s=100)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "SIGTERM: passed on to 2 workers" in done.stderr
     assert done.stderr.count(" ends: asked to end: SIGTERM") >= 1, "the last one was dismissed, and nobody killed"

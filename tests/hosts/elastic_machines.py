@@ -43,7 +43,7 @@ class ElasticMachines(Machines):
         self, host: int, nnodes: str, workers: int = 1, *flags: str, script: str = str(TOY), at: int = 0
     ) -> subprocess.Popen:
         """Starts a launcher on a host, which meets the others at host `at`."""
-        meeting = ("--nnodes", nnodes, "--rdzv-endpoint", f"{ipv4(at)}:29400", "--start-method=spawn")
+        meeting = ("--nnodes", nnodes, "--rdzv-endpoint", f"{ipv4(at)}:29400")
         words = ("--elastic", f"--nproc-per-node={workers}", *meeting, *flags, script, str(self.directory))
         return self.start(host, *words)
 

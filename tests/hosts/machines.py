@@ -1,4 +1,7 @@
-"""`paceline run` on hosts: each launcher a process inside a network namespace, as on a machine of its own."""
+"""`paceline run` on hosts: each launcher a process inside a network namespace, as on a machine of its own.
+
+The launchers are forks of a process that has imported torch, unless their clock is shifted.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from launching import ENVIRONMENT, kill, processes_with, wait_until
+from forked_launcher import ForkedLauncher
+from launching import ENVIRONMENT, kill, processes_in, wait_until
 
 from hosts.fixture import skip_where_not_permitted
-from hosts.namespaces import enter
+from hosts.namespaces import Host, enter
 from hosts.network import Network, ipv4
 from hosts.shifting import shifted
 from hosts.wire import Conditions
+
+Launcher: TypeAlias = "ForkedLauncher | subprocess.Popen[bytes]"
 
 # Says what it is and waits for the word to end; no torch, so that a generation stands in a tenth of a second.
 WORKER = """
@@ -46,8 +52,7 @@ class Machines:
         self.script = self.directory / "worker.py"
         self.script.write_text(WORKER)
         self.secret = secrets.token_hex(16)
-        self.mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[Launcher] = []
 
     def start(
         self,
@@ -58,40 +63,44 @@ class Machines:
         more: Mapping[str, str] | None = None,
         shift_s: int = 0,
         says: str | None = None,
-    ) -> subprocess.Popen[str]:
+    ) -> Launcher:
         """Starts a launcher on a host, whose clock is ahead; its output goes to files that `said` reads.
 
         Args:
             says: a line for its stdin.
         """
-        name, value = self.mark.split("=")
-        environment = {**ENVIRONMENT, name: value, "GLOO_SOCKET_IFNAME": "eth0", **(more or {})}
+        environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "eth0", **(more or {})}
         if secret is not None:
             environment["PACELINE_SECRET"] = secret or self.secret
-        words = [sys.executable, "-m", "paceline", verb, *arguments]
-        words = shifted(shift_s, *words) if shift_s else words
-        number = len(self._started)
+        here, number = self.network.hosts[host], len(self._started)
+        out, err = self.directory / f"out-{number}", self.directory / f"err-{number}"
+        launcher: Launcher
+        if shift_s:
+            command = shifted(shift_s, sys.executable, "-m", "paceline", verb, *arguments)
+            launcher = self._in_new_interpreter(here, command, environment, out, err)
+        else:
+            said = "" if says is None else f"{says}\n"
+            launcher = ForkedLauncher([verb, *arguments], environment, out, err, said, here, str(self.directory))
+        self._started.append(launcher)
+        return launcher
 
-        def inside() -> subprocess.Popen[str]:
-            enter(self.network.hosts[host])
-            with open(self.directory / f"out-{number}", "w") as out, open(self.directory / f"err-{number}", "w") as err:
-                stdin = None if says is None else subprocess.PIPE
-                started = subprocess.Popen(words, stdin=stdin, stdout=out, stderr=err, text=True, env=environment)
-            if started.stdin is not None:
-                started.stdin.write(f"{says}\n")
-                started.stdin.close()
-            return started
+    def _in_new_interpreter(
+        self, host: Host, command: list[str], env: Mapping[str, str], out: Path, err: Path
+    ) -> subprocess.Popen[bytes]:
+        def inside() -> subprocess.Popen[bytes]:
+            enter(host)
+            with out.open("w") as stdout, err.open("w") as stderr:
+                return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, cwd=self.directory)
 
         with ThreadPoolExecutor(1) as thread:
-            self._started.append(thread.submit(inside).result())
-        return self._started[-1]
+            return thread.submit(inside).result()
 
-    def elastic(self, host: int, nnodes: str, *arguments: str) -> subprocess.Popen[str]:
+    def elastic(self, host: int, nnodes: str, *arguments: str) -> Launcher:
         endpoint = f"{ipv4(0)}:29400"
         flags = ("--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *arguments)
         return self.start(host, *flags, str(self.script), str(self.directory))
 
-    def said(self, launcher: subprocess.Popen[str], stream: str = "err") -> str:
+    def said(self, launcher: Launcher, stream: str = "err") -> str:
         return (self.directory / f"{stream}-{self._started.index(launcher)}").read_text()
 
     def log(self) -> list[list[str]]:
@@ -127,18 +136,18 @@ class Machines:
         (self.directory / word).touch()
         return time.time()
 
-    def expect(self, launcher: subprocess.Popen[str], code: int, timeout_s: float = 60) -> None:
+    def expect(self, launcher: Launcher, code: int, timeout_s: float = 60) -> None:
         self.wait(lambda: launcher.poll() is not None, timeout_s)
         assert launcher.returncode == code, self.said(launcher)
 
-    def expect_line(self, launcher: subprocess.Popen[str], words: str, timeout_s: float = 60) -> None:
+    def expect_line(self, launcher: Launcher, words: str, timeout_s: float = 60) -> None:
         self.wait(lambda: words in self.said(launcher), timeout_s)
 
     def close(self) -> None:
         for launcher in self._started:
             launcher.kill()
             launcher.wait()
-        kill(processes_with(self.mark))
+        kill(processes_in(self.directory))
         self.network.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 

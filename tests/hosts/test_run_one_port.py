@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import processes_with
+from launching import processes_in
 from listeners import ATTEMPTS, try_each_way
 
 from hosts.machines import Machines
@@ -41,7 +41,7 @@ dist.destroy_process_group()
 
 def listening_of(here: Machines) -> set[ListeningSocket]:
     """Where the processes of the job listen for other machines."""
-    return {each for each in listening_sockets_of(processes_with(here.mark)) if each.kind != "unix"}
+    return {each for each in listening_sockets_of(processes_in(here.directory)) if each.kind != "unix"}
 
 
 def start(here: Machines, host: int, *flags: str) -> subprocess.Popen[str]:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 
 import pytest
-from launching import ENVIRONMENT, command, kill, processes_with, script, wait_until
+from launching import ENVIRONMENT, command, kill, processes_in, processes_with, script, wait_until
 from listeners import ATTEMPTS, try_each_way
 
 from hosts.fixture import skip_where_not_permitted
@@ -69,7 +69,7 @@ def test_a_job_of_two_machines_refuses_strangers(level):
             for host in range(2)
         ]
         here.wait(lambda: all((here.directory / f"ready{rank}").exists() for rank in range(2)))
-        found = listening_sockets_of(processes_with(here.mark))
+        found = listening_sockets_of(processes_in(here.directory))
         tcp = {each for each in found if each.kind != "unix"}
         assert {each.kind for each in tcp} == {"tcp"}
         assert {each.address for each in tcp} == {ipv4(0)}  # the meeting and rank 0's store; nothing on a wildcard

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from datetime import timedelta
 
+import forked_launcher
 import pytest
-from launching import ENVIRONMENT, run
 from terminal import Terminal
 
 import paceline as dist
@@ -63,7 +61,7 @@ def test_ctrl_c_after_continue_ends_the_job(script):
 
 
 def test_a_rank_without_anything_to_type_into_says_so(script):
-    done = run("--nproc-per-node=2", "--stdin=none", script(SCRIPT), "1")
+    done = forked_launcher.run("--nproc-per-node=2", "--stdin=none", script(SCRIPT), "1")
     assert done.returncode == 1
     assert "breakpoint: rank 1 has no terminal and its stdin is empty" in done.stderr
     assert "`paceline run --stdin 1`" in done.stderr
@@ -76,14 +74,7 @@ dist.init_process_group()
 for step in range(4):
     dist.breakpoint(skip=2)
 """
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", "run", script(text)],
-        input="p 'at', step\nc\np 'at', step\nc\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=ENVIRONMENT,
-    )
+    done = forked_launcher.run(script(text), says="p 'at', step\nc\np 'at', step\nc\n")
     assert done.returncode == 0, done.stderr
     assert "('at', 2)" in done.stdout
     assert "('at', 3)" in done.stdout

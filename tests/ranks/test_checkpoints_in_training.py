@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import elastic_job
-import launching
+import forked_launcher
 import pytest
 import torch
 from elastic_job import Outcome
@@ -104,7 +104,7 @@ def test_a_job_that_is_started_again_ends_with_the_same_bits(tmp_path: Path, und
 def test_a_restarted_job_ends_with_the_same_bits(tmp_path: Path, undisturbed: set[str]) -> None:
     dies = 'if step == 13 and os.environ["RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"] == "10": '
     script = write(tmp_path, PLAIN, dies + "os.kill(os.getpid(), 9)")
-    done = launching.run("--nproc-per-node", "2", "--max-restarts", "1", script)
+    done = forked_launcher.run("--nproc-per-node", "2", "--max-restarts", "1", script)
     assert done.returncode == 0, done.stderr
     assert digests(done.stdout) == undisturbed
 
@@ -130,7 +130,7 @@ def test_an_elastic_job_that_is_asked_to_end_saves(tmp_path: Path, undisturbed: 
         "            if step >= 13: time.sleep(min(step - 12, 5))"
     )
     flags = ("--elastic", "--nproc-per-node", "2", "--shutdown-timeout", "1000")
-    first = launching.run(*flags, write(tmp_path, ELASTIC, then, every=1000))
+    first = forked_launcher.run(*flags, write(tmp_path, ELASTIC, then, every=1000))
     assert not digests(first.stdout), "the job went on to its end"
     assert re.search(r"the job is to end; the checkpoint of step \d+ is in ", first.stderr), first.stderr
     (saved,) = (tmp_path / "checkpoints").glob("step_*")

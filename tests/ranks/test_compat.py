@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launching import run
+from forked_launcher import run
 
 from paceline.interop.torch_backend import patches
 from paceline.operate.launch.workers.environment import compat_variables, parse_libraries

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import run
+from forked_launcher import run
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -154,7 +154,8 @@ paceline.all_reduce(torch.ones(10))
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+# A new interpreter records as a fork does, and takes long to import torch.
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"])
 def test_the_last_calls_of_a_killed_rank_can_be_read(tmp_path, script, method):
     environment = {**os.environ, "PACELINE_RUNS_DIR": str(tmp_path)}
     done = run("--nproc-per-node=2", f"--start-method={method}", script(KILLED), env=environment)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import forked_launcher
 import pytest
 from launching import ENVIRONMENT, command, is_alive, run, wait_until
 
@@ -48,7 +49,7 @@ if dist.get_rank() == 1:
     raise ValueError("the cause")
 dist.all_reduce(total)
 """
-    done = run("--nproc-per-node", "2", "--max-restarts", "1", script(text))
+    done = forked_launcher.run("--nproc-per-node", "2", "--max-restarts", "1", script(text))
     assert done.returncode == 1
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] reduced 4.0" for rank in range(2)]
     assert "restart 1 of 1 in 0.25 s: rank 0 failed" in done.stderr

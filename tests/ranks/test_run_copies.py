@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import launching
+import forked_launcher
 import pytest
 
 SCRIPT = """
@@ -61,7 +61,7 @@ def test_restarted_workers_go_on_without_the_disk(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     kill = 'if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": os.kill(os.getpid(), 9)'
     script.write_text(SCRIPT.format(**PLAIN, in_step_7=kill))
-    done = launching.run("--nproc-per-node", "2", "--max-restarts", "1", str(script), str(tmp_path / "disk"))
+    done = forked_launcher.run("--nproc-per-node", "2", "--max-restarts", "1", str(script), str(tmp_path / "disk"))
     assert done.returncode == 0, done.stderr
     # The copy of step 6 may not have been whole when the worker died.
     assert re.search("restored step [36] from memory", done.stderr), done.stderr
@@ -82,7 +82,7 @@ DIE_OR_WAIT = """
 def test_a_worker_that_is_replaced_reads_no_disk(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(**ELASTIC, in_step_7=DIE_OR_WAIT.strip()))
-    done = launching.run("--elastic", "--nproc-per-node", "2", str(script), str(tmp_path / "disk"))
+    done = forked_launcher.run("--elastic", "--nproc-per-node", "2", str(script), str(tmp_path / "disk"))
     assert done.returncode == 0, done.stderr
     assert re.search("restored step [36] from memory", done.stderr), done.stderr
     assert len(digests(done.stdout)) == 1

@@ -8,13 +8,12 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from dash_training import TRAIN
+from forked_launcher import ForkedLauncher, run_command
 from launching import ENVIRONMENT, command, run, wait_until
 
 pytest.importorskip("starlette")
@@ -29,20 +28,16 @@ class Job:
 
     def __init__(self, runs: Path, arguments: list[str]) -> None:
         self.environment = {**ENVIRONMENT, "PACELINE_RUNS_DIR": str(runs)}
-        self.process = subprocess.Popen(
-            command(*arguments), env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._printed = runs.with_name("err")
+        self.process = ForkedLauncher(["run", *arguments], self.environment, runs.with_name("out"), self._printed)
         wait_until(lambda: "?token=" in "".join(self.lines))
         found = re.search(r"http://localhost:(\d+)\S*\?token=(\w+)", "".join(self.lines))
         assert found is not None
         self.address, self.port, self.token = found[0], int(found[1]), found[2]
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        self.lines.extend(iter(self.process.stderr.readline, ""))
+    @property
+    def lines(self) -> list[str]:
+        return self._printed.read_text().splitlines(keepends=True)
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("localhost", self.port, timeout=60)
@@ -71,16 +66,11 @@ class Job:
         return met[0]
 
     def paceline(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "paceline", *words], env=self.environment, capture_output=True, text=True, timeout=60
-        )
+        return run_command(*words, env=self.environment)
 
     def end(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait(60)
-        self._reader.join(60)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
 
 
 @pytest.fixture

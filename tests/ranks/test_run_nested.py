@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+import forked_launcher
 import pytest
 from launching import ENVIRONMENT, MEET, is_alive, run, wait_until
 
@@ -25,17 +26,19 @@ child = "import paceline, torch; paceline.init_process_group(); t = torch.ones(1
 sys.exit(subprocess.run([sys.executable, "-c", child]).returncode)
 """
 OWN_JOB = """
-import os, socket, subprocess, sys
-child = '''
-import sys, paceline, torch
-paceline.init_process_group(init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-t = torch.ones(1); paceline.all_reduce(t); print(t)
-'''
-environment = {**os.environ, "PACELINE_SECRET": "a secret of the children, long enough"}
+import os, socket, sys
+import paceline, torch
 with socket.create_server(("127.0.0.1", 0)) as probe:
     place = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-children = [subprocess.Popen([sys.executable, "-c", child, place, str(n)], env=environment) for n in range(2)]
-sys.exit(max(each.wait() for each in children))
+children = []
+for n in range(2):
+    if (child := os.fork()) == 0:
+        os.environ["PACELINE_SECRET"] = "a secret of the children, long enough"
+        paceline.init_process_group(init_method=place, rank=n, world_size=2)
+        t = torch.ones(1); paceline.all_reduce(t); print(t, flush=True)
+        os._exit(0)
+    children.append(child)
+sys.exit(max(os.waitpid(each, 0)[1] for each in children))
 """
 TAKEN = f"""
 import os
@@ -61,7 +64,7 @@ def test_a_worker_starts_a_job_of_its_own(script):
 
 @pytest.mark.parametrize("text", [BY_THE_JOBS_STORE, OWN_JOB], ids=["the job's store", "a secret of their own"])
 def test_children_of_workers_form_a_group(script, text):
-    ended = run("--nproc-per-node=2" if text is BY_THE_JOBS_STORE else "--nproc-per-node=1", script(text))
+    ended = forked_launcher.run(f"--nproc-per-node={2 if text is BY_THE_JOBS_STORE else 1}", script(text))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("tensor([2.])") == 2
 
@@ -73,7 +76,7 @@ def test_a_taken_descriptor_number_does_not_become_the_secret(script):
 
 
 def test_loader_processes_of_a_worker_are_no_trouble(script):
-    ended = run("--nproc-per-node=2", script(LOADER))
+    ended = forked_launcher.run("--nproc-per-node=2", script(LOADER))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("sum 45") == 2
 

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked_launcher
 import pytest
 from launching import ENVIRONMENT, command, run
 from terminal import Terminal
@@ -159,7 +160,7 @@ def main():
     dist.barrier()
 main()
 """
-    done = run("--nproc-per-node=2", "--max-restarts=1", script(text))
+    done = forked_launcher.run("--nproc-per-node=2", "--max-restarts=1", script(text))
     assert done.returncode == 1
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] reduced 2.0" for rank in range(2)]
     assert "restart 1 of 1 in 0.25 s: rank 0 failed" in done.stderr

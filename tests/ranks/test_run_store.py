@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 
 import pytest
-from launching import ENVIRONMENT, MEET, run
+from forked_launcher import run
+from launching import ENVIRONMENT, MEET
 
 AGAIN_AND_LEAVE = """
 import datetime, os, sys, time
@@ -68,18 +69,17 @@ def test_a_restarted_generation_finds_no_old_key(script):
 
 
 OWN = """
-import datetime, os, socket, subprocess, sys
-child = r'''
-import datetime, os, sys
+import datetime, os, socket, sys
 import torch.distributed as dist
-place = dict(rank=int(sys.argv[2]), world_size=2)
-dist.init_process_group("gloo", sys.argv[1], timeout=datetime.timedelta(seconds=60), **place)
-sys.stdout.write(f"own {dist.get_world_size()}\\n")
-'''
 with socket.create_server(("127.0.0.1", 0)) as probe:
     port = probe.getsockname()[1]
-words = [[sys.executable, "-c", child, f"tcp://127.0.0.1:{port}", str(rank)] for rank in range(2)]
-sys.exit(max(each.wait() for each in [subprocess.Popen(each) for each in words]))
+child = os.fork()
+place = dict(rank=1 if child else 0, world_size=2)
+dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout=datetime.timedelta(seconds=60), **place)
+print("own", dist.get_world_size(), flush=True)
+if child:
+    sys.exit(os.waitpid(child, 0)[1])
+os._exit(0)
 """
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 
 import pytest
-from launching import ENVIRONMENT, command, run, wait_until
+from forked_launcher import ForkedLauncher, run
+from launching import ENVIRONMENT, wait_until
 
 from paceline.cli.main import main
 
@@ -95,11 +95,11 @@ def said(script, tmp_path):
 
     def start(fault: str, word: str | None = None, until: str = "", job: str = JOB) -> str:
         over = tmp_path / "over"
-        arguments = command(*FLAGS, "--log-dir", str(tmp_path / "runs"), "--rdzv-id=job", script(job), fault, str(over))
-        with (
-            open(tmp_path / "said", "w+") as output,
-            subprocess.Popen(arguments, stderr=output, stdout=output, env=ENVIRONMENT) as launcher,
-        ):
+        flags = (*FLAGS, "--log-dir", str(tmp_path / "runs"), "--rdzv-id=job")
+        launcher = ForkedLauncher(
+            ["run", *flags, script(job), fault, str(over)], ENVIRONMENT, tmp_path / "printed", tmp_path / "said"
+        )
+        with open(tmp_path / "said") as output:
             try:
                 if until:
                     wait_until(lambda: launcher.poll() is not None or until in text(output))

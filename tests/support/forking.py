@@ -30,6 +30,7 @@ _IMPORTED = [
     "hosts.fixture",
     "elastic_job",
     "elastic_programs",
+    "forked_launcher",
     "training",
     "values",
     "torch",

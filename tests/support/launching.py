@@ -67,6 +67,16 @@ def processes_with(mark: str) -> list[int]:
     return found
 
 
+def processes_in(directory: Path) -> list[int]:
+    """The running processes, zombies aside, whose working directory it is."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").samefile(directory) and is_alive(int(process.name)):
+                found.append(int(process.name))
+    return found
+
+
 def state_of(pid: int) -> str:
     """The letter of a process's or thread's state: S if it sleeps, T if it is stopped; Z if it has ended."""
     try:
