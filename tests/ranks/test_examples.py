@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from forked_scripts import run_alone, run_script
 
+from paceline import CollectiveMismatchError
 from paceline.train.checkpoint.format.root import Root
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +17,12 @@ ROOT = Path(__file__).parents[2]
 def run_example(path: str, *arguments: str) -> str:
     os.chdir(ROOT)
     return run_script(path, *arguments)
+
+
+def run_example_that_raises(path: str, *arguments: str) -> str:
+    with pytest.raises(CollectiveMismatchError) as raised:
+        run_example(path, *arguments)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,16 @@ def test_the_example_of_checkpoints_leaves_whole_ones(ranks, tmp_path):
     assert f"has reached step 3. {tmp_path} contains step_0000000002, step_0000000003." in said
     found, skipped = Root(tmp_path).newest_whole(digests=True)
     assert found is not None and (found.step, skipped) == (3, [])
+
+
+def test_the_example_of_faults_slows_one_rank_down(ranks):
+    said, _ = ranks(2)(run_example, "examples/faults.py", "slow", "--steps", "2")
+    assert "\nShown: the training loop reached step 2 with the fault 'slow'." in said
+
+
+def test_the_example_of_faults_makes_ranks_disagree(ranks):
+    said = ranks(2)(run_example_that_raises, "examples/faults.py", "disagree", "--steps", "100")
+    assert all("rank 1" in text and "all_reduce(float32, 5 elements, SUM)" in text for text in said)
 
 
 def test_the_digits_example_is_an_ordinary_script_too(ranks):
