@@ -17,8 +17,7 @@ from pathlib import Path
 
 from report import parser, show
 
-from paceline.cli.doctor.command import Confidence, Diagnostic
-from paceline.cli.doctor.script.check import check_script
+from paceline.cli.doctor.command import Confidence, Diagnostic, check_script
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from planted_mistakes import HEALTHY, MISTAKES

@@ -44,7 +44,7 @@ def place_threads(cores: list[int]) -> None:
 
 def waits_of_recording() -> list[float]:
     """How long each asynchronous call in the recording waited for its thread, in microseconds, oldest first."""
-    from paceline.comm.record.memory import directory_of_files
+    from paceline.comm.record.recorder import directory_of_files
     from paceline.operate.diagnosis.recording_reader import read
 
     (path,) = Path(directory_of_files()).glob(f"*-{os.getpid()}.record")

@@ -18,7 +18,7 @@ import time
 from report import columns_of, parser, show, spread
 
 from paceline.comm.record.layout import NBYTES
-from paceline.comm.record.memory import HANDED_VARIABLE, HandedMemory
+from paceline.comm.record.recorder import HANDED_VARIABLE, HandedMemory
 from paceline.operate.dashboard.aggregator import DashboardAggregator
 from paceline.operate.dashboard.event_queue import EventQueue
 from paceline.operate.dashboard.event_stream import ALONE_S, WATCHED_S, Feed

@@ -90,8 +90,7 @@ def each_task_timed(stages: Iterable[object]) -> Iterator[list[float]]:
 
 def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: str) -> None:
     import paceline as dist
-    from paceline.train.pipeline.program import simulate
-    from paceline.train.pipeline.schedule import PipelinePhase, PipelineSchedule, Task
+    from paceline.train.pipeline.program import PipelinePhase, PipelineSchedule, Task, simulate
 
     torch.set_num_threads(1)
     dist.init_process_group()

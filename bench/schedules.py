@@ -11,7 +11,7 @@ import time
 
 from report import columns_of, parser, show, spread
 
-from paceline.comm.schedule.registry import ALGORITHMS, build
+from paceline.comm.schedule.algorithms import ALGORITHMS, build
 from paceline.comm.schedule.steps import Operation
 
 

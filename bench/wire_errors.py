@@ -21,7 +21,7 @@ import torch
 from report import parser, show
 
 from paceline import _core
-from paceline.comm.engine.codes import DTYPE_CODES, WIRE_CODES
+from paceline.comm.engine.channel import DTYPE_CODES, WIRE_CODES
 
 FLOAT32 = DTYPE_CODES[torch.float32]
 BATCH = 16

@@ -49,7 +49,7 @@ def no_collector() -> Iterator[None]:
 LONG = (
     "test_coordinator_schedules.py",
     "test_failpoints.py",
-    "test_stream_reader.py",
+    "test_batches.py",
     "test_schedules.py",
     "test_failover.py",
 )

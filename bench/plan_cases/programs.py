@@ -45,8 +45,8 @@ def train(model: nn.Module, x: torch.Tensor, steps: int, seconds: float = 0.0) -
 def measure_two() -> object:
     """The link between rank 0 and rank 1, and the time to add a byte; rank 0 returns them."""
     import paceline as dist
-    from paceline.operate.plan.measure.links import measure_link
-    from paceline.operate.plan.measure.step_watch import reduction_s_per_byte
+    from paceline.operate.plan.measure_worker import measure_link
+    from paceline.operate.plan.step_watch import reduction_s_per_byte
 
     dist.init_process_group()
     link = measure_link(0, 1)
@@ -62,8 +62,8 @@ def calibrate(models: Sequence[str], steps: int) -> dict[str, bytes]:
     """
     import paceline as dist
     from paceline.operate.plan.calibration import Links, encode
-    from paceline.operate.plan.measure.links import UNMEASURED_WITHIN
-    from paceline.operate.plan.measure.step_watch import StepWatch, calibration_of, reduction_s_per_byte
+    from paceline.operate.plan.measure_worker import UNMEASURED_WITHIN
+    from paceline.operate.plan.step_watch import StepWatch, calibration_of, reduction_s_per_byte
 
     torch.set_num_threads(1)
     dist.init_process_group()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from paceline.comm.schedule.registry import build
+from paceline.comm.schedule.algorithms import build
 from paceline.comm.schedule.steps import ROOTED, Buffer, BufferSlice, Operation, Step, StepKind
 
 Cell = tuple[int, Buffer, int]

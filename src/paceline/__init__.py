@@ -18,10 +18,10 @@ if sys.platform != "linux":
 
 _PUBLIC = {
     # process groups
-    "paceline.comm.group.default": ("GroupMember",),
     "paceline.comm.group.init": ("default_pg_timeout", "destroy_process_group", "init_process_group", "new_group"),
-    "paceline.comm.group.queries": (
+    "paceline.comm.group.default": (
         "Backend",
+        "GroupMember",
         "get_backend",
         "get_backend_config",
         "get_default_backend_for_device",
@@ -78,7 +78,6 @@ _PUBLIC = {
         "reduce_scatter_tensor_coalesced",
     ),
     "paceline.comm.group.debugger": ("breakpoint",),
-    "paceline.comm.group.device_mesh": ("DeviceMesh", "init_device_mesh"),
     "paceline.comm.group.collectives.multigpu": (
         "all_gather_multigpu",
         "all_reduce_multigpu",
@@ -112,11 +111,17 @@ _PUBLIC = {
         "send_init",
     ),
     "paceline.comm.group.collectives.point_to_point": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),
-    "paceline.comm.engine.codes": ("PremulSum", "ReduceOp", "reduce_op"),
-    "paceline.comm.group.subgroups": ("new_subgroups", "new_subgroups_by_enumeration", "split_group"),
+    "paceline.comm.engine.channel": ("PremulSum", "ReduceOp", "reduce_op"),
+    "paceline.comm.group.subgroups": (
+        "DeviceMesh",
+        "init_device_mesh",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "split_group",
+    ),
     "paceline.comm.group.compression": ("Wire",),
     "paceline.comm.group.work": ("Work",),
-    #     # torch's names with the same meaning in Paceline
+    # torch's names with the same meaning in Paceline
     "torch.distributed": (
         "DebugLevel",
         "DistBackendError",
@@ -156,7 +161,7 @@ _PUBLIC = {
     "paceline.train.diloco.diloco": ("DiLoCo", "LocalSGD"),
     "paceline.train.shared_model.shared_model_optimizer": ("SharedModelOptimizer",),
     "paceline.train.pipeline.pipeline": ("Pipeline",),
-    "paceline.train.tensor.clip_grad_norm": ("clip_grad_norm_",),
+    "paceline.train.divided_gradients": ("clip_grad_norm_", "GradScaler"),
     "paceline.train.tensor.parallelize": (
         "ColwiseParallel",
         "parallelize_module",
@@ -172,7 +177,6 @@ _PUBLIC = {
     "paceline.train.elastic.worker.vote": ("DivergenceError",),
     "paceline.train.logical_shards.shard_loader": ("ShardLoader",),
     "paceline.train.logical_shards.logical_shards": ("LogicalShards",),
-    "paceline.train.zero.grad_scaler": ("GradScaler",),
     "paceline.train.zero.zero_redundancy_optimizer": ("ZeroRedundancyOptimizer",),
     # logging
     "paceline.comm.record.log": ("log", "log_to", "MlflowLog", "TensorBoardLog", "WandbLog"),

@@ -21,9 +21,9 @@ from torch.distributed import DistStoreError as DistStoreError
 
 from paceline import functional as functional
 from paceline import group as group
-from paceline.comm.engine.codes import PremulSum as PremulSum
-from paceline.comm.engine.codes import ReduceOp as ReduceOp
-from paceline.comm.engine.codes import reduce_op as reduce_op
+from paceline.comm.engine.channel import PremulSum as PremulSum
+from paceline.comm.engine.channel import ReduceOp as ReduceOp
+from paceline.comm.engine.channel import reduce_op as reduce_op
 from paceline.comm.group.collectives.coalesced import all_gather_coalesced as all_gather_coalesced
 from paceline.comm.group.collectives.coalesced import (
     all_gather_into_tensor_coalesced as all_gather_into_tensor_coalesced,
@@ -82,36 +82,36 @@ from paceline.comm.group.collectives.point_to_point import recv as recv
 from paceline.comm.group.collectives.point_to_point import send as send
 from paceline.comm.group.compression import Wire as Wire
 from paceline.comm.group.debugger import breakpoint as breakpoint
+from paceline.comm.group.default import Backend as Backend
 from paceline.comm.group.default import GroupMember as GroupMember
-from paceline.comm.group.device_mesh import DeviceMesh as DeviceMesh
-from paceline.comm.group.device_mesh import init_device_mesh as init_device_mesh
+from paceline.comm.group.default import get_backend as get_backend
+from paceline.comm.group.default import get_backend_config as get_backend_config
+from paceline.comm.group.default import get_default_backend_for_device as get_default_backend_for_device
+from paceline.comm.group.default import get_global_rank as get_global_rank
+from paceline.comm.group.default import get_group_rank as get_group_rank
+from paceline.comm.group.default import get_node_local_rank as get_node_local_rank
+from paceline.comm.group.default import get_pg_count as get_pg_count
+from paceline.comm.group.default import get_process_group_ranks as get_process_group_ranks
+from paceline.comm.group.default import get_rank as get_rank
+from paceline.comm.group.default import get_world_size as get_world_size
+from paceline.comm.group.default import is_available as is_available
+from paceline.comm.group.default import is_backend_available as is_backend_available
+from paceline.comm.group.default import is_gloo_available as is_gloo_available
+from paceline.comm.group.default import is_initialized as is_initialized
+from paceline.comm.group.default import is_mpi_available as is_mpi_available
+from paceline.comm.group.default import is_nccl_available as is_nccl_available
+from paceline.comm.group.default import is_torchelastic_launched as is_torchelastic_launched
+from paceline.comm.group.default import is_ucc_available as is_ucc_available
+from paceline.comm.group.default import is_xccl_available as is_xccl_available
+from paceline.comm.group.default import supports_complex as supports_complex
 from paceline.comm.group.host_memory import empty_shared as empty_shared
 from paceline.comm.group.init import default_pg_timeout as default_pg_timeout
 from paceline.comm.group.init import destroy_process_group as destroy_process_group
 from paceline.comm.group.init import init_process_group as init_process_group
 from paceline.comm.group.init import new_group as new_group
 from paceline.comm.group.process_group import ProcessGroup as ProcessGroup
-from paceline.comm.group.queries import Backend as Backend
-from paceline.comm.group.queries import get_backend as get_backend
-from paceline.comm.group.queries import get_backend_config as get_backend_config
-from paceline.comm.group.queries import get_default_backend_for_device as get_default_backend_for_device
-from paceline.comm.group.queries import get_global_rank as get_global_rank
-from paceline.comm.group.queries import get_group_rank as get_group_rank
-from paceline.comm.group.queries import get_node_local_rank as get_node_local_rank
-from paceline.comm.group.queries import get_pg_count as get_pg_count
-from paceline.comm.group.queries import get_process_group_ranks as get_process_group_ranks
-from paceline.comm.group.queries import get_rank as get_rank
-from paceline.comm.group.queries import get_world_size as get_world_size
-from paceline.comm.group.queries import is_available as is_available
-from paceline.comm.group.queries import is_backend_available as is_backend_available
-from paceline.comm.group.queries import is_gloo_available as is_gloo_available
-from paceline.comm.group.queries import is_initialized as is_initialized
-from paceline.comm.group.queries import is_mpi_available as is_mpi_available
-from paceline.comm.group.queries import is_nccl_available as is_nccl_available
-from paceline.comm.group.queries import is_torchelastic_launched as is_torchelastic_launched
-from paceline.comm.group.queries import is_ucc_available as is_ucc_available
-from paceline.comm.group.queries import is_xccl_available as is_xccl_available
-from paceline.comm.group.queries import supports_complex as supports_complex
+from paceline.comm.group.subgroups import DeviceMesh as DeviceMesh
+from paceline.comm.group.subgroups import init_device_mesh as init_device_mesh
 from paceline.comm.group.subgroups import new_subgroups as new_subgroups
 from paceline.comm.group.subgroups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
 from paceline.comm.group.subgroups import split_group as split_group
@@ -166,6 +166,8 @@ from paceline.train.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.train.ddp.optimizer_in_backward import apply_optimizer_in_backward as apply_optimizer_in_backward
 from paceline.train.diloco.diloco import DiLoCo as DiLoCo
 from paceline.train.diloco.diloco import LocalSGD as LocalSGD
+from paceline.train.divided_gradients import GradScaler as GradScaler
+from paceline.train.divided_gradients import clip_grad_norm_ as clip_grad_norm_
 from paceline.train.elastic.worker.agreement import ViewChange as ViewChange
 from paceline.train.elastic.worker.elastic_state import ElasticState as ElasticState
 from paceline.train.elastic.worker.vote import DivergenceError as DivergenceError
@@ -179,14 +181,12 @@ from paceline.train.pipeline.pipeline import Pipeline as Pipeline
 from paceline.train.shared_model.shared_model_optimizer import SharedModelOptimizer as SharedModelOptimizer
 from paceline.train.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.train.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
-from paceline.train.tensor.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
 from paceline.train.tensor.parallelize import ColwiseParallel as ColwiseParallel
 from paceline.train.tensor.parallelize import PrepareModuleInput as PrepareModuleInput
 from paceline.train.tensor.parallelize import PrepareModuleOutput as PrepareModuleOutput
 from paceline.train.tensor.parallelize import RowwiseParallel as RowwiseParallel
 from paceline.train.tensor.parallelize import SequenceParallel as SequenceParallel
 from paceline.train.tensor.parallelize import parallelize_module as parallelize_module
-from paceline.train.zero.grad_scaler import GradScaler as GradScaler
 from paceline.train.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 
 __version__: str

@@ -15,15 +15,16 @@ from launching import wait_until
 import paceline as dist
 from paceline import _core
 from paceline.comm.engine.adapters.device_streams import AcceleratorEvent
-from paceline.comm.engine.adapters.device_times import clock_of, phases_of
+from paceline.comm.engine.adapters.group_recorder import clock_of
 from paceline.comm.group.default import own_world
 from paceline.comm.record.layout import EventKind
-from paceline.comm.record.memory import DIRECTORY_VARIABLE, directory_of_files
+from paceline.comm.record.recorder import DIRECTORY_VARIABLE, directory_of_files
 from paceline.operate.diagnosis.diagnosis import diagnose
 from paceline.operate.diagnosis.finding import Cause
 from paceline.operate.diagnosis.job_snapshot import JobSnapshot
 from paceline.operate.diagnosis.recording import CallRecord, CallStatus, ProcessRecording
 from paceline.operate.diagnosis.recording_reader import rank_state_of, read
+from paceline.train.training_events import phases_of
 
 DEVICE = "fake:0"
 

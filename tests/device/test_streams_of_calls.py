@@ -21,8 +21,8 @@ from world import RankFailed, Ranks
 
 import paceline as dist
 from paceline.comm.engine.adapters.device_streams import AcceleratorStream
+from paceline.comm.engine.api import BackendChoice
 from paceline.comm.engine.failures import CallFailure, OutcomeCode
-from paceline.comm.engine.registry import BackendChoice
 from paceline.comm.group.collectives.object_codec import decode, encode
 from paceline.comm.group.init import make_current
 from paceline.comm.group.process_group import ProcessGroup

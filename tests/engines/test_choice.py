@@ -9,7 +9,7 @@ import pytest
 
 import paceline as dist
 from engines import mpirun
-from paceline.comm.engine.registry import choose, missing_piece
+from paceline.comm.engine.api import choose, missing_piece
 
 
 def test_backends_name_an_engine_for_each_device():

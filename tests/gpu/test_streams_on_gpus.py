@@ -14,7 +14,7 @@ from world import Ranks
 
 import paceline as dist
 from paceline.comm.record.layout import EventKind
-from paceline.comm.record.memory import DIRECTORY_VARIABLE, directory_of_files
+from paceline.comm.record.recorder import DIRECTORY_VARIABLE, directory_of_files
 from paceline.operate.diagnosis.recording import CallStatus
 from paceline.operate.diagnosis.recording_reader import read
 

@@ -11,7 +11,7 @@ from one_world import OneWorld, name_of
 from values import COMPLEX, FLOATS, INTEGERS, expected, make, supported
 
 import paceline as dist
-from paceline.comm.schedule.registry import ALGORITHMS
+from paceline.comm.schedule.algorithms import ALGORITHMS
 
 COUNTS = [0, 1, 5, 70_001]
 

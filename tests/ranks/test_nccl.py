@@ -14,7 +14,7 @@ from launching import wait_until
 from nccl_checks import MOVING, pass_messages
 
 import paceline as dist
-from paceline.comm.engine import registry
+from paceline.comm.engine import api
 
 
 def start(timeout_s: float = 30) -> tuple[int, int]:
@@ -178,14 +178,14 @@ def test_two_ranks_on_one_gpu_are_both_told_how_to_take_another(ranks):
 
 def use_a_backend_of_an_extension() -> None:
     torch.distributed.Backend.register_backend("widget", torch_groups.create_for_extension, devices=["privateuseone"])
-    assert registry.choose("cpu:paceline,privateuseone:widget").engines == {
+    assert api.choose("cpu:paceline,privateuseone:widget").engines == {
         "cpu": "paceline",
         "privateuseone": "widget",
     }
-    assert registry.engines_for("privateuseone") == ["widget"]
-    assert "sees no device" in str(registry.missing_piece("widget"))
-    registry._ENGINES = {**registry._ENGINES, "widget": registry._Entry("cpu", registry._DEVICE_ENGINE)}
-    registry.require = lambda name, rank: None
+    assert api.engines_for("privateuseone") == ["widget"]
+    assert "sees no device" in str(api.missing_piece("widget"))
+    api._ENGINES = {**api._ENGINES, "widget": api._Entry("cpu", api._DEVICE_ENGINE)}
+    api.require = lambda name, rank: None
     dist.init_process_group("widget")
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = torch.full((3,), float(rank))

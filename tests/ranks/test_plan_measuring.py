@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.operate.plan.calibration import read
-from paceline.operate.plan.measure.links import hosts_of, measure_link, measure_pairs, usual_link
-from paceline.operate.plan.measure.step_watch import StepWatch
-from paceline.operate.plan.measure.worker import FileBarrier
+from paceline.operate.plan.measure_worker import FileBarrier, hosts_of, measure_link, measure_pairs, usual_link
+from paceline.operate.plan.step_watch import StepWatch
 
 
 class Clock:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.comm.record.layout import EventKind
-from paceline.comm.record.memory import directory_of_files
+from paceline.comm.record.recorder import directory_of_files
 from paceline.operate.diagnosis.recording import CallStatus, ProcessRecording
 from paceline.operate.diagnosis.recording_reader import read, read_directory
 

@@ -9,7 +9,7 @@ import torch
 from test_recorded_calls import mine
 
 import paceline as dist
-from paceline.comm.engine.native import engine, scheduled_channel
+from paceline.comm.engine.native import engine
 from paceline.comm.schedule.cost_model import CostModel, LinkCost
 
 CALLS = 20
@@ -38,7 +38,7 @@ def said_by_groups() -> dict[str, list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger(scheduled_channel.__name__)
+    logger = logging.getLogger(engine.__name__)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     dist.init_process_group()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import paceline as dist
-from paceline.train.tensor.weight_slice import slice_of
+from paceline.train.tensor.layers import slice_of
 
 WIDTH, HEADS, VOCABULARY = 16, 4, 21
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 
 import paceline as dist
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.train.tensor.weight_slice import slice_of
+from paceline.train.tensor.layers import slice_of
 
 _MAKING = threading.Lock()  # threads share the random numbers
 WIDTH, HIDDEN, VOCABULARY = 7, 10, 11

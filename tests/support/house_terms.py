@@ -60,7 +60,6 @@ AWAITING_A_NAME = """
 GERUNDS = {
     "halving_doubling": "the name of the algorithm",
     "ring": "a noun",
-    "tree_packing": "the term of the literature",
     "lightning": "the library",
     "finding": "a noun",
     "recording": "a noun",

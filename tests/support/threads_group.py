@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.group.process_group import ProcessGroup
 
 _TIMEOUT_S = 60.0

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.engine import registry
+from paceline.comm.engine import api
 from paceline.comm.engine.api import EngineContext
 from paceline.comm.engine.torch_backend import device_engine
 from paceline.comm.engine.torch_backend.device_engine import DeviceEngine
@@ -30,7 +30,7 @@ CALLS: list[str] = []
 
 def use() -> None:
     """Has backend="nccl" mean CPU tensors over gloo in this process."""
-    registry._ENGINES = {**registry._ENGINES, "nccl": registry._Entry("cpu", __name__)}
+    api._ENGINES = {**api._ENGINES, "nccl": api._Entry("cpu", __name__)}
     device_engine.identify = lambda device: os.environ.get(GPU_VARIABLE, "")
 
 

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.comm.schedule.network import Network, NetworkLink
-    from paceline.operate.plan.advice import Advice
     from paceline.operate.plan.calibration import Calibration, Links
     from paceline.operate.plan.goodput import Goodput
-    from paceline.operate.plan.prediction import JobPrediction
+    from paceline.operate.plan.prediction import Advice, JobPrediction
     from paceline.operate.plan.simulated_job import EventTimes
     from paceline.operate.plan.step_time import Strategy
 
@@ -33,7 +32,7 @@ _STAND_IN_BYTES_PER_S = 1e9  # assumed rate of state transfers if no link betwee
 _PASSED_ON = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
 _USAGE_OF_MEASURING = "the script to measure follows the flags: paceline plan --measure -- train.py"
 _USAGE_OF_PREDICTING = "give one calibration, which `paceline plan --measure -- train.py` writes: calibration.json"
-_WORKER = "paceline.operate.plan.measure.worker"
+_WORKER = "paceline.operate.plan.measure_worker"
 
 
 def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +217,7 @@ def _differences(links: Links) -> str:
 
 
 def _summary(calibration: Calibration) -> str:
-    from paceline.comm.schedule.cost import format_seconds
+    from paceline.comm.schedule.algorithms import format_seconds
     from paceline.operate.plan.formatting import format_bytes
 
     node = calibration.links.node
@@ -231,11 +230,10 @@ def _summary(calibration: Calibration) -> str:
 
 def _predict(options: argparse.Namespace, path: Path) -> int:
     from paceline.comm.schedule.simulation import simulate_call
-    from paceline.operate.plan.advice import advise
     from paceline.operate.plan.calibration import network_of, read
     from paceline.operate.plan.formatting import advice_text, facts_of, facts_of_advice, table_text
     from paceline.operate.plan.goodput import facts_of_goodput, goodput_text
-    from paceline.operate.plan.prediction import predict
+    from paceline.operate.plan.prediction import advise, predict
 
     calibration = read(path)
     if options.links is not None:
@@ -284,7 +282,7 @@ def _write_report(
 
 
 def _strategy(options: argparse.Namespace, calibration: Calibration) -> Strategy:
-    from paceline.comm.schedule.registry import ALGORITHMS
+    from paceline.comm.schedule.algorithms import ALGORITHMS
     from paceline.operate.plan.step_time import measured
     from paceline.train.ddp.buckets import MIB, caps_of
 

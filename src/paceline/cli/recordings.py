@@ -99,7 +99,7 @@ def _problem_with(directories: Sequence[Path]) -> str | None:
 def _diagnose(directories: Sequence[Path]) -> _JobDiagnosis:
     """Reads and diagnoses a job. `paceline analyze` and `paceline report` use the same result, so that they agree."""
     from paceline.operate.dashboard.aggregator import what_if_of
-    from paceline.operate.dashboard.directory_collector import NothingRecordedError, aggregate_directories
+    from paceline.operate.dashboard.external_collector import NothingRecordedError, aggregate_directories
     from paceline.operate.dashboard.job_sample import StallNotice
     from paceline.operate.diagnosis.postmortem import read_job, verdict_on
     from paceline.operate.diagnosis.slow_links import slow_network

@@ -29,7 +29,7 @@ from typing import Any, cast
 import torch
 from torch.autograd import Function
 
-from paceline.comm.engine.codes import DTYPE_CODES, DTYPES, PremulSum, ReduceOp, Reduction
+from paceline.comm.engine.channel import DTYPE_CODES, DTYPES, PremulSum, ReduceOp, Reduction
 from paceline.comm.group.call_plan import root_rank
 from paceline.comm.group.collectives import collectives
 from paceline.comm.group.default import Group, resolve

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline import _core
-from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
+from paceline.comm.engine.channel import DTYPE_CODES, ReduceOp
 from paceline.comm.group.call_plan import reduces
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import CollectiveMismatchError, and_more

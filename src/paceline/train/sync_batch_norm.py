@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from paceline.comm.group.default import default_group
+from paceline.comm.group.default import default_group, is_initialized
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.comm.group.queries import is_initialized
 from paceline.train.preconditions import require_module
 
 

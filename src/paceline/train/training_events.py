@@ -6,15 +6,19 @@ On an accelerator, forward passes, backward passes and optimizer steps are addit
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections import deque
 from typing import Any
 
 import torch
 from torch.optim import optimizer as optimizers
 
 from paceline import _core
-from paceline.comm.engine.adapters.device_times import phases_of
+from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, is_capturing, record_current
+from paceline.comm.engine.adapters.group_recorder import DEVICE_WATCH, clock_of
 from paceline.comm.record.layout import EventKind
-from paceline.comm.record.spans import STEPS, begin_event
+from paceline.comm.record.spans import STEPS, begin_event, number_of
 
 _BACKWARD = int(EventKind.BACKWARD)
 _BUCKET = int(EventKind.BUCKET)
@@ -22,6 +26,51 @@ _OPTIMIZER = int(EventKind.OPTIMIZER)
 _STAMP = "_paceline_stamp"
 
 _are_optimizers_recorded = False
+
+
+class DevicePhases:
+    """Records the phases of training steps, such as "backward", on one device.
+
+    A phase lasts from its mark until the next mark, in device time. Marks must be made in the order of the work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: deque[tuple[AcceleratorEvent, str, int]] = deque()
+        self._open = 0  # the stamp of the device's current phase
+        self._lock = threading.Lock()
+
+    def mark(self, phase: str, step: int) -> None:
+        """Marks the start of a phase after the work enqueued on the current stream; "" only ends the previous phase."""
+        if not _core.is_recording() or is_capturing(self._device):
+            return
+        with self._lock:
+            self._marks.append((record_current(self._device, timing=True), phase, step))
+            is_first = len(self._marks) == 1
+        if is_first:
+            DEVICE_WATCH.add(self._poll, self._device)
+
+    def _poll(self) -> bool:
+        """Records the marks that the device has passed; returns whether any marks remain."""
+        while self._marks and self._marks[0][0].done():
+            event, phase, step = self._marks[0]
+            tick = clock_of(self._device).tick_of(event)
+            if self._open:
+                _core.record_end_at(self._open, tick)
+                self._open = 0
+            if phase:
+                index = self._device.index or 0
+                self._open = _core.record_begin_at(EventKind.DEVICE, number_of(phase), index, step, tick)
+            with self._lock:
+                self._marks.popleft()
+        with self._lock:
+            return bool(self._marks)
+
+
+@functools.cache
+def phases_of(device: torch.device) -> DevicePhases:
+    """Returns the `DevicePhases` for a device."""
+    return DevicePhases(device)
 
 
 class RecordedSteps:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from planted_mistakes import HEALTHY, MISTAKES
 
-from paceline.cli.doctor.command import Confidence, Diagnostic, Severity
+from paceline.cli.doctor.command import Confidence, Diagnostic, Severity, check_script
 from paceline.cli.doctor.script import interpreter
-from paceline.cli.doctor.script.check import check_script
 from paceline.cli.main import main
 
 CASES = [(rule, number) for rule, scripts in MISTAKES.items() for number in range(len(scripts))]

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.comm.schedule.registry import ALGORITHMS
+from paceline.comm.schedule.algorithms import ALGORITHMS
 from paceline.comm.schedule.steps import Buffer, Operation
 
 sys.path.append(str(Path(__file__).parents[3] / "docs" / "pictures"))  # for the module that some scripts share

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from paceline import _core
-from paceline.comm.engine.codes import DTYPE_CODES, QUANTISED_TYPES, WIRE_CODES
+from paceline.comm.engine.channel import DTYPE_CODES, QUANTISED_TYPES, WIRE_CODES
 
 GROUP = 64
 LEVELS = {"int8": 127, "int4": 7}

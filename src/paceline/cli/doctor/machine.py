@@ -17,8 +17,8 @@ from pathlib import Path
 from paceline.cli.doctor.command import Diagnostic, Severity
 from paceline.operate.launch.workers.cleanup import MARK, marked
 from paceline.operate.launch.workers.environment import allowed_cores, cpu_quota
-from paceline.operate.launch.workers.out_of_memory import MemoryCgroup
 from paceline.operate.launch.workers.placement import count_gpus, domains_of, format_cpulist
+from paceline.operate.launch.workers.worker import MemoryCgroup
 
 _GIB = 1 << 30
 _SMALL_SHM = _GIB

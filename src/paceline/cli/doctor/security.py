@@ -16,8 +16,14 @@ from pathlib import Path
 
 from paceline.cli.doctor.command import Diagnostic, Severity
 from paceline.comm.security.encryption import identity_of
-from paceline.comm.security.levels import INSECURE_VARIABLE, LEVEL_VARIABLE, chosen_level, is_insecure, is_loopback
-from paceline.comm.security.secret import job_secret
+from paceline.comm.security.secret import (
+    INSECURE_VARIABLE,
+    LEVEL_VARIABLE,
+    chosen_level,
+    is_insecure,
+    is_loopback,
+    job_secret,
+)
 from paceline.operate.launch.workers.cleanup import marked
 
 _LISTENS = "0A"  # TCP_LISTEN

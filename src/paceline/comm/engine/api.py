@@ -1,4 +1,4 @@
-"""`Engine`, the interface of an engine, which connects ranks and moves and reduces their tensors.
+"""`Engine`, the interface of an engine, which connects ranks and moves their tensors; the list of all engines.
 
 An engine serves one type of device. It must
 
@@ -17,22 +17,26 @@ An engine need not handle
 - operations, dtypes and reductions that its library lacks, because `adapters/schedule_executor.py` can run schedules
   over plain sends and receives.
 
-An engine's module implements the two functions of `EngineModule` and is listed in `registry.py`; `tests/engines` checks
-the behavior of engines.
+An engine's module implements the two functions of `EngineModule` and is listed in `_ENGINES`; `tests/engines` checks
+the behavior of engines. `choose` and `start` choose and start an engine for each type of device.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import ModuleType
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
+from paceline.comm.engine.adapters.device_streams import current_accelerator
 from paceline.comm.engine.channel import EngineChannel, Messages
 from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.formation import Formation
+from paceline.comm.rendezvous.rendezvous import RendezvousResult
 from paceline.comm.schedule.cost_model import CostModel, LinkCost
 from paceline.comm.store.store import Store
 
@@ -165,3 +169,174 @@ class EngineModule(Protocol):
     def start(self, name: str, context: EngineContext) -> Engine:
         """Starts the engine with this name; every rank calls this."""
         ...
+
+
+class _Entry(NamedTuple):
+    device_type: str
+    module: str
+    can_meet: bool = False  # whether there is a `meet` for ranks started by the engine's launcher
+
+
+_DEVICE_ENGINE = "paceline.comm.engine.torch_backend.device_engine"
+# A new engine needs a module (`engine.api.EngineModule`) and an entry in this table.
+_ENGINES: Mapping[str, _Entry] = {
+    "paceline": _Entry("cpu", "paceline.comm.engine.native.engine"),
+    "gloo": _Entry("cpu", "paceline.comm.engine.torch_backend.gloo"),
+    "mpi": _Entry("cpu", "paceline.comm.engine.mpi.engine", can_meet=True),
+    "nccl": _Entry("cuda", _DEVICE_ENGINE),
+}
+_FOR_CPU = "paceline"
+_STAGE = ("paceline", "gloo")  # engines for CPU tensors that can also transfer staged accelerator tensors
+_FOR_OTHERS = {"cuda": "nccl"}
+_FORM = "one engine for each type of device is chosen like 'cpu:paceline,cuda:nccl'"
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The parsed argument `backend`: the string that `get_backend` returns, and the engine for each type of device.
+
+    Attributes:
+        is_default: True if the program did not specify a backend.
+    """
+
+    text: str
+    engines: Mapping[str, str]
+    is_default: bool = False
+
+    def without(self, device_types: Sequence[str]) -> BackendChoice:
+        """Returns the choice without the engines for these types of devices."""
+        left = {device_type: name for device_type, name in self.engines.items() if device_type not in device_types}
+        return BackendChoice(_spelled(left), left, self.is_default)
+
+
+def choose(backend: str | None) -> BackendChoice:
+    """Returns the engines named by `backend`, for example "mpi" or "cpu:paceline,cuda:nccl".
+
+    If `backend` is None, the best usable engine for each type of device is chosen. There is always an engine for CPU
+    tensors, because objects are sent as CPU tensors; it is `paceline` if `backend` does not name one. Tensors on
+    accelerators without an engine are staged through host memory and use the engine for CPU tensors; see
+    `staged_types`.
+
+    Raises:
+        ValueError: an engine does not exist or does not support its device, or two engines are named for one device.
+    """
+    chosen: dict[str, str] = {}
+    if backend is None:
+        usable = [name for device_type, name in _FOR_OTHERS.items() if _is_usable(device_type, name)]
+        chosen = {"cpu": _FOR_CPU} | {_ENGINES[name].device_type: name for name in usable}
+        return BackendChoice(_spelled(chosen), chosen, is_default=True)
+    for part in backend.lower().split(","):
+        device_type, _, name = part.strip().rpartition(":")
+        entry = _entry(name)
+        if entry is None:
+            raise ValueError(f"backend {backend!r} is not known; there are {', '.join(_ENGINES)}, and {_FORM}")
+        served = entry.device_type
+        if device_type not in ("", served) and (served != "cpu" or name not in _STAGE):
+            raise ValueError(f"backend {backend!r}: {name} takes tensors on {served}, not on {device_type}; {_FORM}")
+        served = device_type or served
+        if served in chosen:
+            raise ValueError(f"backend {backend!r} names two engines for {served}; {_FORM}")
+        chosen[served] = name
+    return BackendChoice(_spelled(chosen), {"cpu": _FOR_CPU} | chosen)
+
+
+def engines_for(device_type: str) -> list[str]:
+    """Returns the names of the engines that accept tensors on this type of device."""
+    known = [name for name, entry in _ENGINES.items() if entry.device_type == device_type]
+    other = None if known else _process_groups().backend_for(device_type)
+    return known if other is None else [other]
+
+
+def is_staged(device_type: str, name: str) -> bool:
+    """Returns whether engine `name` stages tensors on this type of device through host memory."""
+    return device_type != "cpu" and name in _STAGE
+
+
+def staged_types(backend: BackendChoice) -> dict[str, str]:
+    """Returns the engines that stage tensors through host memory, by type of accelerator."""
+    chosen = {device_type: name for device_type, name in backend.engines.items() if is_staged(device_type, name)}
+    if backend.engines["cpu"] in _STAGE:
+        others = [device_type for device_type in _accelerators() if device_type not in backend.engines]
+        chosen |= dict.fromkeys(others, backend.engines["cpu"])
+    return chosen
+
+
+def missing_piece(name: str) -> str | None:
+    """Returns the first prerequisite of engine `name` that is missing on this machine and the fix, or None."""
+    return f"this version has no engine {name!r}" if _entry(name) is None else _module(name).missing_piece(name)
+
+
+def require(name: str, rank: int) -> None:
+    """Checks that engine `name` can be used on this machine.
+
+    Raises:
+        ValueError: a prerequisite is missing; the message describes it and the fix.
+    """
+    missing = missing_piece(name)
+    if missing is not None:
+        raise ValueError(f"rank {rank}: backend {name!r} cannot be used: {missing}")
+
+
+def start(name: str, context: EngineContext) -> Engine:
+    """Starts engine `name` and returns it.
+
+    Raises:
+        ValueError: as for `require`.
+    """
+    require(name, context.rank)
+    return _module(name).start(name, context)
+
+
+def launcher_meeting(backend: BackendChoice, rank: int) -> Callable[[float], RendezvousResult] | None:
+    """Returns the rendezvous function of an engine whose launcher (mpirun) starts and numbers the ranks.
+
+    The function takes a timeout in seconds. The result is None if no engine in `backend` has such a launcher.
+
+    Raises:
+        ValueError: as for `require`.
+    """
+    for name in backend.engines.values():
+        entry = _entry(name)
+        if entry is not None and entry.can_meet:
+            require(name, rank)
+            return cast("Callable[[float], RendezvousResult]", importlib.import_module(entry.module).meet)
+    return None
+
+
+def _is_usable(device_type: str, name: str) -> bool:
+    return device_type == "cuda" and torch.cuda.is_available() and missing_piece(name) is None
+
+
+def _accelerators() -> list[str]:
+    """Returns the types of accelerators that this build of PyTorch supports, whether or not hardware is present."""
+    present = current_accelerator()
+    found = [] if present is None else [present.type]
+    return [*found, "cuda"] if torch.backends.cuda.is_built() and "cuda" not in found else found
+
+
+def _spelled(engines: Mapping[str, str]) -> str:
+    if len(engines) == 1:
+        device_type, name = next(iter(engines.items()))
+        entry = _entry(name)
+        if entry is not None and device_type == entry.device_type:
+            return name
+    return ",".join(f"{device_type}:{name}" for device_type, name in engines.items())
+
+
+def _entry(name: str) -> _Entry | None:
+    """Returns the engine with this name: Paceline's, or one that wraps an accelerator's process group in PyTorch."""
+    if name in _ENGINES:
+        return _ENGINES[name]
+    served = _process_groups().device_types(name) if _process_groups().is_registered(name) else ()
+    return _Entry(served[0], _DEVICE_ENGINE) if served else None
+
+
+def _process_groups() -> ModuleType:
+    """Returns the module `process_groups`, which is imported only on use because it imports torch.distributed."""
+    return importlib.import_module("paceline.comm.engine.torch_backend.process_groups")
+
+
+def _module(name: str) -> EngineModule:
+    entry = _entry(name)
+    assert entry is not None, name
+    return cast(EngineModule, importlib.import_module(entry.module))

@@ -1,20 +1,85 @@
 """`EngineChannel` and `Messages`, the interfaces through which an engine runs a group's collectives and messages.
 
-Tensors are passed as addresses and numbers of bytes (`Pieces`) on the device for which the group was opened; dtypes and
-reductions are passed as the codes of `codes.py`. A call returns its outcome and never raises an exception, because no
+Tensors are passed as addresses and numbers of bytes (`Pieces`) on the device for which the group was opened. Dtypes,
+reductions and wire formats are passed as codes, which Python and the core share (native/reduce/reduce.hpp); the codes
+of the operations are in `comm/schedule/steps.py`. A call returns its outcome and never raises an exception, because no
 caller could catch it if the call ran on another thread; `failures.to_error` converts an outcome to an exception.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from paceline import _core
-from paceline.comm.engine.codes import ITEM_SIZES, NO_REDUCTION
+from paceline.comm.record.layout import DTYPES as _DTYPE_NAMES
+from paceline.comm.schedule.quantised import WIRES as WIRES
 from paceline.comm.schedule.steps import Operation
+
+
+class ReduceOp(IntEnum):
+    """A reduction. On booleans, SUM, MAX and BOR mean "or", and PRODUCT, MIN and BAND mean "and".
+
+    AVG is the sum divided by the group's size. Sums of integers wrap around at the limits of their type; AVG of
+    integers divides the wrapped sum and truncates toward zero (-7 / 2 = -3), like NCCL. AVG is not defined for
+    booleans.
+    """
+
+    SUM = 0
+    AVG = 1
+    PRODUCT = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+    PREMUL_SUM = 8
+
+
+NO_REDUCTION = 9  # in the header of a call without a reduction
+
+
+DTYPE_CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)
+}
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+ITEM_SIZES = [getattr(torch, name).itemsize if hasattr(torch, name) else 1 for name in _DTYPE_NAMES]
+
+
+WIRE_CODES: dict[str, int] = {name: code for code, name in enumerate(WIRES, 1)}
+"""Codes for the formats to which tensors are rounded between hosts (native/wire/wire.hpp); 0 means no rounding."""
+
+QUANTISED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes that the core can round."""
+
+
+def dtype_name(code: int) -> str:
+    """Returns PyTorch's name for a dtype, without "torch."."""
+    return _DTYPE_NAMES[code]
+
+
+# Programs for torch also use the nested class RedOpType and the former name `reduce_op`.
+setattr(ReduceOp, "RedOpType", ReduceOp)  # noqa: B010 (an assignment would look like another reduction to mypy)
+reduce_op = ReduceOp
+
+
+@dataclass(frozen=True)
+class PremulSum:
+    """The sum of the ranks' values, each multiplied by its rank's `factor`.
+
+    >>> PremulSum(0.5)
+    PremulSum(factor=0.5)
+    """
+
+    factor: float | torch.Tensor
+
+
+Reduction = ReduceOp | PremulSum
+
 
 Pieces = Sequence[int]
 """A tensor in one or more pieces: address, number of bytes, address, number of bytes, ..."""
@@ -172,9 +237,9 @@ class CollectiveCall(NamedTuple):  # native/bindings/calls.cpp reads the fields 
     all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have already been multiplied by
     their factors, and the engine only sums them.
 
-    If `wire` is not 0, data is rounded to that format (`codes.WIRES`) between hosts. This requires a channel for which
-    `quantises` is true, a sum or an all_gather, and a dtype in `codes.QUANTISED_TYPES`. `residual` is the memory for
-    error feedback, one float32 per element of the longest buffer, or () without error feedback.
+    If `wire` is not 0, data is rounded to that format (`WIRES`) between hosts. This requires a channel for which
+    `quantises` is true, a sum or an all_gather, and a dtype in `QUANTISED_TYPES`. `residual` is the memory for error
+    feedback, one float32 per element of the longest buffer, or () without error feedback.
 
     A reduce_scatter in a group of the core on one host may contain an `update`, which is applied to the results; the
     call then needs no output.

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from paceline.comm.engine.channel import CallOutcome, HeaderFields
-from paceline.comm.engine.codes import NO_REDUCTION, ReduceOp, dtype_name
-from paceline.comm.schedule.registry import QUANTISED, name_of
+from paceline.comm.engine.channel import NO_REDUCTION, CallOutcome, HeaderFields, ReduceOp, dtype_name
+from paceline.comm.schedule.algorithms import QUANTISED, name_of
 from paceline.comm.schedule.steps import Operation
 from paceline.errors import (
     CollectiveError,

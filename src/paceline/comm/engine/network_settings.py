@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.comm.one_port.dialer import DEFAULT_ROUTE_TARGETS, source_address
+from paceline.comm.schedule.algorithms import ALGORITHMS
 from paceline.comm.schedule.cost_model import CostModel, LinkCost
 from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup, parse_links
-from paceline.comm.schedule.registry import ALGORITHMS
 from paceline.comm.security.encryption import Connection
-from paceline.routes import DEFAULT_ROUTE_TARGETS, source_address
 
 IFACE_VARIABLE = "PACELINE_IFACE"
 

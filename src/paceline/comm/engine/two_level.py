@@ -16,8 +16,15 @@ from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
 from paceline.comm.engine.adapters.schedule_executor import FlatBuffer, divide_average
 from paceline.comm.engine.adapters.serial_channel import CallEnded, SerialChannel
 from paceline.comm.engine.api import Engine, OpenGroup
-from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChannel, Messages, Pieces
-from paceline.comm.engine.codes import NO_REDUCTION, ReduceOp
+from paceline.comm.engine.channel import (
+    NO_REDUCTION,
+    CallOutcome,
+    CollectiveCall,
+    EngineChannel,
+    Messages,
+    Pieces,
+    ReduceOp,
+)
 from paceline.comm.engine.failures import CallFailure, OutcomeCode
 from paceline.comm.schedule.steps import Operation
 from paceline.comm.store.store import Store

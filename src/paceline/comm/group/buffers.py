@@ -11,8 +11,7 @@ from typing import TypeAlias, cast
 import torch
 
 from paceline import _core
-from paceline.comm.engine.channel import DevicePieces
-from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
+from paceline.comm.engine.channel import DTYPE_CODES, DevicePieces, ReduceOp
 
 Count = Callable[[Iterable[object]], None]  # reports writes to tensors
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from paceline import _core
-from paceline.comm.engine.channel import CollectiveCall
-from paceline.comm.engine.codes import DTYPE_CODES, NO_REDUCTION, PremulSum, ReduceOp, Reduction
+from paceline.comm.engine.channel import DTYPE_CODES, NO_REDUCTION, CollectiveCall, PremulSum, ReduceOp, Reduction
 from paceline.comm.group.buffers import Buffers, Tensors, as_list, count_elements, dtype_code
 from paceline.comm.schedule.steps import Operation
 from paceline.durations import Timeout

@@ -6,8 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from paceline.comm.engine.channel import CollectiveCall
-from paceline.comm.engine.codes import DTYPES, NO_REDUCTION, QUANTISED_TYPES, WIRE_CODES, ReduceOp
+from paceline.comm.engine.channel import DTYPES, NO_REDUCTION, QUANTISED_TYPES, WIRE_CODES, CollectiveCall, ReduceOp
 from paceline.comm.group.call_plan import CallPlan
 from paceline.comm.schedule.steps import Operation
 

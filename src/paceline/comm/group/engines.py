@@ -15,17 +15,16 @@ from functools import partial
 
 import torch
 
-from paceline.comm.engine import registry
+from paceline.comm.engine import api
 from paceline.comm.engine.adapters.library_engine import exchange_members
-from paceline.comm.engine.api import Engine, EngineContext, OpenGroup
+from paceline.comm.engine.api import BackendChoice, Engine, EngineContext, OpenGroup, engines_for
 from paceline.comm.engine.failures import OutcomeCode, RankIdentity
 from paceline.comm.engine.native.engine import NativeEngine
-from paceline.comm.engine.registry import BackendChoice, engines_for
 from paceline.comm.engine.staged.channel import StagedGroup, announce_once
 from paceline.comm.engine.two_level import open_two_levels
 from paceline.comm.one_port.dialer import chosen_port
 from paceline.comm.record.recorder import close_group
-from paceline.comm.security.levels import chosen_level
+from paceline.comm.security.secret import chosen_level
 from paceline.errors import RendezvousTimeoutError
 
 Opener = Callable[[torch.device], OpenGroup]
@@ -180,7 +179,7 @@ class Engines:
             if device_type == "cpu":
                 self._engine(name)
             else:
-                registry.require(name, self._context.rank)
+                api.require(name, self._context.rank)
 
     def count_group(self, ranks: Sequence[int]) -> int:
         """Returns the identity for the next group, from a count kept by all ranks in the default group."""
@@ -224,7 +223,7 @@ class Engines:
             return StagedGroup(inner, device, members, list(ranks).index(self.rank))
 
         openers: dict[str, Opener] = {device: partial(open_on, name) for device, name in backend.engines.items()}
-        openers |= {device: partial(open_staged, name) for device, name in registry.staged_types(backend).items()}
+        openers |= {device: partial(open_staged, name) for device, name in api.staged_types(backend).items()}
         return openers
 
     def close(self) -> None:
@@ -236,7 +235,7 @@ class Engines:
     def _engine(self, name: str) -> Engine:
         if name not in self._started:
             require_permitted(name, self._context.rank, self.members)
-            self._started[name] = registry.start(name, self._context)
+            self._started[name] = api.start(name, self._context)
         return self._started[name]
 
 

@@ -17,9 +17,8 @@ from datetime import timedelta
 import torch
 
 from paceline.comm.engine.adapters.device_streams import current_accelerator
-from paceline.comm.engine.api import EngineContext, KnownCosts
+from paceline.comm.engine.api import BackendChoice, EngineContext, KnownCosts, choose, launcher_meeting, staged_types
 from paceline.comm.engine.formation import Formation
-from paceline.comm.engine.registry import BackendChoice, choose, launcher_meeting, staged_types
 from paceline.comm.group.compression import WireKind, checked_kind
 from paceline.comm.group.default import (
     Group,
@@ -38,7 +37,7 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.one_port.dialer import choose_port
 from paceline.comm.record import recorder
 from paceline.comm.rendezvous.rendezvous import RendezvousResult, rendezvous
-from paceline.comm.security.levels import choose_level
+from paceline.comm.security.secret import choose_level
 from paceline.comm.store.store import HashStore, Store
 from paceline.durations import Timeout, to_seconds
 from paceline.errors import short_repr

@@ -19,10 +19,22 @@ from torch.autograd import profiler
 
 from paceline import _core
 from paceline.comm.engine.api import OpenGroup
-from paceline.comm.engine.channel import CallOutcome, CollectiveCall, DevicePieces, EngineChannel, HeaderFields, Pending
-from paceline.comm.engine.codes import DTYPE_CODES, ITEM_SIZES, NO_REDUCTION, ReduceOp, Reduction, dtype_name
+from paceline.comm.engine.channel import (
+    DTYPE_CODES,
+    ITEM_SIZES,
+    NO_REDUCTION,
+    CallOutcome,
+    CollectiveCall,
+    DevicePieces,
+    EngineChannel,
+    HeaderFields,
+    Pending,
+    ReduceOp,
+    Reduction,
+    dtype_name,
+)
 from paceline.comm.engine.failures import GROUP_LOST, MESSAGES_LOST, OutcomeCode, RankIdentity, describe_call, to_error
-from paceline.comm.engine.native.scheduled_channel import ScheduledChannel
+from paceline.comm.engine.native.engine import ScheduledChannel
 from paceline.comm.engine.network_settings import ALGORITHM_VARIABLE
 from paceline.comm.engine.staged.channel import StagedChannel
 from paceline.comm.group.buffers import (
@@ -63,7 +75,7 @@ from paceline.comm.group.engines import Devices, Opener
 from paceline.comm.group.variable_size import all_gather_pieces, all_reduce_sparse, as_memory, as_tensor, empty_buffers
 from paceline.comm.group.work import ProfiledCall, Work, join_works
 from paceline.comm.record import recorder
-from paceline.comm.schedule.cost import explain_text
+from paceline.comm.schedule.algorithms import explain_text
 from paceline.comm.schedule.quantised import WIRES
 from paceline.comm.schedule.steps import Operation
 from paceline.durations import Timeout, to_nanoseconds

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.comm.engine.codes import PremulSum, ReduceOp, Reduction
+from paceline.comm.engine.channel import PremulSum, ReduceOp, Reduction
 from paceline.comm.group.work import Work, join_works
 from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError

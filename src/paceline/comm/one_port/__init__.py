@@ -4,6 +4,6 @@ A *multiplexer* listens at the port. Each service requests a *number* from it in
 connection begins with its service's number. The multiplexer passes the connection's descriptor to the process that
 holds the number, so it does not forward any further bytes. That process authenticates the peer, as on every connection.
 
-May use: `security`, `linux`, `durations`, `routes`. Start reading at `dialer.py`, which is used in place of
-`socket.connect`, then `port_multiplexer.py`, whose `NumberedListener` is used in place of a listening socket.
+May use: `security`, `linux`, `durations`. Start reading at `dialer.py`, which is used in place of `socket.connect`,
+then `port_multiplexer.py`, whose `NumberedListener` is used in place of a listening socket.
 """

@@ -28,6 +28,7 @@ from paceline.comm.one_port.dialer import (
     has_no_header,
     is_wrong,
     number_in,
+    resolver_name,
 )
 from paceline.comm.security.encryption import CLIENT_HELLO, TLS_WITHOUT_HEADER
 from paceline.comm.security.handshake import TIMEOUT_S, WITHOUT_HEADER, is_hello
@@ -39,7 +40,6 @@ from paceline.comm.security.untrusted_peers import (
     origin_of_connection,
 )
 from paceline.linux import is_out_of_descriptors
-from paceline.routes import resolver_name
 
 FIRST, LAST = 1024, 28_999  # range of automatically assigned numbers; explicitly chosen numbers are usually larger
 MAX_PENDING_CLIENTS = 128

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from paceline.comm.schedule.cost import format_seconds
+from paceline.comm.schedule.algorithms import build, format_seconds
 from paceline.comm.schedule.network import Network
-from paceline.comm.schedule.registry import build
 from paceline.comm.schedule.simulation import CallTiming, SimulatedMessage, find_path, simulate_schedules
 from paceline.comm.schedule.steps import ROOTED, Operation, Schedule
 

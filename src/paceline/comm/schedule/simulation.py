@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline import _core
+from paceline.comm.schedule.algorithms import ALIKE, build, wire_of
 from paceline.comm.schedule.cost_model import PIPE_NBYTES
 from paceline.comm.schedule.network import Network, NetworkLink, most_with_loss
-from paceline.comm.schedule.registry import ALIKE, build, wire_of
 from paceline.comm.schedule.steps import ROOTED, Operation, Schedule, StepKind, flatten
 
 MOST_STEPS = 30_000_000

@@ -14,8 +14,7 @@ from types import TracebackType
 
 from paceline import _core
 from paceline.comm.security.handshake import interrupted_handshake, missing_header, name_of, refuse_plain
-from paceline.comm.security.levels import chosen_level, must_encrypt
-from paceline.comm.security.secret import derive_key
+from paceline.comm.security.secret import chosen_level, derive_key, must_encrypt
 from paceline.errors import AuthenticationError
 
 CLIENT_HELLO = b"\x16"  # the type of the first TLS record; Paceline's own handshake begins with a letter

@@ -15,18 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline import _core
-from paceline.comm.one_port.dialer import chosen_port
+from paceline.comm.one_port.dialer import chosen_port, resolver_name
 from paceline.comm.one_port.dialer import dial as dial_machine
 from paceline.comm.security.authenticated_listener import AuthenticatedListener, ListeningEndpoint
 from paceline.comm.security.encryption import Connection, release_to_core
 from paceline.comm.security.handshake import PeerHello
-from paceline.comm.security.levels import is_loopback
-from paceline.comm.security.secret import derive_key, job_secret, require_secret
+from paceline.comm.security.secret import derive_key, is_loopback, job_secret, require_secret
 from paceline.comm.store.remote_store import CHANNEL, RemoteStore, connect
 from paceline.comm.store.store import DEFAULT_TIMEOUT
 from paceline.durations import Timeout, to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
-from paceline.routes import resolver_name
 
 BACKLOG = 1024  # the number of connections that may wait to be accepted
 _LISTENING = "0A"

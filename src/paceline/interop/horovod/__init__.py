@@ -1,9 +1,8 @@
 """Horovod's PyTorch interface, implemented with Paceline: `import paceline.horovod as hvd`.
 
-Files have the names of the corresponding Horovod modules where possible. `call_queue.py` executes the calls from
-`collectives.py` and `uneven_collectives.py` and checks that they match between ranks. `stand_in/` contains the package
-`horovod` that `paceline run --compat horovod` adds to the import path. docs/migrating.md lists the differences from
-Horovod.
+`call_queue.py` executes the calls from `collectives.py` and `uneven_collectives.py` and checks that they match between
+ranks. `stand_in/` contains the package `horovod`, with Horovod's module names, that `paceline run --compat horovod`
+adds to the import path. docs/migrating.md lists the differences from Horovod.
 
 May use: `group`, `functional`, `ddp`, and `launch` for `run`. Start reading at `basics.py` and `collectives.py`.
 """
@@ -44,10 +43,12 @@ from paceline.interop.horovod.call_queue import poll, synchronize
 from paceline.interop.horovod.collectives import (
     Adasum,
     Average,
+    Compression,
     Max,
     Min,
     Product,
     Sum,
+    allgather_object,
     allreduce,
     allreduce_,
     allreduce_async,
@@ -57,18 +58,14 @@ from paceline.interop.horovod.collectives import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
     join,
-)
-from paceline.interop.horovod.compression import Compression
-from paceline.interop.horovod.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
 )
 from paceline.interop.horovod.optimizer import DistributedOptimizer
 from paceline.interop.horovod.uneven_collectives import (

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.group.default import default_group
+from paceline.comm.group.default import is_initialized as group_exists
 from paceline.comm.group.init import destroy_process_group, init_process_group, new_group
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.comm.group.queries import is_initialized as group_exists
 from paceline.comm.store.store import HashStore
 from paceline.interop.horovod.call_queue import CallQueue
 from paceline.operate.launch.spawn import spawn

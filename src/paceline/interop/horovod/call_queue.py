@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from paceline.comm.engine.codes import DTYPE_CODES, DTYPES, ReduceOp
+from paceline.comm.engine.channel import DTYPE_CODES, DTYPES, ReduceOp
 from paceline.comm.group.collectives.coalesced import all_reduce_coalesced
 from paceline.comm.group.collectives.collectives import all_gather_into_tensor
 from paceline.comm.group.collectives.object_collectives import all_gather_object

@@ -1,28 +1,77 @@
-"""Collectives that preserve the shapes of tensors (all-reduce, broadcast), and `barrier` and `join`.
+"""Collectives that preserve the shapes of tensors (all-reduce, broadcast), with compression, and `barrier` and `join`.
 
 Calls are matched between ranks by their order, not by `name`. A mismatch of names or shapes raises an error that lists
 the calls of all ranks. Gradients are defined as in Horovod: the backward pass of a sum or average applies the same
-reduction to the gradients, and the backward pass of a broadcast averages them on the root.
+reduction to the gradients, and the backward pass of a broadcast averages them on the root. Other functions broadcast
+parameters, optimizer states and objects, or gather objects from all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch.autograd import Function
 
-from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.functional import applied
-from paceline.comm.group.collectives.coalesced import all_reduce_coalesced
+from paceline.comm.group.collectives.coalesced import all_reduce_coalesced, broadcast_coalesced
 from paceline.comm.group.collectives.collectives import broadcast as broadcast_into
+from paceline.comm.group.collectives.object_collectives import all_gather_object, broadcast_object_list
 from paceline.comm.group.default import default_group
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.interop.horovod.basics import ProcessSet, global_process_set
 from paceline.interop.horovod.call_queue import CallHandle, CallKind, CallRequest, require_tensors
-from paceline.interop.horovod.compression import Compression, Compressor
+
+
+class Compressor(Protocol):
+    """Compresses a tensor before its reduction, and decompresses the result."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Returns the tensor to reduce instead of `tensor`, and the context for `decompress`."""
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Returns the reduced tensor, converted to its original dtype."""
+
+
+class NoneCompressor:
+    """Leaves tensors unchanged."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Returns the tensor."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Returns the tensor."""
+        return tensor
+
+
+class FP16Compressor:
+    """Reduces floating-point tensors in float16."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Converts floating-point tensors to float16; returns other tensors unchanged."""
+        return (tensor.half() if tensor.dtype.is_floating_point else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Returns the tensor, converted to its original dtype."""
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class Compression:
+    """The available compressors: `Compression.none` and `Compression.fp16`."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
 
 Average = ReduceOp.AVG
 Sum = ReduceOp.SUM
@@ -381,3 +430,88 @@ def join(device: int = -1) -> int:
         device: The index of the CUDA device on which to allocate the zeros if tensors are on GPUs.
     """
     return global_process_set.calls().join(device)
+
+
+Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
+
+
+def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
+    """Overwrites the parameters on every rank with those of the root.
+
+    Args:
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`.
+        root_rank: The source rank.
+
+    Raises:
+        ValueError: an entry is not a tensor.
+    """
+    named = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    tensors: list[Any] = [entry[1] if isinstance(entry, tuple) else entry for entry in named]
+    if (other := next((entry for entry in tensors if not isinstance(entry, torch.Tensor)), None)) is not None:
+        raise ValueError(f"broadcast_parameters got a {type(other).__name__}; it takes tensors")
+    if tensors:
+        detached = [tensor.detach() for tensor in tensors]
+        global_process_set.calls().perform(
+            CallRequest(
+                CallKind.BROADCAST,
+                detached,
+                lambda group: broadcast_coalesced(detached, root_rank, group),
+                f"broadcast_parameters, root_rank={root_rank}",
+            )
+        )
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
+) -> None:
+    """Overwrites the optimizer's state and options on every rank with those of the root.
+
+    Args:
+        optimizer: The optimizer, which may be a `DistributedOptimizer`.
+        root_rank: The source rank.
+        model: Ignored.
+    """
+    mine = optimizer.state_dict()
+    received = broadcast_object(mine, root_rank)
+    if global_process_set.rank() != root_rank:
+        optimizer.load_state_dict(received)
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    allow_pickle: bool = False,
+) -> Any:
+    """Returns the root's object on every rank.
+
+    Args:
+        obj: The object to send; ignored on ranks other than the root.
+        root_rank: The source rank.
+        name: The name of the call, which must be the same on all ranks.
+        process_set: The participating ranks.
+        allow_pickle: Whether to permit objects of any type, which are pickled. Unpickling allows the sender to run code
+            on the other ranks. Numbers, strings, containers, tensors and arrays do not need pickling.
+    """
+    objects = [obj]
+
+    def run(group: ProcessGroup) -> Any:
+        broadcast_object_list(objects, root_rank, group, allow_pickle=allow_pickle)
+        return objects[0]
+
+    details = f"broadcast_object, root_rank={root_rank}"
+    return process_set.calls().perform(CallRequest(CallKind.OBJECTS, [], run, details, name))
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set, allow_pickle: bool = False
+) -> list[Any]:
+    """Returns the objects from all ranks in rank order. See `broadcast_object` for `allow_pickle`."""
+    objects: list[Any] = [None] * process_set.size()
+
+    def run(group: ProcessGroup) -> list[Any]:
+        all_gather_object(objects, obj, group, allow_pickle=allow_pickle)
+        return objects
+
+    return process_set.calls().perform(CallRequest(CallKind.OBJECTS, [], run, "allgather_object", name))

@@ -10,12 +10,20 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.group.eager import eager
 from paceline.interop.horovod.basics import ProcessSet, global_process_set
 from paceline.interop.horovod.call_queue import CallHandle
-from paceline.interop.horovod.collectives import Average, Op, ScaledReduction, allreduce, reduction, reduction_request
-from paceline.interop.horovod.compression import Compression, Compressor
+from paceline.interop.horovod.collectives import (
+    Average,
+    Compression,
+    Compressor,
+    Op,
+    ScaledReduction,
+    allreduce,
+    reduction,
+    reduction_request,
+)
 from paceline.interop.horovod.uneven_collectives import sparse_allreduce_request
 
 _BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default bucket size

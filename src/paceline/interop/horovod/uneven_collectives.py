@@ -25,6 +25,8 @@ from paceline.interop.horovod.basics import ProcessSet, global_process_set
 from paceline.interop.horovod.call_queue import CallHandle, CallKind, CallRequest, require_tensors
 from paceline.interop.horovod.collectives import (
     Average,
+    Compression,
+    Compressor,
     Op,
     ScaledReduction,
     Sum,
@@ -34,7 +36,6 @@ from paceline.interop.horovod.collectives import (
     reduction_derivative,
     scale_,
 )
-from paceline.interop.horovod.compression import Compression, Compressor
 
 Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

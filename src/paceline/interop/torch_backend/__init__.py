@@ -72,7 +72,7 @@ def lend_default_group() -> None:
     Raises:
         ValueError: Paceline's default group does not exist, or torch's default group already exists.
     """
-    from paceline.interop.torch_backend.store_adapters import make_torch_default_group
+    from paceline.interop.torch_backend.rendezvous import make_torch_default_group
 
     register()
     make_torch_default_group()
@@ -96,7 +96,7 @@ def env_rendezvous_handler(
     """
     from paceline.comm.rendezvous.environment import open_store, rank_and_world_size
     from paceline.comm.store.store import DEFAULT_TIMEOUT, PrefixStore
-    from paceline.interop.torch_backend.store_adapters import StoreForTorch
+    from paceline.interop.torch_backend.rendezvous import StoreForTorch
 
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     query = parse_qs(urlsplit(url).query)

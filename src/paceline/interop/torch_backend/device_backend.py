@@ -15,7 +15,7 @@ import torch
 import torch.distributed as torch_dist
 from torch._C._distributed_c10d import Backend
 
-from paceline.comm.engine.registry import choose, staged_types
+from paceline.comm.engine.api import choose, staged_types
 from paceline.comm.group.default import World, set_fallback_world
 from paceline.comm.group.eager import eager, eager_methods
 from paceline.interop.torch_backend.process_group import TorchProcessGroup

@@ -29,9 +29,9 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import Work as TorchWork
 from torch.distributed.distributed_c10d import _world
 
-from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.engine.api import choose, staged_types
+from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.engine.failures import OutcomeCode, ProcessIdentity, RankIdentity
-from paceline.comm.engine.registry import choose, staged_types
 from paceline.comm.group.buffers import Tensors
 from paceline.comm.group.call_plan import one_list, parts_by_rank, reduction_of, time_limit
 from paceline.comm.group.collectives import coalesced, collectives

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from paceline.comm.record import layout
 from paceline.comm.record.layout import DTYPES, OPERATIONS, EventKind
-from paceline.comm.schedule.registry import name_of
+from paceline.comm.schedule.algorithms import name_of
 from paceline.operate.dashboard.job_sample import BucketTiming, CallTally, RankStep
 from paceline.operate.diagnosis.recording import LinkRecord, link_of
 

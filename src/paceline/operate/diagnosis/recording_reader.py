@@ -17,7 +17,7 @@ from pathlib import Path
 
 from paceline.comm.record import layout
 from paceline.comm.record.layout import DTYPES, OPERATIONS, OUTCOMES, RECEIVE, REDUCTIONS, SEND, EventKind
-from paceline.comm.record.memory import SUFFIX
+from paceline.comm.record.recorder import SUFFIX
 from paceline.operate.diagnosis.clock_offset import Offset
 from paceline.operate.diagnosis.job_snapshot import (
     CallSignature,
@@ -244,7 +244,7 @@ def _stamps_in(data: bytes | bytearray, offset: int, capacity: int, nbytes: int)
 
 
 def _algorithm_names() -> Callable[[int], str | None]:
-    from paceline.comm.schedule.registry import name_of
+    from paceline.comm.schedule.algorithms import name_of
 
     return name_of
 

@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
 def choose_security(options: argparse.Namespace) -> None:
     """Exports the security options to the environment, and checks that this machine supports the security level."""
     from paceline.comm.security.encryption import identity_of
-    from paceline.comm.security.levels import INSECURE_VARIABLE, LEVEL_VARIABLE, chosen_level
+    from paceline.comm.security.secret import INSECURE_VARIABLE, LEVEL_VARIABLE, chosen_level
 
     if options.security is not None:
         os.environ[LEVEL_VARIABLE] = options.security

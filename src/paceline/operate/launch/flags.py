@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from paceline.comm.security.levels import LEVELS
+from paceline.comm.security.secret import LEVELS
 from paceline.operate.launch.elastic.elastic_options import Chaos
 from paceline.operate.launch.option_types import (
     parse_backend,

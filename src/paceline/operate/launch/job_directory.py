@@ -25,7 +25,7 @@ from pathlib import Path
 
 from paceline import __version__, linux
 from paceline.comm.record import layout
-from paceline.comm.record.memory import HANDED_VARIABLE, MEMORY_NAME, HandedMemory, is_switched_off
+from paceline.comm.record.recorder import HANDED_VARIABLE, MEMORY_NAME, HandedMemory, is_switched_off
 from paceline.comm.security.own_files import SharedFileError, append_to, require_own_directory
 from paceline.operate.dashboard.event_queue import Fact
 from paceline.operate.diagnosis.clock_offset import Offset

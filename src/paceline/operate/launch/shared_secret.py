@@ -28,8 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from paceline.comm.security.levels import chosen_level
-from paceline.comm.security.secret import job_secret
+from paceline.comm.security.secret import chosen_level, job_secret
 from paceline.errors import RendezvousTimeoutError
 from paceline.operate.launch.job import Job
 

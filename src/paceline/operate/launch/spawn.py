@@ -24,8 +24,8 @@ from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TextIO, cast
 
-from paceline.comm.record.memory import DIRECTORY_VARIABLE, SUFFIX, directory_of_files
-from paceline.comm.record.memory import HANDED_VARIABLE as RECORD_FD
+from paceline.comm.record.recorder import DIRECTORY_VARIABLE, SUFFIX, directory_of_files
+from paceline.comm.record.recorder import HANDED_VARIABLE as RECORD_FD
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 from paceline.comm.store.tcp_store import StoreServer
 from paceline.errors import WorkerError, short_repr

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.comm.schedule.cost import format_seconds
-from paceline.operate.plan.advice import Advice
-from paceline.operate.plan.prediction import PER_SAMPLES, JobPrediction
+from paceline.comm.schedule.algorithms import format_seconds
+from paceline.operate.plan.prediction import PER_SAMPLES, Advice, JobPrediction
 
 _HEADS = (
     "nodes", "ranks", "step", "p5-p95", "samples/s", "efficiency", "memory", "bottleneck", "algorithm", "traffic",

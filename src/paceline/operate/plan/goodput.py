@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from paceline.comm.schedule.cost import format_seconds
+from paceline.comm.schedule.algorithms import format_seconds
 from paceline.operate.plan.formatting import aligned
 from paceline.operate.plan.simulated_job import EventTimes, JobOutcome, MeanTimesBetweenFailures, SimulatedJob
 

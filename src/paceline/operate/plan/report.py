@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from paceline.comm.schedule.cost import format_seconds
+from paceline.comm.schedule.algorithms import format_seconds
 from paceline.comm.schedule.network import NetworkLink
 from paceline.operate.dashboard.report import assets
-from paceline.operate.plan.advice import Advice
 from paceline.operate.plan.calibration import Calibration, network_of, with_rate
 from paceline.operate.plan.formatting import format_bytes
-from paceline.operate.plan.prediction import JobPrediction, predict
+from paceline.operate.plan.prediction import Advice, JobPrediction, predict
 from paceline.operate.plan.step_time import Simulate
 
 PARTS = (

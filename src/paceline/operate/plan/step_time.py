@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from paceline.comm.schedule.cost import choose, predict
+from paceline.comm.schedule.algorithms import ALIKE, choose, predict
 from paceline.comm.schedule.network import Network, NetworkLink
-from paceline.comm.schedule.registry import ALIKE
 from paceline.comm.schedule.steps import Operation
 from paceline.operate.plan.calibration import Calibration, HostCall, MeasuredGradient
 from paceline.train.ddp.buckets import make_buckets
@@ -112,7 +111,7 @@ class CallTimes:
 
         Args:
             operation: the name of the collective.
-            nbytes: the size of the largest buffer on a rank, as in `schedule.cost.predict`.
+            nbytes: the size of the largest buffer on a rank, as in `schedule.algorithms.predict`.
             algorithm: the algorithm to use if it supports the operation; None for the engine's choice.
             wire: the format of data sent between hosts; None for unrounded data.
         """

@@ -16,8 +16,7 @@ import msgspec
 
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.checkpoint import Checkpoint
-from paceline.train.checkpoint.format.manifest import WRITING, Draft, Manifest
-from paceline.train.checkpoint.format.manifest_json import from_bytes, to_bytes
+from paceline.train.checkpoint.format.manifest import WRITING, Draft, Manifest, manifest_from_bytes, manifest_to_bytes
 from paceline.train.checkpoint.format.root import Root
 from paceline.train.checkpoint.rank_channel import CollectiveChannel, result_of_first, results_of_all
 
@@ -244,11 +243,13 @@ def open_spread(
         def open_it() -> bytes:
             if spread.name is not None:
                 opened.append(closing.enter_context(root.open(spread.name)))
-            return to_bytes(opened[0].manifest) if opened and channel.rank == spread.describer else b""
+            return manifest_to_bytes(opened[0].manifest) if opened and channel.rank == spread.describer else b""
 
         answers = results_of_all(open_it, channel)
         if opened:
             yield opened[0]
         else:
-            manifest = from_bytes(answers[spread.describer], f"the manifest of rank {spread.describer} of the group")
+            manifest = manifest_from_bytes(
+                answers[spread.describer], f"the manifest of rank {spread.describer} of the group"
+            )
             yield AbsentCheckpoint(manifest, f"{root.storage.describe()} on other hosts")

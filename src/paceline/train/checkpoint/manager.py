@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 
 import torch
 
-from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import CheckpointError, CollectiveError, StoreError
 from paceline.train.checkpoint.format.root import Root

@@ -20,7 +20,7 @@ from paceline.train.checkpoint.captured_state import CapturedState, require_dens
 from paceline.train.checkpoint.format.values import join
 from paceline.train.checkpoint.pytree import take_apart
 from paceline.train.checkpoint.shard_layout import ShardLayout, is_first_of, parameters_of
-from paceline.train.pipeline.parameter_index import index_in_model
+from paceline.train.pipeline.pipeline import index_in_model
 from paceline.train.zero.optimizer_state import to_state_dict
 from paceline.train.zero.partitioned_optimizer import PartitionedOptimizer
 

@@ -24,7 +24,7 @@ from paceline.comm.group.process_group import ProcessGroup
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.captured_state import LocalRegion
 from paceline.train.checkpoint.format.local_storage import ALIGNMENT
-from paceline.train.checkpoint.format.manifest_json import (
+from paceline.train.checkpoint.format.manifest import (
     contribution_to_bytes,
     contributions_from_bytes,
     join_contributions,

@@ -21,10 +21,9 @@ from paceline.train.checkpoint.captured_state import LocalRegion, flat
 from paceline.train.checkpoint.format.regions import Box, Flat, Region, blocks, moved, simplified, whole
 from paceline.train.checkpoint.pytree import name_of
 from paceline.train.logical_shards.logical_shards import LogicalShards
-from paceline.train.pipeline.parameter_index import index_in_model
-from paceline.train.pipeline.pipeline import Pipeline
+from paceline.train.pipeline.pipeline import Pipeline, index_in_model
 from paceline.train.shared_model.shared_model_optimizer import SharedModelOptimizer
-from paceline.train.tensor.weight_slice import WeightSlice, slice_of
+from paceline.train.tensor.layers import WeightSlice, slice_of
 from paceline.train.zero.shards import Shard
 
 

@@ -24,7 +24,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.engine.adapters.device_streams import is_capturing
-from paceline.comm.engine.codes import DTYPE_CODES
+from paceline.comm.engine.channel import DTYPE_CODES
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.layout import EventKind
 from paceline.comm.record.spans import note_event

@@ -1,17 +1,21 @@
-"""IndexedBatches and StreamBatches: read a rank's batches from an indexable dataset or a stream with a DataLoader."""
+"""IndexedBatches and StreamBatches: read a rank's batches from an indexable dataset or a stream with a DataLoader.
+
+`StreamReader` reads a stream sequentially and returns one rank's part of each step.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from paceline.train.data.epoch_order import BatchSharding, ReadBatch, RemainingSamples, StreamPosition, step_shards
-from paceline.train.data.stream_reader import StreamReader
 
 
 class IndexedBatches:
@@ -179,3 +183,165 @@ def _hidden_worker_info() -> Iterator[None]:
         yield
     finally:
         torch_worker._worker_info = info
+
+
+class StreamReader:
+    """Reads one epoch of `dataset`, beginning at `start`.
+
+    The reader uses a shallow copy of the dataset. Iterating, or loading a state, may therefore set attributes without
+    affecting the next epoch.
+
+    Args:
+        dataset: the whole stream, which yields the same samples in every process.
+        epoch: the argument for the dataset's `set_epoch`, if the dataset has this method.
+        start: the position at which to begin. To reach it, the reader uses the first of these that exists: the state in
+            `start`, the dataset's `skip`, the iterator's `advance`. If none exists, it reads all earlier samples.
+        keeps_states: whether a bookmark includes the state of the stream.
+
+    Raises:
+        TypeError: a state is needed but the stream provides none, or a method returned an unexpected value.
+        ValueError: the stream ended before `start`.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], epoch: int, start: StreamPosition, keeps_states: bool) -> None:
+        self.position = 0
+        self._epoch = epoch
+        self._source = dataset
+        self._keeps_states = keeps_states
+        self._dataset: Any = _at_epoch(_copied(dataset), epoch)
+        if start.state is None and start.position and hasattr(dataset, "skip"):
+            self._dataset = _at_epoch(_without_first(self._dataset, start.position), epoch)
+            self.position = start.position
+        self._samples: Any = iter(self._dataset)
+        if start.state is not None:
+            self._load(start)
+        self._advances = hasattr(self._samples, "advance")
+        self.skip_samples(start.position - self.position)
+        if self.position < start.position:
+            raise ValueError(
+                f"the state is at sample {start.position} of epoch {epoch}, but {type(dataset).__name__} ended after "
+                f"{self.position}; a stream must yield the same samples in each reading of an epoch, so load the state "
+                "with the stream that it was taken from"
+            )
+
+    def bookmark(self) -> StreamPosition:
+        """Returns the current position, with the stream's state if `keeps_states` is set."""
+        return StreamPosition(self.position, copy.deepcopy(self._owner().state_dict()) if self._keeps_states else None)
+
+    def skip_samples(self, count: int) -> int:
+        """Skips up to `count` samples, and returns the number skipped, which is smaller at the end of the stream."""
+        if self._advances:
+            passed: int = self._samples.advance(count)
+            if not isinstance(passed, int):
+                raise TypeError(
+                    f"{type(self._samples).__name__}.advance({count}) returned {passed!r}; it must return the number "
+                    "of samples that it moved past, which is less than asked for at the end of the stream"
+                )
+        else:
+            passed = sum(1 for _ in islice(self._samples, count))
+        self.position += passed
+        return passed
+
+    def take(self, sharding: BatchSharding, start: StreamPosition) -> list[Any]:
+        """Reads the next step, which begins at `start`, and returns this rank's samples (possibly none).
+
+        Afterward the reader is at the end of the step.
+        """
+        return self._take_own(sharding, start) if self._advances else self._take_among_all(sharding)
+
+    def pick(self, places: tuple[int, ...]) -> list[Any]:
+        """Returns the samples at `places`, which must be in ascending order, skipping all others.
+
+        Raises:
+            ValueError: the stream ended before the last place.
+        """
+        samples: list[Any] = []
+        for place in places:
+            self.skip_samples(place - self.position)
+            samples += self._next(1)
+        if len(samples) < len(places):
+            raise ValueError(
+                f"sample {places[-1]} of epoch {self._epoch} is to be read again, but {type(self._source).__name__} "
+                f"ended after {self.position}; a stream must yield the same samples in each reading of an epoch"
+            )
+        return samples
+
+    def _take_among_all(self, sharding: BatchSharding) -> list[Any]:
+        """Reads every sample in the step, and keeps those that belong to this rank.
+
+        This rank's part of the last step depends on the number of remaining samples. Until this number is known, all
+        samples that may belong to this rank are kept: at most about a quarter of a step, or one batch if that is more.
+        """
+        kept: deque[Any] = deque()
+        end = sharding.places(sharding.step).stop
+        first = count = 0  # `kept` starts at place `first`
+        for sample in islice(self._samples, sharding.step):
+            if count < end:
+                kept.append(sample)
+            count += 1
+            while first < min(sharding.earliest(count), count):
+                kept.popleft()
+                first += 1
+        self.position += count
+        return [kept[place - first] for place in sharding.places(count)]
+
+    def _take_own(self, sharding: BatchSharding, start: StreamPosition) -> list[Any]:
+        """Reads this rank's samples in the step and advances past all others; reads an incomplete step twice."""
+        places = sharding.places(sharding.step)
+        self.skip_samples(places.start)
+        samples = self._next(len(places))
+        self.skip_samples(start.position + sharding.step - self.position)
+        count = self.position - start.position
+        if count == sharding.step:
+            return samples
+        places = sharding.places(count)
+        if not places:
+            return []
+        again = StreamReader(self._source, self._epoch, start, self._keeps_states)
+        again.skip_samples(places.start)
+        return again._next(len(places))
+
+    def _next(self, count: int) -> list[Any]:
+        samples = list(islice(self._samples, count))
+        self.position += len(samples)
+        return samples
+
+    def _load(self, start: StreamPosition) -> None:
+        owner = self._owner()
+        owner.load_state_dict(copy.deepcopy(start.state))
+        if owner is not self._samples:
+            self._samples = iter(self._dataset)
+        self.position = start.position
+
+    def _owner(self) -> Any:
+        """Returns the object that provides the stream's state: the iterator or the dataset."""
+        for owner in (self._samples, self._dataset):
+            if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+                return owner
+        raise TypeError(
+            f"neither {type(self._dataset).__name__} nor its iterator has state_dict and load_state_dict, which "
+            "dataset_state=True needs; add them, or leave dataset_state out"
+        )
+
+
+def _copied(dataset: IterableDataset[Any]) -> IterableDataset[Any]:
+    copied = copy.copy(dataset)
+    if vars(copied) is vars(dataset):  # Hugging Face's streams share the dictionary with their copy
+        copied.__dict__ = dict(vars(dataset))
+    return copied
+
+
+def _at_epoch(dataset: Any, epoch: int) -> Any:
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    return dataset
+
+
+def _without_first(dataset: Any, count: int) -> Any:
+    rest = dataset.skip(count)
+    if not hasattr(rest, "__iter__"):
+        raise TypeError(
+            f"{type(dataset).__name__}.skip({count}) returned {rest!r}; it must return a dataset without the first "
+            f"{count} samples"
+        )
+    return rest

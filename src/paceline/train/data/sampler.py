@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 from paceline.comm.group.collectives.collectives import all_gather, all_reduce
-from paceline.comm.group.default import Group, resolve
-from paceline.comm.group.queries import get_rank, get_world_size
+from paceline.comm.group.default import Group, get_rank, get_world_size, resolve
 from paceline.train.data.epoch_order import epoch_order
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, record_current
-from paceline.comm.engine.codes import QUANTISED_TYPES, ReduceOp
+from paceline.comm.engine.channel import QUANTISED_TYPES, ReduceOp
 from paceline.comm.group.compression import Wire, WireKind, checked_kind
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup

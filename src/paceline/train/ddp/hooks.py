@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.group.default import default_group
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work

@@ -17,9 +17,8 @@ from paceline.comm.group.default import given_or_default
 from paceline.comm.group.init import new_group
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.spans import STEPS
-from paceline.train.diloco.exchange_mailbox import ExchangeResult
 from paceline.train.diloco.exchange_timetable import BeginExchange, ExchangeInterval, ExchangeTimetable
-from paceline.train.diloco.exchanges import BackgroundExchanges, Exchanges, NoExchanges, OuterAverager
+from paceline.train.diloco.exchanges import BackgroundExchanges, ExchangeResult, Exchanges, NoExchanges, OuterAverager
 from paceline.train.diloco.outer_parameters import ExchangeContent, OuterParameters, other_buffers
 from paceline.train.shared_model.shared_model_optimizer import SharedModelOptimizer
 from paceline.train.zero.optimizer_state import load_optimizer

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.train.diloco.exchange_mailbox import Tensors
+from paceline.train.diloco.exchanges import Tensors
 
 
 def averaged_buffers(module: nn.Module) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: each rank in a group holds some of a model's stages, through which micro-batches pass.
 
 May use: `paceline.comm` and `train/training_events.py`. Start reading at `pipeline.py`: `Pipeline` runs a program.
-`stage.py` implements the computation of one stage, and `execution.py` the execution of a batch with its messages.
-Schedules are data: `schedule.py` contains schedules from the literature, and `program.py` adds the messages between
-ranks, verifies that a program is correct and cannot hang, and simulates it. Neither of the two imports torch.
+`execution.py` implements the computation of one stage, and the execution of a batch with its messages. Schedules are
+data: `program.py`, which does not import torch, contains schedules from the literature, adds the messages between
+ranks, verifies that a program is correct and cannot hang, and simulates it.
 """

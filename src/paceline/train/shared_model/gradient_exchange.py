@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline import _core
-from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.engine.native.engine import HostRanks
 from paceline.comm.group.default import NonMember
 from paceline.comm.group.host_memory import applies_updates, host_ranks

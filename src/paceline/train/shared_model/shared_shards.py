@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from paceline.comm.engine.codes import DTYPE_CODES
+from paceline.comm.engine.channel import DTYPE_CODES
 from paceline.train.zero.shards import ALIGNMENT_BYTES, OwnedBytes, Shard, Shards, assign_to_ranks
 
 # With more rounds, the averages need less memory, and more of it fits in the cache; but ranks wait for each other in

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from paceline.comm.group.default import Group, resolve
-from paceline.comm.group.device_mesh import DeviceMesh
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
+from paceline.comm.group.subgroups import DeviceMesh
 from paceline.train.module_tensors import broadcast_tensors
 from paceline.train.tensor.layers import (
     WHOLE,
@@ -28,12 +28,13 @@ from paceline.train.tensor.layers import (
     Layout,
     RowwiseEmbedding,
     RowwiseLinear,
+    divided,
     joined,
     joined_for_parts,
+    slice_of,
     split,
     summed,
 )
-from paceline.train.tensor.weight_slice import divided, slice_of
 
 Divided = TypeVar("Divided", ColwiseLinear, RowwiseLinear, ColwiseEmbedding, RowwiseEmbedding)
 

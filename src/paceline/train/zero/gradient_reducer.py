@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm.engine.codes import ReduceOp
+from paceline.comm.engine.channel import ReduceOp
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work

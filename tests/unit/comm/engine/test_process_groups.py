@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import paceline as dist
-from paceline.comm.engine import registry
+from paceline.comm.engine import api
 from paceline.comm.engine.torch_backend import process_groups
 from paceline.comm.engine.torch_backend.device_engine import missing_piece
 from paceline.comm.engine.torch_backend.process_groups import OwnedProcessGroup, TorchStore, run_bounded
@@ -34,7 +34,7 @@ def test_torch_without_nccl_or_without_a_gpu_is_named(monkeypatch):
     assert "torch sees no GPU" in str(missing_piece("nccl"))
     assert "import the extension that registers it" in str(missing_piece("hccl"))
     with pytest.raises(ValueError, match="backend 'hccl' is not known"):
-        registry.choose("hccl")
+        api.choose("hccl")
 
 
 def test_the_watchdog_is_off_for_our_groups_only(monkeypatch):

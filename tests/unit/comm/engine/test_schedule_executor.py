@@ -14,9 +14,8 @@ from values import expected, make
 
 from paceline.comm.engine.adapters.schedule_executor import PythonExecutor
 from paceline.comm.engine.adapters.serial_channel import CallTimeout
-from paceline.comm.engine.channel import CollectiveCall
-from paceline.comm.engine.codes import DTYPE_CODES, NO_REDUCTION, ReduceOp
-from paceline.comm.schedule.registry import ALGORITHMS, algorithms_offering
+from paceline.comm.engine.channel import DTYPE_CODES, NO_REDUCTION, CollectiveCall, ReduceOp
+from paceline.comm.schedule.algorithms import ALGORITHMS, algorithms_offering
 from paceline.comm.schedule.steps import Operation
 
 _COUNT = 5

@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from paceline.comm.engine.channel import CollectiveCall, DevicePieces
-from paceline.comm.engine.codes import DTYPE_CODES, NO_REDUCTION, ReduceOp
+from paceline.comm.engine.channel import DTYPE_CODES, NO_REDUCTION, CollectiveCall, DevicePieces, ReduceOp
 from paceline.comm.engine.staged.memory import (
     ALIGNMENT,
     DeviceBytes,

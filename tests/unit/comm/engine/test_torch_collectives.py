@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.engine.codes import DTYPE_CODES, ReduceOp
+from paceline.comm.engine.channel import DTYPE_CODES, ReduceOp
 from paceline.comm.engine.torch_backend.collectives import DeviceBuffer, TorchReduction, find_reduction
 
 CPU = torch.device("cpu")

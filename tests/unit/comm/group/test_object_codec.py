@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.comm.engine.codes import DTYPE_CODES
+from paceline.comm.engine.channel import DTYPE_CODES
 from paceline.comm.group.collectives.object_codec import (
     MAX_DEPTH,
     BodyFormat,

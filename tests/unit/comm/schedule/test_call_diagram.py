@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from paceline.cli import plan
+from paceline.comm.schedule.algorithms import ALGORITHMS
 from paceline.comm.schedule.call_diagram import draw_call
 from paceline.comm.schedule.network import Network, NetworkLink
-from paceline.comm.schedule.registry import ALGORITHMS
 from paceline.comm.schedule.steps import Operation
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.schedule.cost import choose, explain_text, predict
+from paceline.comm.schedule.algorithms import ALGORITHMS, COSTS, choose, explain_text, predict
 from paceline.comm.schedule.cost_model import CostModel, LinkCost
 from paceline.comm.schedule.network import Network
-from paceline.comm.schedule.registry import ALGORITHMS, COSTS
 from paceline.comm.schedule.simulation import simulate_call
 from paceline.comm.schedule.steps import Operation
 

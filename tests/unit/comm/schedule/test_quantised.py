@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.comm.schedule.equal_bits import require_equal_bits
-from paceline.comm.schedule.registry import ALGORITHMS, QUANTISED, algorithms_offering, build, name_of, number_of
+from paceline.comm.schedule.algorithms import ALGORITHMS, QUANTISED, algorithms_offering, build, name_of, number_of
 from paceline.comm.schedule.steps import (
     OWN_OUTPUT,
     Buffer,
@@ -24,7 +23,7 @@ from paceline.comm.schedule.steps import (
     send,
     unpack,
 )
-from paceline.comm.schedule.verify import ScheduleError, verify
+from paceline.comm.schedule.verify import ScheduleError, require_equal_bits, verify
 
 OPERATIONS = list(QUANTISED["int8"])
 SLOT = BufferSlice(Buffer.WIRE, 0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from paceline.comm.schedule import circulant
-from paceline.comm.schedule.registry import ALGORITHMS, algorithms_offering, build
+from paceline.comm.schedule.algorithms import ALGORITHMS, algorithms_offering, build
 from paceline.comm.schedule.steps import ROOTED, Operation
 from paceline.comm.schedule.verify import verify
 

@@ -7,9 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.comm.schedule.cost import alpha_beta_s, choose, least_all_reduce_s
+from paceline.comm.schedule.algorithms import ALGORITHMS, ALIKE, alpha_beta_s, build, choose, least_all_reduce_s
 from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup
-from paceline.comm.schedule.registry import ALGORITHMS, ALIKE, build
 from paceline.comm.schedule.simulation import simulate_call, simulate_schedules
 from paceline.comm.schedule.steps import OWN_OUTPUT, Operation, Schedule, receive, send
 

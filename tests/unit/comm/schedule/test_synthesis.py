@@ -7,12 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.comm.schedule.equal_bits import require_equal_bits
 from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup
 from paceline.comm.schedule.simulation import simulate_call, simulate_schedules
 from paceline.comm.schedule.steps import Operation
-from paceline.comm.schedule.synthesis import can_synthesise, choose_all_reduce, synthesise
-from paceline.comm.schedule.tree_packing import pack
+from paceline.comm.schedule.synthesis import can_synthesise, choose_all_reduce, pack, synthesise
+from paceline.comm.schedule.verify import require_equal_bits
 
 MB = 1_000_000
 FAST, SLOW = NetworkLink(1e-4, 1e8), NetworkLink(1e-4, 2.5e7)

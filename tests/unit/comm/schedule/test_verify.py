@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.schedule.registry import build
+from paceline.comm.schedule.algorithms import build
 from paceline.comm.schedule.steps import (
     NOTHING,
     OWN_INPUT,

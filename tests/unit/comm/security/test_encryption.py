@@ -14,16 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
+from paceline.comm.engine.api import BackendChoice
 from paceline.comm.engine.failures import RankIdentity
-from paceline.comm.engine.registry import BackendChoice
 from paceline.comm.group import engines as of_groups
 from paceline.comm.group.engines import permitted, require_one_host
 from paceline.comm.security import encryption
 from paceline.comm.security.authenticated_listener import AuthenticatedListener
 from paceline.comm.security.encryption import EncryptedSocket, encrypt_as_client
 from paceline.comm.security.handshake import HandshakeUnfinishedError, PeerHello, prove
-from paceline.comm.security.levels import choose_level, chosen_level, must_encrypt
-from paceline.comm.security.secret import derive_key, job_secret, require_secret
+from paceline.comm.security.secret import (
+    choose_level,
+    chosen_level,
+    derive_key,
+    job_secret,
+    must_encrypt,
+    require_secret,
+)
 from paceline.errors import AuthenticationError
 
 SECRET = b"s" * 32

@@ -1,10 +1,17 @@
-"""The groups that torch.distributed forms are told apart in recordings."""
+"""Groups that torch.distributed forms have identities of their own, and the plug-in reads the stores of torch."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from datetime import timedelta
 
-from paceline.interop.torch_backend.rendezvous import GroupRendezvous
+import pytest
+from torch.distributed import FileStore, HashStore, TCPStore
+
+from paceline.errors import StoreTimeoutError
+from paceline.interop.torch_backend.rendezvous import GroupRendezvous, StoreFromTorch
 
 
 def rendezvous(name: str, rank: int = 0, occasion: str = "") -> GroupRendezvous:
@@ -19,3 +26,62 @@ def test_groups_of_the_same_ranks_have_different_identities():
 
 def test_all_members_have_the_same_identity():
     assert rendezvous("1", rank=0).identity == rendezvous("1", rank=1).identity
+
+
+class LateStore:
+    """A store of torch's in which the key is set after it has been asked for `questions` times."""
+
+    def __init__(self, questions: int) -> None:
+        self.questions = questions
+
+    def check(self, keys: list[str]) -> bool:
+        self.questions -= 1
+        return self.questions < 0
+
+    def get(self, key: str) -> bytes:
+        return b"here"
+
+
+def store_of_torchs(kind: str, path: object) -> object:
+    if kind == "file":
+        return FileStore(str(path), 1)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kind == "tcp" else HashStore()
+
+
+def test_a_key_that_comes_with_the_time_out_is_found():
+    assert StoreFromTorch(LateStore(questions=1), timedelta(0)).get("key") == b"here"
+
+
+def test_a_key_that_does_not_come_is_named():
+    store = StoreFromTorch(HashStore(), timedelta(seconds=0.01))
+    store.set("there", "1")
+    with pytest.raises(StoreTimeoutError, match=r"never set: 'key'\."):
+        store.wait(["there", "key"])
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
+def test_torch_prints_no_warning_about_a_late_key(kind, tmp_path, capfd):
+    theirs = store_of_torchs(kind, tmp_path / "store")
+    store = StoreFromTorch(theirs, timedelta(seconds=60))
+    late = threading.Timer(0.3, lambda: theirs.set("key", "value"))
+    late.start()
+    with pytest.raises(StoreTimeoutError):
+        store.wait(["key"], timedelta(seconds=0.1))
+    assert store.get("key") == b"value"
+    late.join()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_wait_can_be_interrupted():
+    def interrupt(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    store, before = StoreFromTorch(HashStore(), timedelta(seconds=300)), signal.signal(signal.SIGUSR1, interrupt)
+    alarm = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+    alarm.start()
+    try:
+        with pytest.raises(InterruptedError):
+            store.get("key")
+    finally:
+        alarm.join()
+        signal.signal(signal.SIGUSR1, before)

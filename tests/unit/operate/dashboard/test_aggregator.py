@@ -9,6 +9,7 @@ import pytest
 from simulated_training import Training
 
 from paceline.operate.dashboard.aggregator import DashboardAggregator, StragglerWatch, what_if_of
+from paceline.operate.dashboard.application import metrics
 from paceline.operate.dashboard.dashboard_state import PARTS, CallRow, DashboardState, Tail, Thinned, about
 from paceline.operate.dashboard.event_stream import Feed, changes
 from paceline.operate.dashboard.job_sample import (
@@ -20,7 +21,6 @@ from paceline.operate.dashboard.job_sample import (
     RankStep,
     StallNotice,
 )
-from paceline.operate.dashboard.prometheus import metrics
 from paceline.operate.diagnosis.job_snapshot import CallSignature, GroupMembership, RankCall, RankState
 from paceline.operate.diagnosis.stragglers import StepWork
 

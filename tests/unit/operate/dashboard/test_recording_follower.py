@@ -11,7 +11,7 @@ import time
 import pytest
 
 from paceline.comm.record.layout import NBYTES, EventKind
-from paceline.comm.record.memory import HANDED_VARIABLE, HandedMemory
+from paceline.comm.record.recorder import HANDED_VARIABLE, HandedMemory
 from paceline.operate.dashboard.event_queue import EventQueue, WorkerGone, WorkerRunning
 from paceline.operate.dashboard.job_sample import BucketTiming, JobEvent, JobInfo, Line, RankActivity, StallNotice
 from paceline.operate.dashboard.local_collector import LocalCollector

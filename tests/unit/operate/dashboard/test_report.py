@@ -19,7 +19,7 @@ from paceline.cli.main import main
 from paceline.comm.record import layout
 from paceline.operate.dashboard.aggregator import DashboardAggregator
 from paceline.operate.dashboard.dashboard_state import DashboardState
-from paceline.operate.dashboard.directory_collector import aggregate_directories
+from paceline.operate.dashboard.external_collector import aggregate_directories
 from paceline.operate.dashboard.job_sample import Line
 from paceline.operate.dashboard.report import MODULES, assets, report
 

@@ -27,8 +27,7 @@ from paceline.operate.launch.watchdog import Watchdog
 from paceline.operate.launch.workers.failures import ExceptionNotice
 from paceline.operate.launch.workers.forker import Forker
 from paceline.operate.launch.workers.job_control import Keyboard
-from paceline.operate.launch.workers.out_of_memory import MemoryCgroup, MemoryWatch
-from paceline.operate.launch.workers.worker import WorkerProcess
+from paceline.operate.launch.workers.worker import MemoryCgroup, MemoryWatch, WorkerProcess
 from paceline.operate.launch.workers.worker_group import WorkerGroup
 
 KILLED = -9

@@ -15,7 +15,7 @@ import pytest
 from paceline import _core
 from paceline.comm.record import layout
 from paceline.comm.record.layout import EventKind
-from paceline.comm.record.memory import MOST_FILES, HandedMemory
+from paceline.comm.record.recorder import MOST_FILES, HandedMemory
 from paceline.operate.diagnosis.recording import CallStatus, Clock, Pair, ProcessRecording
 from paceline.operate.diagnosis.recording_reader import NoRecordingError, parse, read, read_directory, read_live
 

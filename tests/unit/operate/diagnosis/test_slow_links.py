@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.operate.dashboard.application import metrics
 from paceline.operate.dashboard.job_sample import LinkRate as Sampled
 from paceline.operate.dashboard.link_rates import LinkRates, links_over, rows_of
-from paceline.operate.dashboard.prometheus import metrics
 from paceline.operate.diagnosis.diagnosis import diagnose
 from paceline.operate.diagnosis.finding import Cause
 from paceline.operate.diagnosis.job_snapshot import (

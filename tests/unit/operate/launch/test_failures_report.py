@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.operate.launch.workers.failures import Record, WorkerFailure, describe, report, report_parts, signal_name
-from paceline.operate.launch.workers.out_of_memory import MemoryCgroup, MemoryWatch
+from paceline.operate.launch.workers.worker import MemoryCgroup, MemoryWatch
 
 
 def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> WorkerFailure:

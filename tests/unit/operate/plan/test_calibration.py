@@ -13,10 +13,11 @@ import pytest
 from planned import calibration, prediction
 
 from paceline.cli.main import main
-from paceline.operate.plan.advice import Advice, Change
 from paceline.operate.plan.calibration import CalibrationError, decode, encode, read, relative_spread
 from paceline.operate.plan.formatting import advice_text, facts_of, format_bytes, table_text
-from paceline.operate.plan.measure.step_watch import (
+from paceline.operate.plan.prediction import Advice, Change
+from paceline.operate.plan.report import HeatRow, heat_map, report, scaling_curve, step_bars
+from paceline.operate.plan.step_watch import (
     StepNotes,
     TooFewStepsError,
     forwards_of,
@@ -24,7 +25,6 @@ from paceline.operate.plan.measure.step_watch import (
     samples_of,
     times_of,
 )
-from paceline.operate.plan.report import HeatRow, heat_map, report, scaling_curve, step_bars
 
 
 def test_a_calibration_survives_its_file(tmp_path):
@@ -148,6 +148,6 @@ def test_a_plan_without_a_calibration_says_so(capsys, tmp_path):
 
 
 def test_predicting_needs_no_torch():
-    modules = "paceline.operate.plan.report, paceline.operate.plan.advice, paceline.cli.plan"
+    modules = "paceline.operate.plan.report, paceline.operate.plan.prediction, paceline.cli.plan"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -8,21 +8,22 @@ from dataclasses import replace
 import pytest
 from planned import LINKS, MB, Timing, calibration, prediction, simulate
 
-from paceline.comm.schedule.cost import predict as predict_call
+from paceline.comm.schedule.algorithms import predict as predict_call
 from paceline.comm.schedule.network import Network, NetworkLink
 from paceline.comm.schedule.steps import Operation
-from paceline.operate.plan.advice import advise, changes, work_rate
 from paceline.operate.plan.calibration import CalibrationError, HostCall, Links, MeasuredGradient, network_of, with_rate
 from paceline.operate.plan.formatting import facts_of, table_text
-from paceline.operate.plan.measure.step_watch import CoreUsage
 from paceline.operate.plan.prediction import (
     LEAST_NOISE,
     StepInterval,
+    advise,
     call_factors,
+    changes,
     machine_noise,
     memory_of,
     slowest_of,
     traffic_of,
+    work_rate,
 )
 from paceline.operate.plan.step_time import (
     CallTimes,
@@ -33,6 +34,7 @@ from paceline.operate.plan.step_time import (
     step_of,
     with_bandwidth_factor,
 )
+from paceline.operate.plan.step_watch import CoreUsage
 
 
 def times(nodes: int = 2, links: Links = LINKS) -> CallTimes:

@@ -13,8 +13,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
-from paceline.train.checkpoint.format import manifest_json
-from paceline.train.checkpoint.format.manifest import FileEntry, Manifest, Piece, RankPart, TensorEntry, merged
+from paceline.train.checkpoint.format.manifest import (
+    FileEntry,
+    Manifest,
+    Piece,
+    RankPart,
+    TensorEntry,
+    contribution_to_bytes,
+    contributions_from_bytes,
+    manifest_from_bytes,
+    manifest_to_bytes,
+    merged,
+)
 from paceline.train.checkpoint.format.regions import Box, Flat, copies, count, runs, simplified, untiled, whole
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, header_of, length_of, read_header
 from paceline.train.checkpoint.format.values import DType, TensorRef, decode, encode, tensors_in
@@ -179,28 +189,28 @@ MANIFEST = Manifest(7, 3, "ab", 1, 1.5, "0.1.0", PART.files, PART.tensors, {"a":
 
 
 def test_a_manifest_comes_back_as_it_was():
-    assert manifest_json.from_bytes(manifest_json.to_bytes(MANIFEST), "m") == MANIFEST
+    assert manifest_from_bytes(manifest_to_bytes(MANIFEST), "m") == MANIFEST
     boxed = replace(
         MANIFEST,
         step=None,
         here=(),
         tensors={"w": replace(ENTRY, pieces=(piece_of(Box((0, 0), (2, 3))),))},
     )
-    assert manifest_json.from_bytes(manifest_json.to_bytes(boxed), "m") == boxed
-    assert manifest_json.contributions_from_bytes(b"[" + manifest_json.contribution_to_bytes(PART, {}) + b"]") == (
+    assert manifest_from_bytes(manifest_to_bytes(boxed), "m") == boxed
+    assert contributions_from_bytes(b"[" + contribution_to_bytes(PART, {}) + b"]") == (
         [PART],
         {},
     )
-    assert json.loads(manifest_json.to_bytes(MANIFEST))["tensors"]["w"]["pieces"][0]["flat"] == [0, 6]
+    assert json.loads(manifest_to_bytes(MANIFEST))["tensors"]["w"]["pieces"][0]["flat"] == [0, 6]
 
 
 def test_a_manifest_that_is_cut_or_flipped_anywhere_is_noticed():
-    text = manifest_json.to_bytes(MANIFEST)
+    text = manifest_to_bytes(MANIFEST)
     for at in range(len(text)):
         with pytest.raises(CheckpointDamagedError, match="m (is cut or was changed|was changed|is empty)"):
-            manifest_json.from_bytes(text[:at], "m")
+            manifest_from_bytes(text[:at], "m")
         with pytest.raises(CheckpointError, match=r"^m "):
-            manifest_json.from_bytes(text[:at] + bytes([text[at] ^ 4]) + text[at + 1 :], "m")
+            manifest_from_bytes(text[:at] + bytes([text[at] ^ 4]) + text[at + 1 :], "m")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +225,7 @@ def test_a_manifest_that_is_cut_or_flipped_anywhere_is_noticed():
 )
 def test_foreign_and_newer_manifests_are_refused(text, said):
     with pytest.raises(CheckpointError, match=said):
-        manifest_json.from_bytes(text, "m")
+        manifest_from_bytes(text, "m")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from torch import nn
 import paceline as dist
 from paceline.errors import CheckpointDamagedError, CheckpointError
 from paceline.train.checkpoint.foreign.foreign_file import open_foreign, state_of
-from paceline.train.checkpoint.format.manifest_json import digest_of
+from paceline.train.checkpoint.format.manifest import digest_of
 from paceline.train.checkpoint.format.root import Root
 
 STEP = "step_0000000001"

@@ -26,9 +26,9 @@ from paceline.train.checkpoint.format.checkpoint import Checkpoint, open_checkpo
 from paceline.train.checkpoint.format.regions import Box, Flat, Region, count, untiled
 from paceline.train.checkpoint.load import load_from
 from paceline.train.checkpoint.optimizers import Numbering, agreed
-from paceline.train.checkpoint.ownership import Offer, assign_offers
 from paceline.train.checkpoint.rank_channel import GroupChannel
-from paceline.train.tensor.weight_slice import bounds
+from paceline.train.checkpoint.save_plan import Offer, assign_offers
+from paceline.train.tensor.layers import bounds
 
 SIMPLE = [Layout(1, 1, 2), Layout(1, 1, 4), Layout(1, 2, 1), Layout(1, 2, 2), Layout(2, 1, 2, zero=1)]
 

@@ -9,9 +9,8 @@ from checkpoint_states import save, steps_in
 
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.checkpoint import open_checkpoint
-from paceline.train.checkpoint.format.fsspec_storage import FsspecStorage
 from paceline.train.checkpoint.format.root import Root
-from paceline.train.checkpoint.format.storage import open_storage
+from paceline.train.checkpoint.format.storage import FsspecStorage, open_storage
 
 
 class Ended(BaseException):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from paceline.cli.doctor.script import library, library_call, operations, training_calls
+from paceline.cli.doctor.script import library, library_call, training_calls
 from paceline.cli.doctor.script.library_call import ExitError, LibraryCall
 from paceline.cli.doctor.script.trace import ExecutionPath, PathCondition, Phase, RankTrace
 from paceline.cli.doctor.script.value import (
@@ -24,10 +24,17 @@ from paceline.cli.doctor.script.value import (
     Fact,
     FunctionObject,
     SimulatedRank,
+    arithmetic,
+    compare,
     either,
     inherited_facts,
+    item_of,
     known,
     shortened,
+    text_of_parts,
+    unary,
+    unknown_item,
+    unpacked_part,
 )
 
 Flow = set[str]
@@ -164,7 +171,7 @@ class RankInterpreter:
                     self.store(owner.attributes, f"[{key.text}]", value)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 for number, part in enumerate(parts):
-                    self.assign(part, either(operations.part(each, number, len(parts)) for each in value.each()))
+                    self.assign(part, either(unpacked_part(each, number, len(parts)) for each in value.each()))
             case ast.Starred(value=part):
                 self.assign(part, value)
 
@@ -539,11 +546,11 @@ class RankInterpreter:
             case ast.BinOp(left=left, op=op, right=right):
                 return self._operation(node, op, self.evaluate(left), self.evaluate(right))
             case ast.UnaryOp(op=op, operand=operand):
-                return operations.unary(op, self.evaluate(operand))
+                return unary(op, self.evaluate(operand))
             case ast.BoolOp():
                 return self._boolean(node)
             case ast.Compare(left=left, ops=[op], comparators=[right]):
-                return operations.compare(op, self.evaluate(left), self.evaluate(right), self.identity)
+                return compare(op, self.evaluate(left), self.evaluate(right), self.identity)
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 results: list[AbstractValue] = []
                 self.branch(
@@ -554,7 +561,7 @@ class RankInterpreter:
                 )
                 return either(results) if results else AbstractValue("conditional")
             case ast.Subscript(value=owner, slice=index):
-                return operations.item(self.evaluate(owner), self.evaluate(index), self.identity)
+                return item_of(self.evaluate(owner), self.evaluate(index), self.identity)
             case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
                 items = list(map(self.evaluate, parts))
                 text = shortened(f"[{', '.join(item.text for item in items)}]")
@@ -562,7 +569,7 @@ class RankInterpreter:
             case ast.Dict(keys=keys, values=values):
                 return self._dict(keys, list(map(self.evaluate, values)))
             case ast.JoinedStr(values=parts):
-                return operations.text_of_parts(list(map(self.evaluate, parts)))
+                return text_of_parts(list(map(self.evaluate, parts)))
             case ast.FormattedValue(value=part):
                 return self.evaluate(part)
             case ast.Lambda():
@@ -614,7 +621,7 @@ class RankInterpreter:
             training_calls.note_use(self, operand, node)
         if isinstance(op, ast.Div) and right.text.startswith("len("):
             self.path.record("ratio", "/", node, right)
-        return operations.arithmetic(op, left, right)
+        return arithmetic(op, left, right)
 
     def _boolean(self, node: ast.BoolOp) -> AbstractValue:
         """Evaluates `and` or `or`. Later operands are interpreted only if the earlier ones do not decide the result."""
@@ -664,7 +671,7 @@ class RankInterpreter:
             iterable = self.evaluate(generator.iter)
             iterables.append(iterable)
             items = self._items(iterable, [])
-            self.assign(generator.target, items[0] if len(items) == 1 else operations.unknown_item(iterable, "i"))
+            self.assign(generator.target, items[0] if len(items) == 1 else unknown_item(iterable, "i"))
             for test in generator.ifs:
                 self.evaluate(test)
         elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]

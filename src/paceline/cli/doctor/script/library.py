@@ -7,14 +7,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from paceline.cli.doctor.script.communication_calls import communicate, rank_query, start_processes
 from paceline.cli.doctor.script.library_call import (
+    COMMUNICATORS,
+    INITIALIZERS,
     ExitError,
     LibraryCall,
+    is_function,
     is_loader,
     is_module,
     is_torch_module,
     is_work,
+    is_world,
     wrapped_owner,
 )
 from paceline.cli.doctor.script.training_calls import (
@@ -27,6 +30,156 @@ from paceline.cli.doctor.script.training_calls import (
     select_device,
 )
 from paceline.cli.doctor.script.value import AbstractValue, Fact, either, inherited_facts, known, shortened
+
+_COLLECTIVES = {
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_coalesced",
+    "all_gather_single", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast",
+    "broadcast_coalesced", "broadcast_object_list", "check_replicas", "gather", "gather_object", "init_device_mesh",
+    "monitored_barrier", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "split_group",
+    "mean_over_samples", "allreduce", "allgather", "alltoall", "broadcast_parameters", "broadcast_optimizer_state",
+    "broadcast_object", "grouped_allreduce", "allreduce_", "broadcast_", "_all_gather_base", "_reduce_scatter_base",
+}  # fmt: skip
+_ONLY_THE_ROOT_RECEIVES = {"reduce", "gather", "gather_object"}
+_ROOTS = {"broadcast": 1, "reduce": 1, "broadcast_object_list": 1, "gather": 2, "scatter": 2, "scatter_object_list": 2}
+_PEERS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
+_COLLECTIVE_METHODS = {"wait_for_everyone", "gather_for_metrics"}
+_SETUP = re.compile(r"(init|setup|set_up|start|launch)\w*(dist|process_group|ddp)|(dist|ddp)\w*_(init|setup)", re.I)
+_GROUP_NAME = re.compile(r"(group|mesh|pg|comm|subgroup|ranks)s?(\b|_|\[|\()", re.I)
+_LAUNCHERS = {
+    "launch", "notebook_launcher", "notebook_launch", "launch_distributed", "elastic_launch", "run_distributed",
+}  # fmt: skip
+_SPAWNING_MODULES = COMMUNICATORS | {"torch.multiprocessing", "mp", "xmp"}
+
+
+def rank_query(call: LibraryCall) -> AbstractValue:
+    """Returns the result of a function such as `get_rank`, whose value is known for every rank."""
+    module, _, name = call.callee.called.rpartition(".")
+    if name in ("get_rank", "get_world_size"):
+        group = call.argument(0, "group")
+        if group is not None and not is_world(group):
+            text = f"{name} of {group.text} on rank {call.interpreter.identity.rank}"
+            return AbstractValue(text, facts=frozenset({Fact.PERHAPS_RANK}))
+        if module in COMMUNICATORS:
+            call.record("query", name)
+    return call.callee
+
+
+def communicate(call: LibraryCall) -> AbstractValue | None:
+    """Interprets calls that initialize communication, run collectives or transfer messages."""
+    if call.name == "is_initialized":
+        return known(call.interpreter.initialized)
+    if call.name in ("is_available", "is_nccl_available", "is_gloo_available"):
+        return known(True)
+    if call.module.startswith("torch.distributed.rpc") or call.name in ("rpc_sync", "rpc_async"):
+        call.record("rpc", call.name)
+        return None
+    is_horovod = call.module.endswith(("hvd", "horovod", "horovod.torch"))
+    if is_horovod and call.name in ("size", "local_size"):
+        return call.interpreter.identity.number_named("world_size" if call.name == "size" else "local_size")
+    is_initializer = call.name in INITIALIZERS and call.module in COMMUNICATORS | {"deepspeed", "deepspeed.comm"}
+    if is_initializer or (call.name == "init" and is_horovod) or call.name in ("Accelerator", "Fabric"):
+        _initialize(call)
+    elif _SETUP.search(call.name) and is_module(call.callee):
+        call.record("init", "imported")
+    elif call.name in _COLLECTIVE_METHODS and call.callee.receiver is not None:
+        call.record("collective", call.name)
+    elif call.module in COMMUNICATORS and call.name in _PEERS:
+        return _send_or_receive(call)
+    elif (call.module in COMMUNICATORS and call.name in _COLLECTIVES) or (
+        call.name in ("save", "load") and call.module in ("torch.distributed.checkpoint", "paceline")
+    ):
+        return _collective(call)
+    return None
+
+
+def _initialize(call: LibraryCall) -> None:
+    call.interpreter.initialized = True
+    backend, rank = call.argument(0, "backend"), call.keywords.get("rank")
+    is_only_rank = rank is not None and isinstance(rank.constant, int) and not rank.facts
+    is_alone = is_only_rank or (backend is not None and backend.constant == "fake")
+    call.record("init", "alone" if is_alone else call.name, backend)
+
+
+def _send_or_receive(call: LibraryCall) -> AbstractValue:
+    peer = call.argument(1, _PEERS[call.name])
+    work = _asynchronous(call) if call.name.startswith("i") else None
+    call.record("message", call.name, peer, work, _in_group(call, 2))
+    if call.name.endswith("recv") and call.arguments:
+        call.arguments[0].facts |= {Fact.PER_RANK}
+    return work or AbstractValue(f"{call.name}()")
+
+
+def _collective(call: LibraryCall) -> AbstractValue:
+    root = call.argument(_ROOTS.get(call.name, -1), "src", "dst", "root_rank")
+    flags = [*call.arguments[1:], call.keywords.get("async_op")]
+    is_async = any(flag is not None and flag.constant is True for flag in flags)
+    work = _asynchronous(call) if is_async else None
+    call.record("collective", call.name, root, work, _in_group(call, 1))
+    if call.name not in _ONLY_THE_ROOT_RECEIVES and call.arguments:
+        call.arguments[0].make_equal_on_all_ranks(call.line)
+    facts = inherited_facts(call.arguments[:1])
+    return work or AbstractValue(f"{call.name} of line {call.line}", facts=facts, called=call.path)
+
+
+def _in_group(call: LibraryCall, first: int) -> bool:
+    """Returns True if an argument at index `first` or later is a group other than WORLD."""
+    values = [call.keywords[key] for key in ("group", "process_group", "pg", "device_mesh") if key in call.keywords]
+    unnamed = (each for each in call.arguments[first:] if not each.is_known)
+    values += [each for each in unnamed if _GROUP_NAME.search(each.called or each.text)]
+    return any(not is_world(value) for value in values)
+
+
+def _asynchronous(call: LibraryCall) -> AbstractValue:
+    """Returns the Work of an asynchronous call, which uses its tensors until the script waits for the Work."""
+    work = AbstractValue(f"{call.name} of line {call.line}", called="asynchronous", node=call.node)
+    work.keywords = {"operation": AbstractValue(call.name)}
+    work.escaped = call.interpreter.path.phase == "uncalled"
+    for tensor in call.arguments[:2]:
+        if not tensor.is_known and call.name != "isend":
+            tensor.pending = work
+    call.interpreter.trace.objects.append(work)
+    return work
+
+
+def start_processes(call: LibraryCall) -> AbstractValue | None:
+    """Interprets the functions that new processes run."""
+    if call.name in ("spawn", "start_processes") and call.module in _SPAWNING_MODULES:
+        function, passed, method = call.argument(0, "fn"), call.argument(1, "args"), call.keywords.get("start_method")
+        call.record("fork" if method is not None and method.constant == "fork" else "spawn", call.name, function)
+        count = call.argument(2, "nprocs")
+        if count is not None and isinstance(count.constant, int) and not count.facts:
+            call.interpreter.process_count = count.constant
+        rank = known(call.interpreter.identity.rank, frozenset({Fact.RANK}))
+        if function is not None:
+            _run_worker(call, function, [rank, *_items(passed)])
+        return AbstractValue("spawned processes")
+    if call.name == "set_start_method" and call.arguments:
+        call.interpreter.start_method = call.arguments[0].constant
+        return known(None)
+    target = call.keywords.get("target")
+    if call.name == "Process" and target is not None:
+        method_name, context = call.interpreter.start_method, call.callee.receiver
+        if context is not None and context.called_name == "get_context" and context.arguments:
+            method_name = context.arguments[0].constant
+        call.record("spawn" if method_name in ("spawn", "forkserver") else "fork", call.name, target)
+        _run_worker(call, target, _items(call.keywords.get("args")))
+        return AbstractValue(f"process of line {call.line}", called="Process")
+    if call.name in _LAUNCHERS:
+        for function in filter(is_function, [*call.arguments, *call.keywords.values()]):
+            _run_worker(call, function, [])
+        return AbstractValue("launched processes")
+    return None
+
+
+def _items(value: AbstractValue | None) -> list[AbstractValue]:
+    return list(value.items or ()) if value is not None else []
+
+
+def _run_worker(call: LibraryCall, function: AbstractValue, arguments: list[AbstractValue]) -> None:
+    with call.interpreter.process("worker"):
+        call.run(function, arguments)
+
 
 _CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "now", "utcnow", "today", "default_timer", "strftime"}
 _PER_RANK = {

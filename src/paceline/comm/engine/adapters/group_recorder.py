@@ -2,26 +2,129 @@
 
 A library does not report the data that it sends. The bytes recorded for a call are therefore the rank's contribution,
 counted as traffic within the host if the whole group is on one host, and as traffic between hosts if it is not. Nor
-does a library report which rank arrived last. An operation on a device is recorded with times measured by the device;
-see `RecordedWork.follow`.
+does a library report which rank arrived last.
+
+An operation on a device is recorded with times measured by the device, converted to the clock of the recording (see
+`RecordedWork.follow`). Two events on the device's streams enclose it. No thread blocks on these events: one thread in
+the process (`DeviceWatch`) polls them at intervals and converts the times of completed events. A `DeviceClock` for each
+device relates the device's time to the host's, using events on an otherwise idle stream, which complete immediately.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from paceline import _core
-from paceline.comm.engine.adapters.device_streams import AcceleratorEvent
-from paceline.comm.engine.adapters.device_times import DEVICE_WATCH, clock_of
-from paceline.comm.engine.channel import CollectiveCall, Pieces
-from paceline.comm.engine.codes import ITEM_SIZES, NO_REDUCTION
+from paceline.comm.engine.adapters.device_streams import (
+    AcceleratorEvent,
+    AcceleratorStream,
+    activated,
+)
+from paceline.comm.engine.channel import ITEM_SIZES, NO_REDUCTION, CollectiveCall, Pieces
 from paceline.comm.engine.failures import OutcomeCode, RankIdentity
 from paceline.comm.record.layout import RECEIVE, SEND
 from paceline.comm.schedule.steps import Operation
+
+_READING_S = 10.0  # maximum age of a reading; beyond it, float32 rounding of device times exceeds 1 us
+_NARROW_NS = 100_000
+_ATTEMPTS = 5
+_POLLING_S = 0.02
+
+
+class DeviceClock:
+    """Converts the times of a device's events to the recording's ticks; thread-safe."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = AcceleratorStream(device)
+        self._origin: tuple[AcceleratorEvent, int] | None = None  # an event and its completion time in ns
+        self._lock = threading.Lock()
+
+    def tick_of(self, event: AcceleratorEvent) -> int:
+        """Returns the tick at which an event completed; the event must be complete and recorded with `timing`."""
+        with self._lock:
+            if self._origin is None or time.monotonic_ns() - self._origin[1] > _READING_S * 1e9:
+                self._origin = self._read()
+            origin, monotonic_ns = self._origin
+            after_s = origin.elapsed_s(event)
+        return _core.record_tick_at(monotonic_ns + round(after_s * 1e9))
+
+    def _read(self) -> tuple[AcceleratorEvent, int]:
+        """Returns an event and its completion time, from the attempt with the tightest bounds."""
+        best: tuple[int, AcceleratorEvent, int] | None = None
+        for _ in range(_ATTEMPTS):
+            before_ns = time.monotonic_ns()
+            event = self._stream.record(timing=True)
+            while not event.done():
+                time.sleep(0)
+            width_ns = time.monotonic_ns() - before_ns
+            if best is None or width_ns < best[0]:
+                best = width_ns, event, before_ns + width_ns // 2
+            if width_ns < _NARROW_NS:
+                break
+        assert best is not None
+        return best[1:]
+
+
+@functools.cache
+def clock_of(device: torch.device) -> DeviceClock:
+    """Returns the `DeviceClock` for a device."""
+    return DeviceClock(device)
+
+
+class DeviceWatch:
+    """A thread that polls events, started by the first `add`."""
+
+    def __init__(self) -> None:
+        self._polls: dict[Callable[[], bool], torch.device] = {}
+        self._lock = threading.Lock()
+        self._added = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, poll: Callable[[], bool], device: torch.device) -> None:
+        """Calls `poll` at intervals until it returns False.
+
+        Args:
+            poll: the function, which must not block.
+            device: the device of the events; it is made the current device for each call.
+        """
+        with self._lock:
+            self._polls[poll] = device
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="paceline-device-times", daemon=True)
+                self._thread.start()
+        self._added.set()
+
+    def _run(self) -> None:
+        while True:
+            self._added.wait()
+            time.sleep(_POLLING_S)
+            self._added.clear()
+            with self._lock:
+                polls, self._polls = self._polls, {}  # `add` may insert new entries in the meantime
+            for poll, device in polls.items():
+                with activated(device):
+                    is_over = _is_over(poll)
+                if not is_over:
+                    with self._lock:
+                        self._polls[poll] = device
+            if self._polls:
+                self._added.set()
+
+
+def _is_over(poll: Callable[[], bool]) -> bool:
+    try:
+        return not poll()
+    except RuntimeError:  # a device error, which the program also receives
+        return True
+
+
+DEVICE_WATCH = DeviceWatch()
 
 
 class RecordedOperation(Protocol):

@@ -16,11 +16,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from paceline import _core
-from paceline.comm.engine.channel import CollectiveCall, Pieces
-from paceline.comm.engine.codes import ITEM_SIZES, ReduceOp
+from paceline.comm.engine.channel import ITEM_SIZES, CollectiveCall, Pieces, ReduceOp
 from paceline.comm.engine.network_settings import ALL_TO_ALL_NBYTES, UNMEASURED
-from paceline.comm.schedule.cost import choose
-from paceline.comm.schedule.registry import algorithms_offering, build
+from paceline.comm.schedule.algorithms import algorithms_offering, build, choose
 from paceline.comm.schedule.steps import Buffer, BufferSlice, Operation, Schedule, Step, StepKind
 
 

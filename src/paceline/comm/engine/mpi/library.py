@@ -17,7 +17,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.engine.adapters.serial_channel import CallTimeout, LibraryError
-from paceline.comm.engine.codes import DTYPES, ITEM_SIZES, ReduceOp
+from paceline.comm.engine.channel import DTYPES, ITEM_SIZES, ReduceOp
 
 MOST_BYTES = 1 << 30
 """The maximum number of bytes per MPI call. Longer tensors are divided: before version 4, MPI uses 32-bit counts."""

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from paceline import _core
 from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.formation import Formation
-from paceline.comm.engine.native.bootstrap import Topology
-from paceline.comm.engine.native.dial import AcceptedConnections, dial
+from paceline.comm.engine.native.bootstrap import AcceptedConnections, Topology, dial
 from paceline.comm.engine.network_settings import set_congestion_control
 from paceline.comm.one_port.dialer import chosen_port, silent_hosts
 from paceline.comm.one_port.dialer import dial as dial_machine

@@ -20,8 +20,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.engine.api import KnownCosts
-from paceline.comm.engine.channel import Messages, PendingMessage, Pieces
-from paceline.comm.engine.codes import DTYPE_CODES
+from paceline.comm.engine.channel import DTYPE_CODES, Messages, PendingMessage, Pieces
 from paceline.comm.engine.formation import Formation
 from paceline.comm.engine.native.bootstrap import Topology
 from paceline.comm.engine.network_settings import (
@@ -33,8 +32,7 @@ from paceline.comm.engine.network_settings import (
 )
 from paceline.comm.schedule.cost_model import CostModel, LinkCost
 from paceline.comm.schedule.network import Network, NetworkLink, Pair, describe_differences, round_robin_rounds
-from paceline.comm.schedule.synthesis import MOST_RANKS
-from paceline.comm.schedule.tree_packing import MOST_HOSTS
+from paceline.comm.schedule.synthesis import MOST_HOSTS, MOST_RANKS
 from paceline.errors import RendezvousError, RendezvousTimeoutError
 
 _SHORT_S, _LONG_S = 0.02, 0.1  # the time budgets for short and long messages

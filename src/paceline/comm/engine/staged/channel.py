@@ -31,8 +31,15 @@ from paceline.comm.engine.adapters.device_streams import (
 )
 from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
 from paceline.comm.engine.api import OpenGroup
-from paceline.comm.engine.channel import CallOutcome, CollectiveCall, EngineChannel, HeaderFields
-from paceline.comm.engine.codes import NO_REDUCTION, ReduceOp, dtype_name
+from paceline.comm.engine.channel import (
+    NO_REDUCTION,
+    CallOutcome,
+    CollectiveCall,
+    EngineChannel,
+    HeaderFields,
+    ReduceOp,
+    dtype_name,
+)
 from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
 from paceline.comm.engine.staged.memory import PinnedMemory, StagedLayout, copy_to_device, copy_to_host, divide
 from paceline.comm.engine.staged.messages import StagedMessages, capture_text

@@ -15,8 +15,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.engine.adapters.device_streams import copy_pieces
-from paceline.comm.engine.channel import CollectiveCall, DevicePieces, Pieces
-from paceline.comm.engine.codes import ITEM_SIZES
+from paceline.comm.engine.channel import ITEM_SIZES, CollectiveCall, DevicePieces, Pieces
 from paceline.comm.schedule.steps import Operation
 
 _NO_FLAGS = 0

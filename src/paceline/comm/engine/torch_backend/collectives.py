@@ -18,8 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.engine.adapters.device_streams import copy_pieces, memory_at
 from paceline.comm.engine.adapters.schedule_executor import FlatBuffer
-from paceline.comm.engine.channel import CollectiveCall, DevicePieces, Pieces
-from paceline.comm.engine.codes import DTYPES, ReduceOp
+from paceline.comm.engine.channel import DTYPES, CollectiveCall, DevicePieces, Pieces, ReduceOp
 from paceline.comm.schedule.steps import Operation
 
 TorchGroup: TypeAlias = Any

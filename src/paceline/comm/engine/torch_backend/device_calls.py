@@ -28,8 +28,7 @@ from paceline.comm.engine.adapters.device_streams import (
 )
 from paceline.comm.engine.adapters.group_recorder import RecordedOperation
 from paceline.comm.engine.adapters.library_engine import exit_of
-from paceline.comm.engine.channel import HeaderFields
-from paceline.comm.engine.codes import dtype_name
+from paceline.comm.engine.channel import HeaderFields, dtype_name
 from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
 from paceline.comm.engine.torch_backend.collectives import StartedCall, TorchGroup
 from paceline.comm.engine.torch_backend.peers import (

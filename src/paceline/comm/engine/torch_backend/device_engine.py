@@ -1,36 +1,319 @@
 """The engine for tensors on accelerators, with a separate group for each device.
 
 It uses `nccl` for CUDA and ROCm, and process groups from PyTorch or an extension for other accelerators.
+
+NCCL does not support tags, and runs the calls of a process group in order, so two ranks that both send first would
+deadlock. Therefore each direction between two ranks uses a separate call stream. The first message opens the stream on
+a separate thread, because the other rank may be late; later messages are enqueued on it at once. Messages in one
+direction are received in the order in which they are sent, regardless of their tags. The two ranks compare the order of
+their tags through the store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.engine.adapters.device_streams import with_index
-from paceline.comm.engine.adapters.group_recorder import GroupRecorder
+from paceline.comm.engine.adapters.device_streams import AcceleratorEvent, is_capturing, record_current, with_index
+from paceline.comm.engine.adapters.group_recorder import GroupRecorder, RecordedWork
 from paceline.comm.engine.adapters.library_engine import announce_death, announce_leave
 from paceline.comm.engine.api import EngineContext
-from paceline.comm.engine.failures import RankIdentity
+from paceline.comm.engine.channel import CollectiveCall, EngineChannel, HeaderFields, Pieces, ReduceOp, dtype_name
+from paceline.comm.engine.failures import CallFailure, OutcomeCode, RankIdentity
 from paceline.comm.engine.torch_backend import process_groups
-from paceline.comm.engine.torch_backend.collectives import StartedCall, TorchGroup
+from paceline.comm.engine.torch_backend.collectives import (
+    CallSettings,
+    StartedCall,
+    TorchGroup,
+    TorchReduction,
+    find_reduction,
+    is_empty,
+    start_call,
+)
 from paceline.comm.engine.torch_backend.device_calls import (
     CallStream,
     CallWatch,
+    DeviceWork,
     StartCall,
     StreamRanks,
     StreamSettings,
 )
-from paceline.comm.engine.torch_backend.device_channel import DeviceChannel, DeviceMessages, connect_all
+from paceline.comm.schedule.steps import Operation
 from paceline.comm.store.store import PrefixStore
+from paceline.durations import event_timeout_s
+
+OpenCallStream = Callable[[Sequence[int], str, StartCall], CallStream]
+"""Creates a call stream for some group ranks, given its name in the store and a function that starts its first call."""
+
+_REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
+
+
+def connect_all(group: TorchGroup, device: torch.device) -> StartedCall:
+    """Starts a call that connects all ranks of a process group."""
+    return StartedCall(group.allreduce([torch.zeros(1, device=device)], c10d.AllreduceOptions()))
+
+
+def connect_pair(group: TorchGroup, device: torch.device, sends: bool) -> StartedCall:
+    """Starts a message that connects the sender (rank 0) and the receiver."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # stops NCCL from creating a communicator for messages
+        group.eager_connect_single_device(device)
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    return StartedCall(group.send([byte], 1, 0) if sends else group.recv([byte], 0, 0))
+
+
+class DeviceChannel(EngineChannel):
+    """Enqueues the calls of one group on a stream; see `engine.channel.EngineChannel`.
+
+    A call returns as soon as the library has accepted it, and the program's current stream waits for the results. The
+    watch aborts calls that cannot complete, and the next call reports the failure.
+
+    Args:
+        calls: the call stream.
+        watch: the engine's watch.
+        rank: the group rank of this process.
+        library: the library's name and version, for error messages.
+        has_float8: whether the library and the device reduce 8-bit floats.
+        recorder: the recorder of the group.
+    """
+
+    def __init__(
+        self, calls: CallStream, watch: CallWatch, rank: int, library: str, has_float8: bool, recorder: GroupRecorder
+    ) -> None:
+        self._calls = calls
+        self._watch = watch
+        self._rank = rank
+        self._library = library
+        self._has_float8 = has_float8
+        self._recorder = recorder
+
+    def run(self, call: CollectiveCall) -> CallFailure | None:
+        """Runs a call. The current stream waits for it; for a barrier, the thread also waits."""
+        work = self.submit(call)
+        if call.operation == Operation.BARRIER:
+            while not work.finish(call.timeout_ns):
+                pass  # the watch enforces the timeout of a barrier
+        work.order()
+        return work.outcome()
+
+    def submit(self, call: CollectiveCall) -> DeviceWork:
+        """Enqueues a call after the earlier ones.
+
+        Raises:
+            TypeError: the library does not support the reduction for this dtype.
+            RuntimeError: the call is the group's first one, and a graph capture is in progress.
+        """
+        device = self._calls.stream.device
+        settings = CallSettings(self._rank, device, reduction=self._reduction(call))
+        header = (0, call.operation, call.dtype, call.reduce_op, call.root, call.count)
+
+        def start(group: TorchGroup) -> StartedCall:
+            if call.operation == Operation.BARRIER:
+                return connect_all(group, device)
+            return StartedCall(None) if is_empty(call) else start_call(group, call, settings)
+
+        work = self._calls.enqueue(start, header, call.timeout_ns, self._recorder.call(call, is_async=True))
+        self._watch.wake()
+        return work
+
+    def record_as(self, group: int) -> None:
+        """Records later calls under the group's serial number."""
+        self._recorder.group = group
+
+    def abort(self) -> None:
+        """Aborts the calls on this rank."""
+        self._calls.abort()
+
+    def failure(self) -> int:
+        """Returns the `OutcomeCode` for a failure of the call stream, or OK."""
+        failure = self._calls.failure
+        return OutcomeCode.OK if failure is None else failure.code
+
+    def close(self) -> None:
+        """Rejects further calls; the group closes the call stream. Idempotent."""
+        self._calls.leave()
+
+    def _reduction(self, call: CollectiveCall) -> TorchReduction | None:
+        if call.operation not in _REDUCING:
+            return None
+        # An average over one rank equals a sum, which NCCL also supports for 8-bit floats.
+        is_sum = call.reduce_op == ReduceOp.AVG and self._calls.size == 1
+        reduction = find_reduction(call.dtype, ReduceOp.SUM if is_sum else call.reduce_op, self._has_float8)
+        if reduction is None:
+            raise TypeError(
+                f"{call.operation}: {self._library} has no {ReduceOp(call.reduce_op).name} of "
+                f"torch.{dtype_name(call.dtype)} on {self._calls.stream.device}; convert the tensor (to int32 or "
+                "float32), or reduce tensor.cpu()"
+            )
+        return reduction
+
+
+class DeviceMessage:
+    """A send or a receive, which is enqueued on the stream once its `MessageLane` is open."""
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._enqueued = threading.Event()
+        self._work: DeviceWork | None = None
+
+    def mark_enqueued(self, work: DeviceWork) -> None:
+        """Marks the message as enqueued on its call stream, or as failed."""
+        self._work = work
+        self._enqueued.set()
+
+    def done(self) -> bool:
+        """Returns whether the message is complete, successfully or not."""
+        return self._work is not None and self._work.done()
+
+    def is_enqueued(self) -> bool:
+        """Returns whether the message is enqueued, in which case `wait` blocks only the current stream."""
+        return self._enqueued.is_set()
+
+    def wait(self, timeout_ns: int) -> bool:
+        """Waits until the lane is open, which requires the other rank, and then waits like `DeviceWork.wait`."""
+        started_ns = time.monotonic_ns()
+        if not self._enqueued.wait(event_timeout_s(timeout_ns)):
+            return False
+        assert self._work is not None
+        return self._work.wait(timeout_ns - (time.monotonic_ns() - started_ns))
+
+    def outcome(self) -> CallFailure | None:
+        """Returns the reason why the message failed, or None if no failure has been detected so far."""
+        return None if self._work is None else self._work.outcome()
+
+    def source(self) -> int:
+        """Returns the sender's group rank."""
+        return self._source
+
+
+class MessageLane:
+    """The messages in one direction between two ranks.
+
+    The first message opens the call stream on a separate thread, which then enqueues all messages requested in the
+    meantime. Later messages are enqueued by the calling threads.
+    """
+
+    def __init__(self, calls: CallStream, watch: CallWatch) -> None:
+        self.calls = calls
+        self._watch = watch
+        self._turn = threading.Lock()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._opener: threading.Thread | None = None
+        self._is_open = False
+
+    def put(self, message: DeviceMessage, put: Callable[[AcceleratorEvent | None], DeviceWork]) -> None:
+        """Enqueues a message after the earlier ones by calling `put`, possibly with an event that it must follow.
+
+        Raises:
+            RuntimeError: the lane is not open, and the current stream is being captured into a graph.
+        """
+        device = self.calls.stream.device
+        with self._turn:
+            if self._is_open:
+                message.mark_enqueued(put(None))
+                self._watch.wake()
+                return
+            if is_capturing(device):
+                raise RuntimeError(
+                    "the first message between two ranks connects them, which cannot be captured into a graph: send "
+                    "one such message before the capture"
+                )
+            after = record_current(device, timing=True)
+            self._waiting.append(lambda: message.mark_enqueued(put(after)))
+            if self._opener is None:
+                self._opener = threading.Thread(target=self._open, name="paceline-message-lane", daemon=True)
+                self._opener.start()
+
+    def _open(self) -> None:
+        while True:
+            with self._turn:
+                if not self._waiting:
+                    self._is_open = True
+                    return
+                following = self._waiting.popleft()
+            following()
+            self._watch.wake()
+
+
+class DeviceMessages:
+    """The messages between two ranks of a group; see `engine.channel.Messages`."""
+
+    def __init__(self, rank: int, open_call_stream: OpenCallStream, watch: CallWatch, recorder: GroupRecorder) -> None:
+        self._rank = rank
+        self._recorder = recorder
+        self._open_call_stream = open_call_stream
+        self._watch = watch
+        self._lanes: dict[tuple[int, int], MessageLane] = {}
+        self._opening = threading.Lock()
+
+    def record_messages_as(self, group: int, /) -> None:
+        """Records later messages under the group's serial number."""
+        self._recorder.group = group
+
+    def send(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool) -> DeviceMessage:
+        """Starts a send to a group rank; the send always proceeds in the background."""
+        recorded = self._recorder.send(peer, tag, dtype, tensor)
+        return self._pass(self._rank, peer, tag, dtype, tensor, timeout_ns, recorded)
+
+    def receive(
+        self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool
+    ) -> DeviceMessage:
+        """Starts a receive from a group rank.
+
+        Raises:
+            ValueError: `peer` is -1 (any rank), which NCCL does not support.
+        """
+        if peer < 0:
+            raise ValueError("recv from any rank: NCCL receives from one that is named; pass src=, or use CPU tensors")
+        recorded = self._recorder.receive(peer, tag, dtype, tensor)
+        return self._pass(peer, self._rank, tag, dtype, tensor, timeout_ns, recorded)
+
+    def _pass(
+        self, source: int, target: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, recorded: RecordedWork
+    ) -> DeviceMessage:
+        lane = self._lane(source, target)
+        calls, sends = lane.calls, source == self._rank
+        settings = CallSettings(0 if sends else 1, calls.stream.device)
+        nbytes = sum(tensor[1::2])
+
+        def start(group: TorchGroup) -> StartedCall:
+            if not nbytes:
+                return StartedCall(None)
+            buffer = settings.buffer([tensor])
+            if sends:
+                return StartedCall(group.send([buffer.copy_in().tensor()], 1, 0))
+            return StartedCall(group.recv([buffer.tensor()], 0, 0), [buffer])
+
+        # The header stores the tag in place of a root, so a timeout reveals ranks with different tags.
+        header: HeaderFields = (0, 0, dtype, 0, tag, nbytes)
+        message = DeviceMessage(source)
+        lane.put(message, lambda after: calls.enqueue(start, header, timeout_ns, recorded, after))
+        return message
+
+    def _lane(self, source: int, target: int) -> MessageLane:
+        with self._opening:
+            lane = self._lanes.get((source, target))
+            if lane is None:
+                sends = source == self._rank
+
+                def greet(group: TorchGroup) -> StartedCall:
+                    return connect_pair(group, calls.stream.device, sends)
+
+                calls = self._open_call_stream((source, target), f"{source}-{target}", greet)
+                lane = self._lanes[source, target] = MessageLane(calls, self._watch)
+            return lane
+
+    def streams(self) -> list[CallStream]:
+        """Returns the call streams of all directions."""
+        return [lane.calls for lane in tuple(self._lanes.values())]
+
 
 _CLOSING_S = 5.0  # the time for other ranks to shut down a process group whose calls are complete
 _COLLECTIVES = "all"

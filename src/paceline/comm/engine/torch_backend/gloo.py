@@ -27,14 +27,13 @@ from paceline.comm.engine.adapters.serial_channel import (
     WaitedMessage,
 )
 from paceline.comm.engine.api import EngineContext
-from paceline.comm.engine.channel import CallOutcome, CollectiveCall, Pieces
-from paceline.comm.engine.codes import DTYPES, NO_REDUCTION, ReduceOp
+from paceline.comm.engine.channel import DTYPES, NO_REDUCTION, CallOutcome, CollectiveCall, Pieces, ReduceOp
 from paceline.comm.engine.network_settings import IFACE_VARIABLE, own_address
 from paceline.comm.engine.torch_backend.collectives import CallSettings, TorchReduction, start_barrier, start_call
 from paceline.comm.engine.torch_backend.process_groups import TorchStore
+from paceline.comm.one_port.dialer import resolver_name
 from paceline.comm.schedule.steps import Operation
 from paceline.errors import RendezvousTimeoutError, and_more
-from paceline.routes import resolver_name
 
 SHORTEST = timedelta(milliseconds=1)  # gloo's timeouts have a resolution of 1 ms
 _ROUNDED_NS = 1_000_000  # gloo's waits are rounded and may end this much before the deadline

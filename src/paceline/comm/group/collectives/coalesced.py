@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.comm.engine.codes import ReduceOp, Reduction
+from paceline.comm.engine.channel import ReduceOp, Reduction
 from paceline.comm.group.buffers import Tensors, as_list
 from paceline.comm.group.call_plan import parts_by_rank, root_rank
 from paceline.comm.group.default import Group, resolve

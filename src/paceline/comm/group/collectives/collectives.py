@@ -33,7 +33,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.comm.engine.adapters.device_streams import accelerator_in_use
-from paceline.comm.engine.codes import ReduceOp, Reduction
+from paceline.comm.engine.channel import ReduceOp, Reduction
 from paceline.comm.group.buffers import Tensors
 from paceline.comm.group.call_plan import parts_by_rank, root_rank, rows_by_rank
 from paceline.comm.group.compression import WireLike

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline import _core
-from paceline.comm.engine.codes import DTYPE_CODES, PremulSum, ReduceOp, Reduction
+from paceline.comm.engine.channel import DTYPE_CODES, PremulSum, ReduceOp, Reduction
 from paceline.comm.group.call_plan import root_rank
 from paceline.comm.group.default import Group, resolve
 from paceline.comm.group.eager import eager

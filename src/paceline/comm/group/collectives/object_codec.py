@@ -39,7 +39,7 @@ import msgspec
 import torch
 
 from paceline.comm.engine.adapters.device_streams import accelerator_in_use, current_accelerator
-from paceline.comm.engine.codes import DTYPE_CODES
+from paceline.comm.engine.channel import DTYPE_CODES
 from paceline.comm.group.variable_size import as_memory, as_tensor
 
 MAX_DEPTH = 128

@@ -31,10 +31,9 @@ import torch
 from paceline.comm.group.call_plan import root_rank
 from paceline.comm.group.collectives.object_codec import Encoded, MalformedPayload, PickleRefused, decode, encode
 from paceline.comm.group.collectives.point_to_point import peer_rank, receive_from_any
-from paceline.comm.group.default import Group, resolve
+from paceline.comm.group.default import Group, get_global_rank, resolve
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ProcessGroup
-from paceline.comm.group.queries import get_global_rank
 from paceline.comm.group.variable_size import (
     all_gather_pieces,
     as_memory,

@@ -19,8 +19,7 @@ import torch
 from torch.autograd import profiler
 
 from paceline import _core
-from paceline.comm.engine.channel import CallOutcome
-from paceline.comm.engine.codes import ReduceOp, Reduction
+from paceline.comm.engine.channel import CallOutcome, ReduceOp, Reduction
 from paceline.comm.group.buffers import Tensors, as_list, count_writes, memory_layout
 from paceline.comm.group.call_plan import (
     CallPlan,

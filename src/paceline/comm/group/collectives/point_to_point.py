@@ -25,10 +25,9 @@ import torch
 
 from paceline.comm.group.buffers import Tensors, as_list, count_elements
 from paceline.comm.group.call_plan import checked_tag, require_peer, root_rank
-from paceline.comm.group.default import Group, resolve
+from paceline.comm.group.default import Group, get_global_rank, resolve
 from paceline.comm.group.eager import eager
 from paceline.comm.group.process_group import ANY_SOURCE, ProcessGroup
-from paceline.comm.group.queries import get_global_rank
 from paceline.comm.group.work import Work
 from paceline.durations import Timeout
 from paceline.errors import short_repr

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.comm.one_port.dialer import DEFAULT_ROUTE_TARGETS, resolver_name, source_address
 from paceline.comm.security.authenticated_listener import ListeningEndpoint
-from paceline.comm.security.levels import is_loopback
+from paceline.comm.security.secret import is_loopback
 from paceline.comm.store.tcp_store import PortInUseError, listen
 from paceline.errors import StoreConnectionError
 from paceline.operate.diagnosis.clock_offset import Offset
@@ -25,10 +26,9 @@ from paceline.operate.launch.multinode.membership import JobController, Membersh
 from paceline.operate.launch.multinode.protocol import Order, Report
 from paceline.operate.launch.multinode.remote_client import connect_client
 from paceline.operate.launch.multinode.server import MeetingServer
-from paceline.routes import DEFAULT_ROUTE_TARGETS, resolver_name, source_address
 
 if TYPE_CHECKING:
-    from paceline.operate.launch.elastic.join_elastic import RunningJobAnnouncer
+    from paceline.operate.launch.elastic.coordinator_client import RunningJobAnnouncer
     from paceline.operate.launch.elastic.standby_controller import StandbyController
 
 
@@ -177,7 +177,7 @@ def open_meeting(
         listener = _listener(options, address, secret)
     controller = _controller(job) if listener is not None and options.running is None else None
     if job.elastic is not None:
-        from paceline.operate.launch.elastic.join_elastic import join_elastic
+        from paceline.operate.launch.elastic.coordinator_client import join_elastic
 
         return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), controller)
     if listener is not None and controller is not None:

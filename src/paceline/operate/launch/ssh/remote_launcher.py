@@ -211,9 +211,9 @@ def _open_meeting(
 
 def address_towards(name: str, environment: Mapping[str, str]) -> str:
     """Returns an address at which another machine can reach this one, based on the route or the ssh connection."""
-    from paceline.comm.security.levels import is_loopback
+    from paceline.comm.one_port.dialer import source_address
+    from paceline.comm.security.secret import is_loopback
     from paceline.operate.launch.multinode.node_connection import own_address
-    from paceline.routes import source_address
 
     with contextlib.suppress(OSError):
         found = source_address(name)

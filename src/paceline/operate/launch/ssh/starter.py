@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import __version__
-from paceline.comm.security.levels import chosen_level
-from paceline.comm.security.secret import job_secret
+from paceline.comm.security.secret import chosen_level, job_secret
 from paceline.operate.launch.job import shutdown_timeout_s
 from paceline.operate.launch.option_types import OptionError
 from paceline.operate.launch.ssh.protocol import (

@@ -18,7 +18,7 @@ from pathlib import Path
 from paceline import _core
 from paceline.comm.one_port.dialer import GATE_VARIABLE as GATE
 from paceline.comm.one_port.dialer import PORT_VARIABLE as PORT
-from paceline.comm.record.memory import HANDED_VARIABLE as RECORD_FD
+from paceline.comm.record.recorder import HANDED_VARIABLE as RECORD_FD
 from paceline.comm.rendezvous.environment import STORE, TORCH_STORE, TORCH_STORE_REQUESTS, USES_TORCH_STORE
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 
@@ -186,7 +186,7 @@ def _port(_: str) -> None:
 
 
 def _security(_: str) -> None:
-    from paceline.comm.security.levels import chosen_level
+    from paceline.comm.security.secret import chosen_level
 
     chosen_level()
 

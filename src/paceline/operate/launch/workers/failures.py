@@ -46,7 +46,7 @@ _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 _MOST_SENT, _TAIL_CHARACTERS = 256, 1000
 _LONGEST_SUMMARY = 200
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
-_OWN_FILES = (*STARTERS, "paceline/operate/plan/measure/worker.py", "<frozen runpy>")
+_OWN_FILES = (*STARTERS, "paceline/operate/plan/measure_worker.py", "<frozen runpy>")
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.comm.security.levels import chosen_level
+from paceline.comm.security.secret import chosen_level
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.job import Command, CommandKind, Job
 from paceline.operate.launch.job_directory import RecordingKeeper, RecordingMemory

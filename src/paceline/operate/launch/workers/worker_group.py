@@ -23,9 +23,8 @@ from paceline.operate.launch.workers.failures import (
 )
 from paceline.operate.launch.workers.forker import Forker
 from paceline.operate.launch.workers.job_control import Keyboard
-from paceline.operate.launch.workers.out_of_memory import MemoryWatch
 from paceline.operate.launch.workers.output import WorkerOutput
-from paceline.operate.launch.workers.worker import OutputForwarder, WorkerProcess, failure_of
+from paceline.operate.launch.workers.worker import MemoryWatch, OutputForwarder, WorkerProcess, failure_of
 
 if TYPE_CHECKING:
     from paceline.operate.launch.workers.start_workers import WorkerSpec

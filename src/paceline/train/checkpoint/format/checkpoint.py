@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
-from paceline.train.checkpoint.format import manifest_json
 from paceline.train.checkpoint.format.local_storage import LocalStorage
 from paceline.train.checkpoint.format.manifest import (
     FILE,
@@ -26,9 +25,11 @@ from paceline.train.checkpoint.format.manifest import (
     Piece,
     Summary,
     TensorEntry,
+    digest_of,
     is_name,
+    manifest_from_bytes,
+    summary_from_bytes,
 )
-from paceline.train.checkpoint.format.manifest_json import digest_of
 from paceline.train.checkpoint.format.regions import Flat, Region, copies, count, whole
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, header_of, nbytes_of
 from paceline.train.checkpoint.format.storage import (
@@ -322,7 +323,7 @@ def read_manifest(storage: ReadableStorage, directory: str) -> Manifest:
         CheckpointDamagedError: the manifest is missing, truncated or changed.
         CheckpointError: the manifest has an unsupported version, or cannot be read.
     """
-    return manifest_json.from_bytes(*_manifest_text(storage, directory))
+    return manifest_from_bytes(*_manifest_text(storage, directory))
 
 
 def _manifest_text(storage: ReadableStorage, directory: str) -> tuple[bytes, str]:
@@ -371,7 +372,7 @@ def listing_of(storage: Storage) -> list[Listing]:
 def look_at(storage: Storage, name: str) -> Listing:
     """Returns the listing of one checkpoint. If no fault is listed, all files exist and have the right sizes."""
     try:
-        summary = manifest_json.summary_from_bytes(*_manifest_text(storage, name))
+        summary = summary_from_bytes(*_manifest_text(storage, name))
         fault = _fault_of_sizes(storage, name, summary)
     except (CheckpointError, OSError, KeyError) as error:
         return Listing(name, fault=str(error))

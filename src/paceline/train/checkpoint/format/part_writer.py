@@ -7,8 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, TypeVar
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.format.manifest import BLOCK_NBYTES, Draft, FileEntry, Piece, RankPart, TensorEntry
-from paceline.train.checkpoint.format.manifest_json import blocks_of, digest_of
+from paceline.train.checkpoint.format.manifest import (
+    BLOCK_NBYTES,
+    Draft,
+    FileEntry,
+    Piece,
+    RankPart,
+    TensorEntry,
+    blocks_of,
+    digest_of,
+)
 from paceline.train.checkpoint.format.regions import Box, Flat, Region, count, fault_of, whole
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, StoredTensor, header_of, nbytes_of
 from paceline.train.checkpoint.format.storage import OutputFile, WritableStorage, check_room, storage_error, who

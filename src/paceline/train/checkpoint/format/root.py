@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from paceline import __version__
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.format import manifest_json
 from paceline.train.checkpoint.format.checkpoint import Checkpoint, Listing, latest_name, listing_of
 from paceline.train.checkpoint.format.manifest import (
     FILE,
@@ -28,6 +27,7 @@ from paceline.train.checkpoint.format.manifest import (
     RankPart,
     draft_of,
     is_name,
+    manifest_to_bytes,
     merged,
 )
 from paceline.train.checkpoint.format.storage import OutputFile, Storage, check_room, open_storage, storage_error
@@ -241,7 +241,7 @@ def manifest_of(
 
 def publish(storage: Storage, draft: Draft, manifest: Manifest, held: OutputFile | None) -> None:
     """Makes a checkpoint with durable files visible, and returns when the checkpoint itself is durable."""
-    text = memoryview(manifest_json.to_bytes(manifest))
+    text = memoryview(manifest_to_bytes(manifest))
     file = held if held is not None else storage.create(f"{draft.directory}/{FILE}")
     with contextlib.closing(file):
         file.write([text])

@@ -12,9 +12,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from paceline.errors import PacelineError
-from paceline.train.checkpoint.format import manifest_json
 from paceline.train.checkpoint.format.manifest import FILE as MANIFEST
-from paceline.train.checkpoint.format.manifest import Draft
+from paceline.train.checkpoint.format.manifest import (
+    Draft,
+    contribution_to_bytes,
+    contributions_from_bytes,
+    join_contributions,
+    manifest_from_bytes,
+    manifest_to_bytes,
+)
 from paceline.train.checkpoint.format.part_writer import WriteItem, write_part
 from paceline.train.checkpoint.format.root import manifest_of
 from paceline.train.checkpoint.format.values import Json
@@ -114,7 +120,7 @@ def replicate_checkpoint(
 
         def commit() -> bytes:
             manifest = decode_result(verdict)
-            files = {name: entry.nbytes for name, entry in manifest_json.from_bytes(manifest, "").files.items()}
+            files = {name: entry.nbytes for name, entry in manifest_from_bytes(manifest, "").files.items()}
             for client in clients:
                 client.commit(replication.root, replication.draft.token, manifest, files, replication.vaults)
             return b""
@@ -134,16 +140,16 @@ def _write_own_part(replication: Replication, clients: Sequence[CacheClient], ra
     for client in clients:
         client.begin(BeginCopy(replication.root, draft.token, draft.sequence, draft.step, replication.keep, nbytes))
     part = write_part(ReplicaTarget(clients, replication.root, draft.token), draft, rank, replication.pieces)
-    return manifest_json.contribution_to_bytes(part, replication.values)
+    return contribution_to_bytes(part, replication.values)
 
 
 def _manifest(replication: Replication, answers: Sequence[bytes], size: int) -> bytes:
     """Returns the encoded manifest on rank 0, and b"" on the other ranks, where `answers` is empty."""
     if not answers:
         return b""
-    contributions = manifest_json.join_contributions([decode_result(answer) for answer in answers])
-    parts, values = manifest_json.contributions_from_bytes(contributions)
-    return manifest_json.to_bytes(manifest_of(replication.draft, parts, values, size, None))
+    contributions = join_contributions([decode_result(answer) for answer in answers])
+    parts, values = contributions_from_bytes(contributions)
+    return manifest_to_bytes(manifest_of(replication.draft, parts, values, size, None))
 
 
 class ReplicaTarget:

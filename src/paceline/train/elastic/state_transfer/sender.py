@@ -19,8 +19,7 @@ from paceline.comm.group.collectives.object_codec import encode
 from paceline.comm.group.variable_size import as_memory
 from paceline.comm.security.authenticated_listener import ListeningEndpoint
 from paceline.comm.security.encryption import identity_of
-from paceline.comm.security.levels import chosen_level
-from paceline.comm.security.secret import derive_key, job_secret
+from paceline.comm.security.secret import chosen_level, derive_key, job_secret
 from paceline.comm.store.tcp_store import listen
 from paceline.errors import PacelineError
 from paceline.train.elastic.failpoints import failpoint

@@ -17,8 +17,7 @@ import torch
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.group.work import Work
 from paceline.train.diloco.diloco import DiLoCo
-from paceline.train.diloco.exchange_mailbox import ExchangeResult, Tensors
-from paceline.train.diloco.exchanges import OuterAverager
+from paceline.train.diloco.exchanges import ExchangeResult, OuterAverager, Tensors
 from paceline.train.elastic.failpoints import failpoint
 from paceline.train.elastic.worker.launcher_connection import LauncherConnection, same_bits_as
 from paceline.train.elastic.worker.rounds import Rounds

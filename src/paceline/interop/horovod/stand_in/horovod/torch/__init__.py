@@ -9,15 +9,15 @@ import os
 import sys
 
 from paceline.interop import horovod
-from paceline.interop.horovod import compression, functions, optimizer
+from paceline.interop.horovod import collectives, optimizer
 from paceline.train import sync_batch_norm
 
 from ..common.util import check_extension
 
 _TOLD = "PACELINE_COMPAT_TOLD"  # set after the report; inherited by the processes that the script starts
 _MODULES = {
-    "compression": compression,
-    "functions": functions,
+    "compression": collectives,
+    "functions": collectives,
     "mpi_ops": horovod,
     "optimizer": optimizer,
     "sync_batch_norm": sync_batch_norm,

@@ -7,12 +7,12 @@ import threading
 
 import torch
 
-from paceline.comm.engine.adapters import device_times
-from paceline.comm.engine.adapters.device_times import DeviceWatch
+from paceline.comm.engine.adapters import group_recorder
+from paceline.comm.engine.adapters.group_recorder import DeviceWatch
 
 
 def test_what_is_added_during_its_last_poll_is_polled_again(monkeypatch):
-    monkeypatch.setattr(device_times, "activated", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(group_recorder, "activated", lambda device: contextlib.nullcontext())
     watch, device, again = DeviceWatch(), torch.device("cpu"), threading.Event()
     polls = 0
 

@@ -12,18 +12,16 @@ from paceline.train.pipeline.pipeline import into_stages
 from paceline.train.pipeline.program import (
     Action,
     PipelineFaultError,
-    PipelineProgram,
-    StageTransfer,
-    program_of,
-    simulate,
-    verify_program,
-)
-from paceline.train.pipeline.schedule import (
     PipelinePhase,
+    PipelineProgram,
     PipelineSchedule,
+    StageTransfer,
     Task,
     forwards_only,
     make_pipeline_schedule,
+    program_of,
+    simulate,
+    verify_program,
 )
 
 

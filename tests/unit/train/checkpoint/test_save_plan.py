@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.train.checkpoint.format.regions import untiled
-from paceline.train.checkpoint.ownership import assign_bytes
 from paceline.train.checkpoint.pytree import put_together, take_apart, with_classes_of
+from paceline.train.checkpoint.save_plan import assign_bytes
 from paceline.train.checkpoint.shard_layout import parts_of_run
 
-MODULES = ("ownership", "shard_layout", "format.values")
+MODULES = ("save_plan", "shard_layout", "format.values")
 
 
 @pytest.mark.parametrize("name", MODULES)

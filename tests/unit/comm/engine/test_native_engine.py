@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.comm.engine.native.scheduled_channel import PredictionMiss, describe_miss
+from paceline.comm.engine.native.engine import PredictionMiss, describe_miss
 from paceline.comm.engine.network_settings import read_network
 from paceline.comm.record.layout import DTYPES
+from paceline.comm.schedule.algorithms import number_of
 from paceline.comm.schedule.cost_model import CostModel, LinkCost
 from paceline.comm.schedule.network import NetworkLink, UplinkGroup
-from paceline.comm.schedule.registry import number_of
 from paceline.comm.schedule.steps import Operation
 
 MODEL = CostModel(LinkCost(1e-6, 1e-10), LinkCost(1e-4, 1e-9), 1e-10)

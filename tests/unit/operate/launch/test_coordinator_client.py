@@ -8,7 +8,7 @@ import pytest
 from launching import wait_until
 
 from paceline.comm.store.tcp_store import listen
-from paceline.operate.launch.elastic.join_elastic import RunningJobAnnouncer
+from paceline.operate.launch.elastic.coordinator_client import RunningJobAnnouncer
 from paceline.operate.launch.multinode.membership import Orders
 from paceline.operate.launch.multinode.protocol import Answered, JoinJob, Report, Running
 from paceline.operate.launch.multinode.server import MeetingServer

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from paceline import _core
-from paceline.comm.engine.codes import DTYPE_CODES
-from paceline.train.shared_model.fused_updates import FusedUpdates
+from paceline.comm.engine.channel import DTYPE_CODES
+from paceline.train.shared_model.shared_model_optimizer import FusedUpdates
 from paceline.train.shared_model.shared_shards import ReadyRound
 
 Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.train.ddp.flat_gradients import FlatGradients
+from paceline.train.ddp.gradient_buckets import FlatGradients
 
 SHAPES = [(3, 2), (), (0,), (4,)]
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.comm.engine.native import dial
+from paceline.comm.engine.native import bootstrap
 from paceline.comm.security.handshake import PeerGoneError, PeerHello
 
 TIMEOUT_S = 10.0
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(dial, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=clock.sleep))
+    monkeypatch.setattr(bootstrap, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=clock.sleep))
     return clock
 
 
@@ -47,7 +47,7 @@ def dropped_unread(_: float) -> socket.socket:
 def test_attempts_have_growing_pauses_until_the_deadline(clock, opened):
     deadline = clock.now_s + TIMEOUT_S
     with pytest.raises(PeerGoneError):
-        dial.dial(opened, b"k" * 32, PeerHello("links"), deadline)
+        bootstrap.dial(opened, b"k" * 32, PeerHello("links"), deadline)
     growing = clock.pauses_s[: clock.pauses_s.index(max(clock.pauses_s)) + 1]
     assert growing[0] <= 0.05 and max(growing) <= 1.0 and len(clock.pauses_s) < 50
     assert all(later > earlier for earlier, later in pairwise(growing))
@@ -59,5 +59,5 @@ def test_another_error_is_raised_at_once(clock):
         raise ConnectionRefusedError("nobody listens there")
 
     with pytest.raises(ConnectionRefusedError):
-        dial.dial(refused, b"k" * 32, PeerHello("links"), clock.now_s + TIMEOUT_S)
+        bootstrap.dial(refused, b"k" * 32, PeerHello("links"), clock.now_s + TIMEOUT_S)
     assert clock.pauses_s == []
