@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as torch_dist
+from one_world import run_in_forks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline.interop.torch_backend
+
+
+def require_installed(*libraries: str) -> None:
+    """Skips the test without them; importing them here would take as long as the test."""
+    for library in libraries:
+        if find_spec(library) is None:
+            pytest.skip(f"{library} is not installed; `make test` installs it")
 
 
 def numbers() -> TensorDataset:
@@ -96,9 +105,8 @@ def accelerate_and_transformers(directory: str) -> None:
 
 @pytest.mark.timeout(200)
 def test_accelerate_and_the_transformers_trainer(ranks, tmp_path):
-    pytest.importorskip("accelerate", reason="Accelerate is not installed; `make test` installs it")
-    pytest.importorskip("transformers", reason="transformers is not installed; `make test` installs it")
-    ranks(2)(accelerate_and_transformers, str(tmp_path), timeout_s=180)  # imports take most of it
+    require_installed("accelerate", "transformers")
+    ranks(1)(run_in_forks, ["accelerate", "transformers"], 2, accelerate_and_transformers, str(tmp_path), timeout_s=180)
 
 
 def started_environment() -> Any:
@@ -195,5 +203,5 @@ def fabric_and_trainer(directory: str) -> None:
 
 @pytest.mark.timeout(200)
 def test_lightning_fabric_and_its_trainer(ranks, tmp_path):
-    pytest.importorskip("lightning", reason="Lightning is not installed; `make test` installs it")
-    ranks(2)(fabric_and_trainer, str(tmp_path), timeout_s=180)
+    require_installed("lightning")
+    ranks(1)(run_in_forks, ["lightning"], 2, fabric_and_trainer, str(tmp_path), timeout_s=180)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import ENVIRONMENT, command, is_alive, kill, processes_with, state_of, wait_until
+from forked_launcher import ForkedLauncher
+from launching import ENVIRONMENT, command, is_alive, kill, processes_in, state_of, wait_until
 
 TOY = str(Path(__file__).parents[1] / "support" / "elastic_toy.py")
 
@@ -22,16 +22,25 @@ class Elastic:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
-        self.launcher: subprocess.Popen[str] | None = None
+        self.launcher: subprocess.Popen[bytes] | ForkedLauncher | None = None
 
     def start(self, workers: int, *flags: str, script: str = TOY, method: str = "spawn", **variables: str) -> None:
-        name, value = self.mark.split("=")
-        words = command("--elastic", f"--nproc-per-node={workers}", f"--start-method={method}", *flags, script)
+        words = ["--elastic", f"--nproc-per-node={workers}", f"--start-method={method}", *flags, script]
+        words.append(str(self.directory))
         with open(self.directory / "err", "w") as err, open(self.directory / "out", "w") as out:
             self.launcher = subprocess.Popen(
-                [*words, str(self.directory)], stdout=out, stderr=err, env={**ENVIRONMENT, **variables, name: value}
+                command(*words), stdout=out, stderr=err, env={**ENVIRONMENT, **variables}, cwd=self.directory
             )
+
+    def start_forked(self, *words: str, **variables: str) -> None:
+        """Starts a job of one worker, whose template has imported torch before."""
+        self.launcher = ForkedLauncher(
+            ["run", "--elastic", *words, str(self.directory)],
+            {**ENVIRONMENT, **variables},
+            self.directory / "out",
+            self.directory / "err",
+            cwd=str(self.directory),
+        )
 
     def said(self, stream: str = "err") -> str:
         return (self.directory / stream).read_text()
@@ -79,7 +88,7 @@ class Elastic:
         if self.launcher is not None:
             self.launcher.kill()
             self.launcher.wait()
-        kill(processes_with(self.mark))
+        kill(processes_in(self.directory))
 
 
 @pytest.fixture
@@ -291,7 +300,7 @@ def test_workers_are_forks_with_torch_and_preload_that_differ(job):
     assert "--preload not_there is left out: ModuleNotFoundError: No module named 'not_there'" in job.said()
     for uid in ("0.0.0", "0.1.0"):
         assert command_of(job.pid(uid)).split("\0")[1] == str(script), "what ps shows"
-    (template,) = (pid for pid in processes_with(job.mark) if "template.py" in command_of(pid))
+    (template,) = (pid for pid in processes_in(job.directory) if "template.py" in command_of(pid))
     os.kill(template, signal.SIGKILL)
     os.kill(job.pid("0.1.0"), signal.SIGKILL)
     job.wait_for("0.0.0", "0.1.1")
@@ -305,7 +314,7 @@ def test_workers_are_forks_with_torch_and_preload_that_differ(job):
 
 PRELOADED = f"""
 import sys
-sys.stdout.write(f"{{'wave' in sys.modules}} {{'busy' in sys.modules}}\\n")
+sys.stdout.write(f"{{'calm' in sys.modules}} {{'busy' in sys.modules}}\\n")
 exec(compile(open({TOY!r}).read(), {TOY!r}, "exec"))
 """
 BUSY = """
@@ -316,11 +325,12 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 def test_modules_of_preload_that_do_harm_are_left_out(job):
     (job.directory / "busy.py").write_text(BUSY)
+    (job.directory / "calm.py").touch()
     script = job.directory / "preloaded.py"
     script.write_text(PRELOADED)
-    job.start(1, "--preload=wave,busy", script=str(script), method="auto", PYTHONPATH=str(job.directory))
+    job.start_forked("--preload=calm,busy", str(script), PYTHONPATH=str(job.directory))
     job.wait_for("0.0.0")
     job.order("end")
     said = job.expect(0)
     assert job.said("out").split()[-2:] == ["False", "False"]
-    assert "), so --preload wave,busy is left out; another is started" in said
+    assert "), so --preload calm,busy is left out; another is started" in said

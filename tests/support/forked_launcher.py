@@ -233,7 +233,9 @@ def _resemble_new_interpreter(env: Mapping[str, str], descriptors: Sequence[int]
     sys.stdout = sys.__stdout__ = _stream(1, is_buffered, "strict")
     sys.stderr = sys.__stderr__ = _stream(2, is_buffered, "backslashreplace")
     sys.stderr.reconfigure(line_buffering=is_buffered)
-    sys.path[:] = [entry for entry in sys.path if entry and not _is_of_tests(entry) and Path(entry) != _TESTS.parent]
+    given = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    own = [*given, "", str(_TESTS.parent)]
+    sys.path[:] = given + [entry for entry in sys.path if entry not in own and not _is_of_tests(entry)]
     for name, module in list(sys.modules.items()):
         if name != __name__ and _is_of_tests(getattr(module, "__file__", None) or "/"):
             del sys.modules[name]

@@ -6,9 +6,12 @@ A world costs about a second to start, a program a few milliseconds; so the prog
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
 
 from hosts.fixture import Hosts
 from world import RankFailed, Ranks
@@ -52,6 +55,35 @@ def require(reports: Mapping[str, str], name: str) -> None:
     """Fails the test of the program `name` if it failed on any rank."""
     assert name in reports, f"not reached: {list(reports)[-1]} failed before"
     assert not reports[name], reports[name]
+
+
+def run_in_forks(modules: Iterable[str], size: int, fn: Callable[..., object], *arguments: object) -> None:
+    """Runs a function on `size` ranks, each a fork of the calling rank, which imports slow modules first."""
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
+    running = set()
+    for rank in range(size):
+        if (child := os.fork()) == 0:
+            _run_fork(rank, size, fn, arguments)
+        running.add(child)
+    while running:
+        child, status = os.wait()
+        running.discard(child)
+        assert status == 0, f"a rank has failed; its traceback is above (status {status})"
+
+
+def _run_fork(rank: int, size: int, fn: Callable[..., object], arguments: tuple[object, ...]) -> NoReturn:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    os.environ.update({"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)})
+    code = 1
+    try:
+        fn(*arguments)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 Layout = int | tuple[int, ...]
