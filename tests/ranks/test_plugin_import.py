@@ -42,9 +42,11 @@ def test_the_backend_is_known_whatever_is_imported_first(installed):
 
 
 def test_a_broken_installation_breaks_only_its_own_groups(installed):
+    """Importing torch loads the entry point and nothing else of the package."""
     code = (
-        "import sys; sys.modules['paceline._core'] = None; sys.modules['msgspec'] = None\n"
+        "import paceline, sys; sys.modules['paceline._core'] = None; sys.modules['msgspec'] = None\n"
         f"{KNOWN}\n"
+        "print(sorted(name for name, module in sys.modules.items() if name.startswith('paceline') and module))\n"
         "try:\n"
         "    store = torch.distributed.HashStore()\n"
         "    torch.distributed.init_process_group('paceline', store=store, rank=0, world_size=1)\n"
@@ -52,28 +54,29 @@ def test_a_broken_installation_breaks_only_its_own_groups(installed):
         "    print(error)\n"
     )
     done = installed(code, "-W", "error")
-    assert done.stdout.startswith("True\nimport of paceline._core halted"), (done.stdout, done.stderr)
+    known, loaded, error = done.stdout.splitlines()
+    assert known == "True", done.stderr
+    assert loaded == "['paceline', 'paceline.interop', 'paceline.interop.torch_backend']"
+    assert error.startswith("import of paceline._core halted")
 
 
 def test_without_autoloading_one_call_makes_it_known(installed):
-    code = f"{KNOWN}; import paceline.plugin; paceline.plugin.register(); paceline.plugin.register(); {KNOWN}"
-    done = installed(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.stdout.endswith("True\n"), done.stderr
-    assert "paceline" not in done.stderr
-
-
-def test_an_error_inside_does_not_end_the_import_of_torch(installed):
+    """Before that, in a fork of the same interpreter, an error inside does not end the import of torch."""
     code = (
-        "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; import torch; "
-        "torch.distributed.Backend.register_backend = None; torch.distributed.Backend.backend_list = ['gloo']; "
-        "torch._import_device_backends(); print('imported')"
+        f"{KNOWN}\n"
+        "import os, sys\n"
+        "if (child := os.fork()) == 0:\n"
+        "    torch.distributed.Backend.register_backend = None\n"
+        "    torch.distributed.Backend.backend_list = ['gloo']\n"
+        "    torch._import_device_backends()\n"
+        "    print('imported', flush=True)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "print('end of errors', file=sys.stderr, flush=True)\n"
+        f"import paceline.plugin; paceline.plugin.register(); paceline.plugin.register(); {KNOWN}"
     )
-    done = installed(code, "-W", "error")
-    assert done.stdout == "imported\n", done.stderr
-    assert "torch.distributed does not get the backend 'paceline': TypeError" in done.stderr
-
-
-def test_importing_torch_loads_only_the_entry_point(installed):
-    ours = "sorted(name for name in sys.modules if name.startswith('paceline'))"
-    code = f"import paceline; {KNOWN}; import sys; print({ours})"
-    assert installed(code).stdout == "True\n['paceline', 'paceline.interop', 'paceline.interop.torch_backend']\n"
+    done = installed(code, "-W", "error", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONUNBUFFERED="1")
+    assert done.stdout == "False\nimported\nTrue\n", done.stderr
+    of_error, _, of_call = done.stderr.partition("end of errors")
+    assert "torch.distributed does not get the backend 'paceline': TypeError" in of_error
+    assert "paceline" not in of_call
