@@ -160,8 +160,8 @@ def ask_for_what_cannot_be_done(directory: str) -> None:
         group = torch_dist.group.WORLD
         with pytest.raises(TypeError, match=r"no engine for it: make a second group.*pass tensor.cpu"):
             torch_dist.all_reduce(torch.ones(3, device="meta"))
-        with pytest.raises(RuntimeError, match="no backend for the device cuda"):
-            group._get_backend(torch.device("cuda"))
+        with pytest.raises(RuntimeError, match="no backend for the device mps"):  # of no build of PyTorch for Linux
+            group._get_backend(torch.device("mps"))
         with pytest.raises(ValueError, match="rank [01]: .* is not contiguous"):
             torch_dist.all_gather_into_tensor(torch.empty(4, 6).t(), torch.ones(12))
         with pytest.raises(ValueError, match="has no options"):
