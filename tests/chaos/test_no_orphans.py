@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from launching import ENVIRONMENT, command, is_alive, kill, processes_with, run, wait_until
+from forked_launcher import ForkedLauncher
+from launching import ENVIRONMENT, command, is_alive, kill, processes_in, processes_with, run, wait_until
 from stubborn import STUBBORN, WORKERS, Started
 
 from paceline.operate.launch.workers.cleanup import Cgroup
@@ -148,19 +149,16 @@ for _ in loader: time.sleep(0.01)
 def test_the_children_of_a_data_loader_end_too(tmp_path):
     script = tmp_path / "loader.py"
     script.write_text(LOADER)
-    mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
-    name, value = mark.split("=")
-    launcher = subprocess.Popen(
-        command(str(script), str(tmp_path / "up")), env={**ENVIRONMENT, name: value}, stderr=subprocess.DEVNULL
-    )
+    words = ["run", str(script), str(tmp_path / "up")]
+    launcher = ForkedLauncher(words, ENVIRONMENT, tmp_path / "out", tmp_path / "err", cwd=str(tmp_path))
     try:
         wait_until((tmp_path / "up0").exists)
-        assert len(processes_with(mark)) >= 4
+        assert len(processes_in(tmp_path)) >= 4
         launcher.kill()
-        wait_until(lambda: not processes_with(mark))
+        wait_until(lambda: not processes_in(tmp_path))
     finally:
         launcher.kill()
-        kill(processes_with(mark))
+        kill(processes_in(tmp_path))
         launcher.wait()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import ENVIRONMENT, command, is_alive, kill, processes_with, run, wait_until
+from launching import ENVIRONMENT, MEET, command, is_alive, kill, processes_with, run, wait_until
 from ssh_server import ADDRESSES, new_key, ssh_server
 
 import paceline
@@ -21,7 +21,7 @@ __all__ = ["ssh_server"]
 A, B = ADDRESSES
 WHERE = (
     "import os, sys\n"
-    "from paceline.comm.rendezvous.rendezvous import rendezvous\n"
+    f"{MEET}\n"
     "met = rendezvous('env://', None, -1, -1, 60)\n"
     "print(met.rank, met.world_size, os.environ['NODE_RANK'], os.getcwd(), os.environ.get('COLOUR'),"
     " repr(sys.stdin.read()))\n"

@@ -108,17 +108,15 @@ def test_the_launcher_imports_no_torch():
 
 
 def test_forked_workers_fail_restart_and_meet_as_others_do(script):
-    text = """
-import os, sys
-assert "torch" in sys.modules, "it was imported before the fork"
-import torch
+    text = f"""
+import os
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     raise ValueError("once")
-from paceline.comm.rendezvous.rendezvous import rendezvous
+{MEET}
 joined = rendezvous(None, None, -1, -1, 50)
 print("met", joined.world_size, os.getpid() == os.getsid(0), flush=True)
 """
-    done = run("--nproc-per-node=2", "--max-restarts=1", script(text))
+    done = run("--nproc-per-node=2", "--max-restarts=1", "--start-method=forkserver", script(text))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] met 2 True" for rank in range(2)]
     assert "bootstrap.py" not in done.stderr

@@ -23,8 +23,8 @@ from paceline.train.elastic.coordinator.elastic_job import ElasticJob
 from paceline.train.elastic.coordinator.views import Views
 from paceline.train.elastic.protocol import FenceStalledOrder
 
-BLOCK = 5_000
-BLOCKS = 1 if FACTOR == 1 else 4 * FACTOR
+BLOCK = 2_500
+BLOCKS = 1 if FACTOR == 1 else 8 * FACTOR
 pytestmark = pytest.mark.usefixtures("no_collector")
 
 
