@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from launching import ENVIRONMENT
+from forked_launcher import run_command
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -190,14 +188,7 @@ open("finished", "w").close()
 
 
 def plan(directory, *words):
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", "plan", *words],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=ENVIRONMENT,
-        cwd=directory,
-    )
+    return run_command("plan", *words, cwd=str(directory))
 
 
 def test_a_script_is_measured_and_predicted(tmp_path):
