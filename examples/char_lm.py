@@ -1,4 +1,4 @@
-"""Trains a small transformer to continue Python source, on the text of Python's own standard library.
+"""Trains a small transformer to continue Python source code, on the text of Python's standard library.
 
 paceline run --nproc-per-node 2 examples/char_lm.py
 """
@@ -13,9 +13,9 @@ from torch import nn
 
 import paceline as dist
 
-arguments = argparse.ArgumentParser(description="A character language model, data parallel")
+arguments = argparse.ArgumentParser(description="A character language model, trained data-parallel")
 arguments.add_argument("--steps", type=int, default=700)
-arguments.add_argument("--batch-size", type=int, default=16, help="windows of text of each rank in a step")
+arguments.add_argument("--batch-size", type=int, default=16, help="text windows per rank and step")
 options = arguments.parse_args()
 CONTEXT, WIDTH, LAYERS = 96, 128, 3
 
@@ -29,7 +29,7 @@ train, test = text[: int(0.95 * len(text))], text[int(0.95 * len(text)) :]
 
 
 class Model(nn.Module):
-    """Predicts each next character from those before it."""
+    """Predicts each character from the preceding ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ generator = torch.Generator().manual_seed(rank)
 
 
 def batch(source: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`size` windows from random places, and the same one character on."""
+    """Returns `size` windows at random positions, and the same windows shifted by one character."""
     at = torch.randint(len(source) - CONTEXT, (size, 1), generator=generator) + torch.arange(CONTEXT)
     return source[at], source[at + 1]
 
@@ -80,7 +80,7 @@ with torch.no_grad():
     held_out = loss_of(*batch(test, 256))
 dist.all_reduce(held_out, dist.ReduceOp.AVG)
 if rank == 0:
-    print(f"text it has not seen: {held_out:.3f} nats/char; waiting for communication "
+    print(f"held-out text: {held_out:.3f} nats/char; waiting for communication "
           f"{model.communication_wait_s() / (time.perf_counter() - started):.1%} of the time")  # fmt: skip
     line = torch.tensor([list(b"import os\n\n\ndef ")])
     while line.shape[1] < 160:
@@ -89,8 +89,8 @@ if rank == 0:
         chances = logits[0, min(line.shape[1], CONTEXT) - 1].div(0.7).softmax(0)
         line = torch.cat([line, torch.multinomial(chances, 1, generator=generator)[None]], 1)
     continued = bytes(line[0].tolist()).decode("ascii", "replace")
-    print(f"it continues the first line as follows:\n{continued}\n")
+    print(f"the model continues the first line as follows:\n{continued}\n")
     windows = options.steps * options.batch_size * world_size
-    print(f"Shown: {world_size} ranks trained one model on {windows:,} windows of text. In each step, every rank "
+    print(f"Result: {world_size} ranks trained one model on {windows:,} windows of text. In each step, every rank "
           f"computed the gradients for {options.batch_size} of them, and the ranks averaged these.")  # fmt: skip
 dist.destroy_process_group()

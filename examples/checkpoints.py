@@ -1,10 +1,10 @@
-"""Trains on handwritten digits, and continues from its newest checkpoint when started again, on any number of ranks.
+"""Trains on handwritten digits. When restarted, resumes from the newest checkpoint, on any number of ranks.
 
-paceline run --nproc-per-node 2 examples/checkpoints.py --steps 200      (end it by Ctrl-C, kill it, or let it finish)
-paceline run --nproc-per-node 3 examples/checkpoints.py --steps 400      (continues where the other one ended)
+paceline run --nproc-per-node 2 examples/checkpoints.py --steps 200     (stop it with Ctrl-C, kill it, or let it finish)
+paceline run --nproc-per-node 3 examples/checkpoints.py --steps 400     (resumes where the first stopped)
 paceline checkpoint inspect build/digits-checkpoints
 
-A checkpoint appears only when it is complete, so whatever kills the training, the next start finds a complete one.
+A checkpoint appears only when it is complete, so a restart always finds a complete one, however the run was killed.
 """
 
 import argparse
@@ -39,14 +39,14 @@ model = dist.DistributedDataParallel(
 )  # fmt: skip
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-# The position in the epoch is part of the checkpoint: no sample is trained on twice or left out after a restart.
+# The position in the epoch is part of the checkpoint: after a restart, no sample is repeated or skipped.
 loader = dist.StatefulLoader(TensorDataset(images, labels), batch_size=32, remainder="repeat")
 
 state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
 with dist.CheckpointManager(options.directory, every=options.every, keep=3) as manager:
     step = first = manager.restore(state) or 0
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks begin at step {step}")
+        print(f"{dist.get_world_size()} ranks start at step {step}")
     while step < options.steps:
         for x, y in loader:
             optimizer.zero_grad()
@@ -58,14 +58,14 @@ with dist.CheckpointManager(options.directory, every=options.every, keep=3) as m
             began = time.perf_counter()
             if manager.save(step, state, force=step == options.steps) and dist.get_rank() == 0:
                 stall_ms = (time.perf_counter() - began) * 1e3
-                print(f"step {step:4}  loss {loss.item():.3f}  saving takes {stall_ms:.1f} ms of the loop's time")
+                print(f"step {step:4}  loss {loss.item():.3f}  saving blocked the loop for {stall_ms:.1f} ms")
             if step == options.steps:
                 break
 if dist.get_rank() == 0:
     kept = ", ".join(sorted(path.name for path in Path(options.directory).glob("step_*")))
-    began = f"continued from the checkpoint at step {first}" if first else "began without a checkpoint"
+    began = f"continued from the checkpoint at step {first}" if first else "started without a checkpoint"
     print(f"""
-Shown: the training {began} and has reached step {step}. {options.directory} contains {kept}.
+Result: training {began} and has reached step {step}. {options.directory} contains {kept}.
 To continue from there on another number of ranks: paceline run --nproc-per-node 3 {__file__} --steps {step + 200}
 To see what is saved: paceline checkpoint inspect {options.directory}""")
 dist.destroy_process_group()

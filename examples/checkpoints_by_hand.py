@@ -1,8 +1,8 @@
-"""Saves and loads in the way of PyTorch's tutorial, shows its traps, and does the same with paceline.save.
+"""Saves and loads a checkpoint as in PyTorch's tutorial, shows the pitfalls, and does the same with paceline.save.
 
 paceline run --nproc-per-node 2 examples/checkpoints_by_hand.py
 
-Rank 0 saves, a barrier follows, and all ranks load with `map_location`. That is right, if a few things are heeded.
+Rank 0 saves, a barrier follows, and all ranks load with `map_location`. This is correct, with a few caveats.
 """
 
 import os
@@ -31,7 +31,7 @@ def tell(text: str) -> None:
 
 model = dist.DistributedDataParallel(new_model())
 optimizer = torch.optim.AdamW(model.parameters())
-torch.manual_seed(rank)  # each rank has batches of its own
+torch.manual_seed(rank)  # each rank has its own batches
 for _ in range(5):
     optimizer.zero_grad()
     model(torch.randn(8, 20)).square().mean().backward()
@@ -42,8 +42,8 @@ dist.broadcast_object_list(shared)
 directory = Path(str(shared[0]))
 path = directory / "model.pt"
 
-# The tutorial's way, with what it leaves out: the file is another one until it is on the disk, and rank 0 tells the
-# others whether it succeeded, so that they do not wait in a barrier for a rank that has raised an error.
+# The tutorial's method, with two additions: the data is written to a temporary file until it is on disk, and rank 0
+# reports the result to the others, so that they do not wait in a barrier for a rank that has raised an error.
 outcome = [""]
 if rank == 0:
     try:
@@ -57,38 +57,39 @@ if rank == 0:
         os.close(folder)
     except OSError as error:
         outcome = [f"rank 0 could not save: {error}"]
-dist.broadcast_object_list(outcome)  # a barrier that also says how it went
+dist.broadcast_object_list(outcome)  # a barrier that also reports whether the save succeeded
 if outcome[0]:
     raise SystemExit(outcome[0])
-loaded = torch.load(path, map_location="cpu", weights_only=True)  # on GPUs: the rank's own device
+loaded = torch.load(path, map_location="cpu", weights_only=True)  # on GPUs, pass the rank's device
 model.module.load_state_dict(loaded["model"])
 optimizer.load_state_dict(loaded["optimizer"])
 tell(f"by hand: {path.stat().st_size} bytes, all written by rank 0")
 
-# Trap 1: a file that is written in place is cut if the job dies meanwhile, and the one before is gone.
+# Pitfall 1: if the job dies while a file is written in place, the file is truncated and the old checkpoint is lost.
 if rank == 0:
     torn = directory / "torn.pt"
-    shutil.copy(path, torn)  # yesterday's checkpoint
-    with open(path, "rb") as source, open(torn, "wb") as target:  # today's, killed in the middle
+    shutil.copy(path, torn)  # the old checkpoint
+    with open(path, "rb") as source, open(torn, "wb") as target:  # the new one, interrupted halfway
         target.write(source.read(path.stat().st_size // 2))
     try:
         torch.load(torn, map_location="cpu", weights_only=True)
     except (RuntimeError, OSError) as error:
-        print(f"trap 1, torch.save in place, killed: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
+        print(f"pitfall 1, torch.save in place, interrupted: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
 
-# Trap 2: the wrapper's names begin with `module.`, so a bare model does not take them.
+# Pitfall 2: the wrapper's names begin with `module.`, so an unwrapped model cannot load them.
 try:
     new_model().load_state_dict(model.state_dict())
-    tell("trap 2: this wrapper's state_dict has the bare model's names")
+    tell("pitfall 2: the wrapper's state_dict has the names of the unwrapped model")
 except RuntimeError as error:
-    tell(f"trap 2, the wrapper's state_dict: {str(error).splitlines()[1].strip()[:80]}")
+    tell(f"pitfall 2, the wrapper's state_dict: {str(error).splitlines()[1].strip()[:80]}")
 
-# Trap 3: what is removed after loading may be removed before a slower rank has loaded it.
+# Pitfall 3: without a barrier, rank 0 could remove the file before a slower rank has loaded it.
 dist.barrier()
 if rank == 0:
     path.unlink()
 
-# The same with paceline.save: every rank writes a part, it is complete or absent, and any number of ranks loads it.
+# The same with paceline.save: each rank writes a part, no incomplete checkpoint appears, and any number of ranks can
+# load it.
 state = {"model": model, "optimizer": optimizer, "step": 5}
 dist.save(state, directory / "checkpoints", step=5)
 state["step"] = 0
@@ -96,8 +97,8 @@ dist.load(state, directory / "checkpoints")
 files = sorted(each.name for each in (directory / "checkpoints" / "step_0000000005").iterdir())
 tell(f"paceline.save: step {state['step']}, {', '.join(files)}")
 tell("""
-Shown: saving by hand works, but rank 0 writes everything, a job that dies while it saves leaves a damaged file
-(trap 1), and the names depend on the wrapper (trap 2). With paceline.save every rank writes its part, and an
+Result: saving by hand works, but rank 0 writes everything, a job that dies while saving leaves a damaged file
+(pitfall 1), and the names depend on the wrapper (pitfall 2). With paceline.save, each rank writes its part, and an
 incomplete checkpoint never replaces a complete one.""")
 
 dist.barrier()

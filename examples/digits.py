@@ -1,4 +1,4 @@
-"""Trains a small CNN on scikit-learn's handwritten digits, on as many processes as it is started with.
+"""Trains a small CNN on scikit-learn's handwritten digits, on any number of processes.
 
 paceline run --nproc-per-node 2 examples/digits.py      (or, on one process: python examples/digits.py)
 """
@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as dist
 
-arguments = argparse.ArgumentParser(description="Handwritten digits, data parallel")
+arguments = argparse.ArgumentParser(description="Handwritten digits, trained data-parallel")
 arguments.add_argument("--epochs", type=int, default=20)
-arguments.add_argument("--batch-size", type=int, default=32, help="samples of each rank in a step")
+arguments.add_argument("--batch-size", type=int, default=32, help="samples per rank and step")
 options = arguments.parse_args()
 
 if "RANK" in os.environ:
@@ -48,7 +48,7 @@ loader = DataLoader(dataset, batch_size=options.batch_size, sampler=sampler)
 
 
 def accuracy() -> float:
-    """The share of test images that are recognised; every rank looks at its part of them."""
+    """Returns the accuracy on the test images. Each rank evaluates a part of them."""
     model.eval()
     mine = test[rank::world_size]
     with torch.no_grad():
@@ -85,10 +85,10 @@ if rank == 0:
     samples/s                      {options.epochs * len(train) / elapsed:,.0f}
     waiting for communication      {model.communication_wait_s() / elapsed:.1%} of the time
     parameters, SHA-256            {", ".join(bytes(each.tolist()).hex()[:16] for each in digests)}
-    all ranks hold the same bits   {"yes" if same else "NO"}
+    parameters bitwise equal       {"yes" if same else "NO"}
 
-Shown: {world_size} rank(s) trained one model on {options.epochs * len(train):,} samples and averaged their gradients
-in each step, so all ranks end with the same parameters.""")
+Result: {world_size} rank(s) trained one model on {options.epochs * len(train):,} samples and averaged their gradients
+in each step, so all ranks have the same parameters.""")
 dist.destroy_process_group()
 if not same:
     raise SystemExit("the ranks' parameters differ")

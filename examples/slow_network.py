@@ -1,4 +1,4 @@
-"""Trains the model of char_lm.py over a slow network: each rank trains by itself, and they average now and then.
+"""Trains the model of char_lm.py over a slow network: ranks train separately and average their changes occasionally.
 
 paceline run --nproc-per-node 2 examples/slow_network.py
 """
@@ -15,9 +15,11 @@ import paceline as dist
 
 arguments = argparse.ArgumentParser(description="A character language model with DiLoCo")
 arguments.add_argument("--steps", type=int, default=700)
-arguments.add_argument("--batch-size", type=int, default=16, help="windows of text of each rank in a step")
-arguments.add_argument("--every", type=int, default=16, help="steps in which each part of the model is exchanged once")
-arguments.add_argument("--wire", default="int4", choices=["bf16", "int8", "int4"], help="how parts travel")
+arguments.add_argument("--batch-size", type=int, default=16, help="text windows per rank and step")
+arguments.add_argument("--every", type=int, default=16, help="number of steps between exchanges of a part of the model")
+arguments.add_argument(
+    "--wire", default="int4", choices=["bf16", "int8", "int4"], help="data type in which parts are sent"
+)
 options = arguments.parse_args()
 CONTEXT, WIDTH, LAYERS = 96, 128, 3
 
@@ -31,7 +33,7 @@ train, test = text[: int(0.95 * len(text))], text[int(0.95 * len(text)) :]
 
 
 class Model(nn.Module):
-    """Predicts each next character from those before it."""
+    """Predicts each character from the preceding ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,13 +53,13 @@ model = Model()
 nn.init.normal_(model.character.weight, std=0.05)
 inner = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
 schedule = torch.optim.lr_scheduler.OneCycleLR(inner, 4e-3, total_steps=options.steps, pct_start=0.1)
-outer = torch.optim.SGD(model.parameters(), lr=0.8, momentum=0.3, nesterov=True)  # for some 40 rounds
+outer = torch.optim.SGD(model.parameters(), lr=0.8, momentum=0.3, nesterov=True)  # for about 40 rounds
 diloco = dist.DiLoCo(model, inner, outer, every=options.every, fragments=4, wire=options.wire)
 generator = torch.Generator().manual_seed(rank)
 
 
 def batch(source: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`size` windows from random places, and the same one character on."""
+    """Returns `size` windows at random positions, and the same windows shifted by one character."""
     at = torch.randint(len(source) - CONTEXT, (size, 1), generator=generator) + torch.arange(CONTEXT)
     return source[at], source[at + 1]
 
@@ -84,9 +86,9 @@ with torch.no_grad():
     held_out = loss_of(*batch(test, 256))
 dist.all_reduce(held_out, dist.ReduceOp.AVG)
 if rank == 0:
-    print(f"text it has not seen: {held_out:.3f} nats/char; waiting for exchanges {waited:.1%} of the time")
+    print(f"held-out text: {held_out:.3f} nats/char; waiting for exchanges {waited:.1%} of the time")
     fewer = options.every * 32 // {"bf16": 16, "int8": 8, "int4": 4}[options.wire]
     print(f"""
-Shown: {world_size} ranks trained separately and exchanged their changes as {options.wire} once in {options.every}
+Result: {world_size} ranks trained separately and exchanged their changes as {options.wire} once every {options.every}
 steps. This takes about 1/{fewer} of the bytes that averaging float32 gradients in each step takes (char_lm.py).""")
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Trains on handwritten digits while workers are killed, and ends with the bits of an undisturbed run.
+"""Trains on handwritten digits while workers are killed; the result is bitwise equal to that of an undisturbed run.
 
 python examples/unbreakable.py                                                          (one process, undisturbed)
 paceline run --elastic --nproc-per-node 4 --chaos kill:1s,seed=7 examples/unbreakable.py
@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 
 import paceline as dist
 
-arguments = argparse.ArgumentParser(description="Handwritten digits, whatever happens to the workers")
+arguments = argparse.ArgumentParser(description="Handwritten digits, trained while workers may be killed")
 arguments.add_argument("--epochs", type=int, default=12)
-arguments.add_argument("--digest-file", type=Path, help="where rank 0 leaves the digest of the final state")
+arguments.add_argument("--digest-file", type=Path, help="the file to which rank 0 writes the digest of the final state")
 options = arguments.parse_args()
 
 dist.init_process_group(elastic=True)
@@ -65,8 +65,8 @@ for epoch in state.epochs(options.epochs):
 digest = state.digest()
 if dist.get_rank() == 0:
     print(f"SHA-256 of the final state: {digest}")
-    print("Shown: the state does not depend on the number of workers, or on which of them are killed. Every run ends "
-          f"with this digest, such as: python {__file__} --epochs {options.epochs}")  # fmt: skip
+    print("Result: the final state does not depend on the number of workers or on which of them are killed. Every run "
+          f"ends with this digest, for example: python {__file__} --epochs {options.epochs}")  # fmt: skip
     if options.digest_file is not None:
         options.digest_file.write_text(digest)
 dist.destroy_process_group()

@@ -31,12 +31,12 @@ class Fault:
         return re.search(self.right.replace("BAD", str(bad)), text) is not None
 
 
-_THERE = r"rank BAD is not there: it is "
+_THERE = r"rank BAD has not reached this call: it is "
 FAULTS = (
     Fault("skip", r"rank BAD called broadcast.*it skipped all_reduce"),
     Fault("extra", r"rank BAD called all_reduce.*twice"),
     Fault("shape", r"rank BAD called all_reduce\(float32, 77\).*differs"),
-    Fault("order", r"rank BAD called broadcast.*(another order|or makes it later)"),
+    Fault("order", r"rank BAD called broadcast.*(a different order|or calls it later)"),
     Fault("stop", _THERE + "stopped by a signal"),
     Fault("kill", r"rank BAD failed: killed by SIGKILL"),
     Fault("loader", _THERE + r"in DataLoader\.__next__"),
@@ -49,9 +49,10 @@ FAULTS = (
 )
 HEALTHY = ("evaluate", "save", "compile")
 ACCUSATION = re.compile(
-    r"is not there|did not come|deadlock|as call \d|failed|it has not ended|confidence|the network between"
+    r"has not reached this call|did not reach the call|did not reach this call|deadlock|as call \d|failed|"
+    r"it has not completed|confidence|the network between"
 )
-NO_ERROR = "That is no error"
+NO_ERROR = "This is not an error"
 
 
 def is_accused(text: str) -> bool:

@@ -1,6 +1,6 @@
-"""Draws the ring and the tree as animations: each round of our own schedules, and what the ranks hold in between.
+"""Draws the ring and tree all-reduce as animations of Paceline's schedules, round by round.
 
-python docs/pictures/all_reduce.py        writes the pictures beside this script
+python docs/pictures/all_reduce.py        writes the SVG files next to this script
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.comm.schedule.steps import Buffer, Operation
 
 LETTERS = "ABCDEFGH"
 COLOURS = ("#0369a1", "#0e7490", "#a16207", "#15803d")
-"""By how much of the sum a block holds: its own part, less than half, more, all."""
+"""Colors of blocks that contain the data of one rank, of at most half of the ranks, of more than half, and of all."""
 
 LEFT, TOP, COLUMN, ROW, WIDTH, HEIGHT = 84, 104, 104, 52, 84, 32
 MOVES_S, RESTS_S, ENDS_S = 1.4, 0.6, 3.0
@@ -30,7 +30,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Clock:
-    """When the rounds are, in an animation that begins again after the last one."""
+    """Converts rounds to times in an animation that repeats after the last round. Times are fractions of its length."""
 
     rounds: int
 
@@ -39,15 +39,15 @@ class Clock:
         return self.rounds * (MOVES_S + RESTS_S) + ENDS_S
 
     def begins(self, at: int) -> float:
-        """Returns when a round begins, as a share of the whole; 1 after the last."""
+        """Returns the time at which a round begins; 1 for a round after the last one."""
         return 1.0 if at > self.rounds else (at * (MOVES_S + RESTS_S) + RESTS_S) / self.lasts_s
 
     def arrives(self, at: int) -> float:
-        """Returns when a round's messages have arrived."""
+        """Returns the time at which the messages of a round have arrived."""
         return self.begins(at) + MOVES_S / self.lasts_s
 
     def shown(self, begin: float, end: float) -> str:
-        """Returns what makes an element visible from `begin` to `end` only."""
+        """Returns the animation element that shows its parent only between `begin` and `end`."""
         times, values = [0.0], ["1" if begin <= 0 else "0"]
         if begin > 0:
             times, values = [*times, begin], [*values, "1"]
@@ -60,7 +60,7 @@ class Clock:
         )
 
     def moves(self, at: int, path: str) -> str:
-        """Returns what moves an element along the path while a round lasts."""
+        """Returns the animation element that moves its parent along a path during a round."""
         return (
             f'<animateMotion path="{path}" calcMode="linear" keyPoints="0;0;1;1" '
             f'keyTimes="0;{self.begins(at):.4f};{self.arrives(at):.4f};1" dur="{self.lasts_s:g}s" '
@@ -69,12 +69,12 @@ class Clock:
 
 
 def corner(rank: int, block: int) -> tuple[float, float]:
-    """Returns where a rank's block is."""
+    """Returns the coordinates of the upper left corner of a rank's block."""
     return LEFT + rank * COLUMN, TOP + block * ROW
 
 
 def box(data: Data, n: int) -> str:
-    """Returns a box at the origin with what it holds."""
+    """Returns a box at the origin, labeled with the ranks whose data it contains."""
     some = len(data.ranks)
     colour = COLOURS[3 if some == n else 2 if 2 * some > n else 1 if some > 1 else 0]
     text = "".join(LETTERS[rank] for rank in sorted(data.ranks))
@@ -85,7 +85,7 @@ def box(data: Data, n: int) -> str:
 
 
 def resting(states: list[dict], clock: Clock, n: int, blocks: int) -> list[str]:
-    """Returns the boxes that stay, each for as long as what it holds."""
+    """Returns the stationary boxes; each is shown while its contents are unchanged."""
     shapes = []
     for rank in range(n):
         for block in range(blocks):
@@ -105,7 +105,7 @@ def resting(states: list[dict], clock: Clock, n: int, blocks: int) -> list[str]:
 
 
 def moving(message: Message, at: int, clock: Clock, n: int) -> list[str]:
-    """Returns the boxes of a message, which fly over what is between its sender and its receiver."""
+    """Returns the moving boxes of a message; they pass above the ranks between the sender and the receiver."""
     shapes = []
     for block, into, data in zip(message.blocks, message.into, message.data, strict=True):
         x, y = corner(message.source, block)
@@ -118,10 +118,10 @@ def moving(message: Message, at: int, clock: Clock, n: int) -> list[str]:
 
 
 def captions(rounds: list[list[Message]], clock: Clock) -> list[str]:
-    """Returns a line for each round that says what happens in it."""
+    """Returns a caption for each round."""
     shapes = []
     for at, messages in enumerate(rounds):
-        what = "what arrives is added" if messages[0].adds else "what arrives takes the place of what was there"
+        what = "received blocks are added" if messages[0].adds else "received blocks replace the old ones"
         begin = clock.arrives(at - 1) if at else 0.0
         words = f"round {at + 1} of {len(rounds)}: {what}"
         hidden = ' opacity="0"' if at else ""
@@ -136,7 +136,7 @@ def captions(rounds: list[list[Message]], clock: Clock) -> list[str]:
 
 
 def draw(algorithm: str, n: int, title: str) -> str:
-    """Returns the animation of an all-reduce."""
+    """Returns the animation of an all-reduce among `n` ranks as SVG."""
     played = play(algorithm, Operation.ALL_REDUCE, n)
     blocks = 1 + max(block for _, buffer, block in played.states[0] if buffer == Buffer.OUTPUT)
     clock = Clock(len(played.rounds))
@@ -177,7 +177,7 @@ PICTURES = {
 
 
 def main() -> None:
-    """Writes the pictures."""
+    """Writes the SVG files."""
     for name, picture in PICTURES.items():
         Path(__file__).with_name(name).write_text(picture())
 

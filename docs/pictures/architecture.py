@@ -1,9 +1,9 @@
-"""Draws the storeys and layers of Paceline, and the way of three calls through them.
+"""Draws the storeys and layers of Paceline, and the path of three calls through them.
 
-python docs/pictures/architecture.py        writes architecture.svg beside this script
+python docs/pictures/architecture.py        writes architecture.svg next to this script
 
-The tables below are all that the picture shows. A test checks that each file exists and defines the function that is
-named, so whoever renames or moves one of them changes its line here and runs this script.
+The picture shows exactly the tables below. A test checks that each file exists and defines the listed function. If you
+rename or move one of them, update its line here and run this script.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 
 @dataclass(frozen=True)
 class Layer:
-    """A row of the picture: its storey, its name, what it does, and the folders that belong to it."""
+    """A row of the picture: its storey, its name, its purpose, and its folders."""
 
     storey: str
     name: str
@@ -25,7 +25,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Hop:
-    """A function that a call passes through; a method is written with its class."""
+    """A function on the path of a call. Methods are qualified with their class."""
 
     file: str
     function: str
@@ -33,7 +33,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one call, from the top down, and what happens after the last hop."""
+    """The path of a call from top to bottom, with a note on what happens after the last hop."""
 
     title: str
     colour: str
@@ -50,15 +50,15 @@ LAYERS = (
         tuple(f"src/paceline/interop/{room}" for room in ("torch_backend", "horovod", "integrations", "migrate")),
     ),
     Layer("operate", "plan", "predicts jobs on\nother machines", ("src/paceline/operate/plan",)),
-    Layer("operate", "launch", "starts, watches and\nends workers; no torch", ("src/paceline/operate/launch",)),
+    Layer("operate", "launch", "starts, monitors and\nstops workers; no torch", ("src/paceline/operate/launch",)),
     Layer(
         "operate",
         "dashboard, diagnosis",
-        "shows and explains what\nthe processes recorded",
+        "shows and explains the\nprocesses' recordings",
         ("src/paceline/operate/dashboard", "src/paceline/operate/diagnosis"),
     ),
-    Layer("train", "checkpoint", "states on disks,\nnever torn", ("src/paceline/train/checkpoint",)),
-    Layer("train", "elastic", "views, rounds, and\nstate for newcomers", ("src/paceline/train/elastic",)),
+    Layer("train", "checkpoint", "training state on disk,\nnever torn", ("src/paceline/train/checkpoint",)),
+    Layer("train", "elastic", "views, rounds, and state\nfor joining workers", ("src/paceline/train/elastic",)),
     Layer(
         "train",
         "ddp, zero, diloco,\nshared_model, tensor,\npipeline, logical_shards",
@@ -71,15 +71,15 @@ LAYERS = (
     Layer(
         "train",
         "data, checks",
-        "samples; gradients and\nreplicas that differ",
+        "data loading; checks of\ngradients and replicas",
         ("src/paceline/train/data", "src/paceline/train/checks"),
     ),
-    Layer("comm", "group", "collectives as users\ncall them", ("src/paceline/comm/group",)),
-    Layer("comm", "engine", "connections, and who\nruns a call", ("src/paceline/comm/engine",)),
-    Layer("comm", "schedule", "collectives as data,\nfor several hosts", ("src/paceline/comm/schedule",)),
+    Layer("comm", "group", "collectives, as called\nby users", ("src/paceline/comm/group",)),
+    Layer("comm", "engine", "connections, and the\nexecution of calls", ("src/paceline/comm/engine",)),
+    Layer("comm", "schedule", "collectives as lists of\nsteps, for several hosts", ("src/paceline/comm/schedule",)),
     Layer("comm", "rendezvous", "agreement on ranks", ("src/paceline/comm/rendezvous",)),
     Layer("comm", "store", "key-value stores", ("src/paceline/comm/store",)),
-    Layer("comm", "one_port", "all listeners of a machine\nbehind one port", ("src/paceline/comm/one_port",)),
+    Layer("comm", "one_port", "all listeners of a machine\non one port", ("src/paceline/comm/one_port",)),
     Layer("comm", "security", "the secret and\nthe handshake", ("src/paceline/comm/security",)),
     Layer("comm", "record", "calls and steps, in memory\nthat outlives the process", ("src/paceline/comm/record",)),
     Layer("core", "native", "C++: shared memory,\nTCP, reductions", ("native",)),
@@ -115,7 +115,7 @@ ROUTES = (
             Hop("src/paceline/comm/rendezvous/check_in.py", "claim_rank"),
             Hop("src/paceline/comm/store/remote_store.py", "RemoteStore"),
         ),
-        "From bootstrap.py on this is the worker.\nThen engine/native connects the ranks.",
+        "From bootstrap.py, this runs in the worker.\nThen engine/native connects the ranks.",
     ),
     Route(
         "loss.backward() under DDP",
@@ -132,7 +132,7 @@ ROUTES = (
             Hop("src/paceline/comm/group/process_group.py", "ProcessGroup.run_on_cpu"),
             Hop("native/bindings/engine.cpp", "HostGroup::run"),
         ),
-        "Then as all_reduce, and back:\nthe averages replace the gradients.",
+        "Continues like all_reduce; finally,\nthe averages replace the gradients.",
     ),
     Route(
         "all_reduce(tensor), one host",
@@ -161,24 +161,24 @@ STYLE = """
 
 
 def layer_of(hop: Hop) -> int:
-    """The row that a hop's file belongs to."""
+    """Returns the index of the layer that contains a hop's file."""
     return next(
         at for at, layer in enumerate(LAYERS) if any(hop.file.startswith(f"{folder}/") for folder in layer.folders)
     )
 
 
 def short(file: str) -> str:
-    """A file without the folders that all Python files have in front."""
+    """Returns the path of a file without the prefix that all Python files share."""
     return file.removeprefix("src/paceline/")
 
 
 def text(x: float, y: float, words: str, size: float, look: str = "ink", more: str = "") -> str:
-    """A line of text."""
+    """Returns a line of text."""
     return f'<text x="{x}" y="{y}" font-size="{size}" class="{look}"{more}>{escape(words)}</text>'
 
 
 def rows() -> list[tuple[int, int]]:
-    """The top and the height of each layer: as high as its longest part of a route."""
+    """Returns the top and the height of each layer, which fits the most hops that a route has in the layer."""
     found, top = [], TOP
     for at in range(len(LAYERS)):
         most = max(sum(layer_of(hop) == at for hop in route.hops) for route in ROUTES)
@@ -189,7 +189,7 @@ def rows() -> list[tuple[int, int]]:
 
 
 def draw_layers(width: int) -> list[str]:
-    """Bands with the layers' names and what they do."""
+    """Returns bands with the names and purposes of the layers."""
     shapes = []
     for at, (layer, (top, height)) in enumerate(zip(LAYERS, rows(), strict=True)):
         if at % 2 == 0:
@@ -206,7 +206,7 @@ def draw_layers(width: int) -> list[str]:
 
 
 def draw_storeys() -> list[str]:
-    """A strip at the left of each storey's layers, with the storey's name."""
+    """Returns a strip with the name of each storey, to the left of its layers."""
     shapes = []
     for storey in dict.fromkeys(layer.storey for layer in LAYERS):
         spans = [span for layer, span in zip(LAYERS, rows(), strict=True) if layer.storey == storey]
@@ -218,7 +218,7 @@ def draw_storeys() -> list[str]:
 
 
 def draw_route(at: int, route: Route) -> list[str]:
-    """A vertical line with a numbered stop for each hop."""
+    """Returns a vertical line with a numbered circle for each hop."""
     x = LEFT + at * COLUMN + 12
     stops: list[float] = []
     taken = [0] * len(LAYERS)
@@ -241,10 +241,10 @@ def draw_route(at: int, route: Route) -> list[str]:
 
 
 def svg() -> str:
-    """The picture."""
+    """Returns the picture as SVG."""
     top, height = rows()[-1]
     wide, high = LEFT + len(ROUTES) * COLUMN + 8, top + height + 14
-    title = "The four storeys of Paceline above the core, and three calls on their way through them"
+    title = "The four storeys of Paceline above the core, and the path of three calls through them"
     shapes = [shape for at, route in enumerate(ROUTES) for shape in draw_route(at, route)]
     return "\n".join(
         [
@@ -266,7 +266,7 @@ PICTURES = {"architecture.svg": svg}
 
 
 def main() -> None:
-    """Writes the picture."""
+    """Writes the SVG file."""
     Path(__file__).with_name("architecture.svg").write_text(svg())
 
 

@@ -1,6 +1,6 @@
-"""Draws what each of four ranks has before and after a collective, as our own schedules leave it.
+"""Draws the data on four ranks before and after each collective, computed with Paceline's schedules.
 
-python docs/pictures/collectives.py        writes the pictures beside this script
+python docs/pictures/collectives.py        writes the SVG files next to this script
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ STYLE = """
 }
 """
 IN_PARTS = (Operation.SCATTER, Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
-"""The operations in which a tensor is for one rank; its number stands behind the letter."""
+"""Operations in which each tensor is intended for one rank. The label is a letter followed by that rank's number."""
 
 
 def label(data: Data, operation: Operation) -> str:
-    """Returns what is written on a box."""
+    """Returns the label of a box."""
     part = str(data.part) if operation in IN_PARTS else ""
     return "+".join(f"{LETTERS[rank]}{part}" for rank in sorted(data.ranks))
 
 
 def held(state: State, rank: int, buffers: tuple[Buffer, ...]) -> list[Data]:
-    """Returns what a rank has in the first of the buffers in which it has anything."""
+    """Returns the contents of the rank's first non-empty buffer."""
     for buffer in buffers:
         found = [state[cell] for cell in sorted(state) if cell[0] == rank and cell[1] == buffer]
         if found:
@@ -44,12 +44,12 @@ def held(state: State, rank: int, buffers: tuple[Buffer, ...]) -> list[Data]:
 
 
 def width_of(text: str) -> float:
-    """Returns the width of a box."""
+    """Returns the width of a box with this label."""
     return max(30, 8.4 * len(text) + 12)
 
 
 def boxes(x: float, rank: int, row: list[Data], operation: Operation) -> tuple[list[str], float]:
-    """Returns a row of boxes that begins at x, and where it ends."""
+    """Returns a row of boxes that begins at `x`, and the coordinate of its end."""
     shapes = []
     y = TOP + rank * ROW
     for data in row:
@@ -64,7 +64,7 @@ def boxes(x: float, rank: int, row: list[Data], operation: Operation) -> tuple[l
 
 
 def draw(operation: Operation) -> str:
-    """Returns the picture of an operation."""
+    """Returns the picture of an operation as SVG."""
     algorithm = "ring" if operation == Operation.ALL_TO_ALL else "tree"
     states = play(algorithm, operation, RANKS).states
     shapes: list[str] = []
@@ -97,7 +97,7 @@ def draw(operation: Operation) -> str:
 
 
 def svg(title: str, shapes: list[str], width: float) -> str:
-    """Returns the whole picture."""
+    """Returns the complete SVG document."""
     height = TOP + RANKS * ROW + 6
     return "\n".join(
         [
@@ -121,7 +121,7 @@ PICTURES = {
 
 
 def main() -> None:
-    """Writes the pictures."""
+    """Writes the SVG files."""
     for name, picture in PICTURES.items():
         Path(__file__).with_name(name).write_text(picture())
 

@@ -1,6 +1,6 @@
-"""Draws how data parallel replicas stay in step, and what DataParallel does instead.
+"""Draws how data-parallel replicas are kept synchronized, and how DataParallel differs.
 
-python docs/pictures/data_parallel.py        writes the .svg files beside this script
+python docs/pictures/data_parallel.py        writes the SVG files next to this script
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from xml.sax.saxutils import escape
 COLUMN, ROW, LEFT, TOP = 190, 74, 130, 84
 BOX_WIDTH, BOX_HEIGHT = 150, 44
 INK, QUIET, PAPER = "#1f2430", "#6b7280", "#ffffff"
-SAME, SHARED = "#d5e8d4", "#fff2cc"  # the same on all; exchanged
-OWN = ("#dae8fc", "#f8cecc", "#e1d5e7")  # each rank's or device's own
+SAME, SHARED = "#d5e8d4", "#fff2cc"  # equal on all ranks; exchanged
+OWN = ("#dae8fc", "#f8cecc", "#e1d5e7")  # specific to a rank or device
 NEUTRAL = "#f3f4f6"
 
 
@@ -27,7 +27,7 @@ class Picture:
     shapes: list[str] = field(default_factory=list)
 
     def box(self, column: int, row: int, text: str, fill: str, span: int = 1) -> None:
-        """A box with one or two lines of text, over `span` columns."""
+        """Draws a box with one or two lines of text that extends over `span` columns."""
         x, y = self._corner(column, row)
         width = BOX_WIDTH + (span - 1) * COLUMN
         self.shapes.append(
@@ -39,7 +39,7 @@ class Picture:
             self.text(x + width / 2, middle, line, size=13, anchor="middle")
 
     def arrow(self, start: tuple[int, int], end: tuple[int, int]) -> None:
-        """From the foot of one (column, row) to the head of another."""
+        """Draws an arrow from the bottom of one box to the top of another; boxes are given as (column, row)."""
         (x, y), (to_x, to_y) = self._corner(*start), self._corner(*end)
         x, to_x = x + BOX_WIDTH / 2, to_x + BOX_WIDTH / 2
         self.shapes.append(
@@ -48,13 +48,13 @@ class Picture:
         )
 
     def text(self, x: float, y: float, text: str, size: int, anchor: str = "start", colour: str = INK) -> None:
-        """A line of text."""
+        """Draws a line of text."""
         self.shapes.append(
             f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
         )
 
     def svg(self) -> str:
-        """The picture."""
+        """Returns the picture as SVG."""
         width = LEFT + len(self.columns) * COLUMN
         height = TOP + len(self.rows) * ROW
         whole = Picture(self.title, self.columns, self.rows)
@@ -86,7 +86,7 @@ class Picture:
 
 
 def replicas_in_step() -> Picture:
-    """DistributedDataParallel: a process a replica, which exchange nothing but gradients."""
+    """Returns the picture of DistributedDataParallel: one process per replica, which only exchange gradients."""
     ranks = range(3)
     picture = Picture(
         "DistributedDataParallel: the same parameters, averaged gradients, the same step",
@@ -99,15 +99,15 @@ def replicas_in_step() -> Picture:
         picture.box(rank, 2, f"loss {rank}", OWN[rank])
         picture.box(rank, 3, f"gradient {rank}", OWN[rank])
         picture.box(rank, 5, "the same step\nfrom the average", SAME)
-        picture.box(rank, 6, "θ′, the same bits", SAME)
+        picture.box(rank, 6, "θ′, bitwise equal", SAME)
         for row in (0, 1, 2, 3, 4, 5):
             picture.arrow((rank, row), (rank, row + 1))
-    picture.box(0, 4, "average of gradients 0, 1 and 2, in place, the same bits on every rank", SHARED, span=3)
+    picture.box(0, 4, "average of gradients 0, 1 and 2, in place; bitwise equal on all ranks", SHARED, span=3)
     return picture
 
 
 def one_process() -> Picture:
-    """DataParallel: one process copies the module to every device, in every step."""
+    """Returns the picture of DataParallel: in each step, one process copies the module to every device."""
     devices = range(3)
     picture = Picture(
         "DataParallel: one process; other devices hold copies for one step",
@@ -115,12 +115,12 @@ def one_process() -> Picture:
         ["parameters", "scatter", "replicate", "forward", "gather, loss", "backward", "step"],
     )
     picture.box(0, 0, "θ", SAME)
-    picture.box(0, 1, "the batch is cut into parts, one for each device", SHARED, span=3)
-    picture.box(0, 6, "step, here only: θ′", SAME)
-    picture.box(0, 4, "outputs joined", SHARED)
+    picture.box(0, 1, "the batch is split into one part for each device", SHARED, span=3)
+    picture.box(0, 6, "step, only here: θ′", SAME)
+    picture.box(0, 4, "outputs concatenated", SHARED)
     picture.arrow((0, 0), (0, 1))
     for device in devices:
-        picture.box(device, 2, "θ itself" if device == 0 else "a copy of θ,\nmade in every step", SAME)
+        picture.box(device, 2, "θ itself" if device == 0 else "a copy of θ,\ncreated in each step", SAME)
         picture.box(device, 3, f"output {device}", OWN[device])
         picture.box(device, 5, f"gradient {device}", OWN[device])
         picture.arrow((device, 1), (device, 2))
@@ -128,9 +128,11 @@ def one_process() -> Picture:
         picture.arrow((device, 3), (0, 4))
         picture.arrow((0, 4), (device, 5))
         picture.arrow((device, 5), (0, 6))
-    picture.text(LEFT + COLUMN, TOP + 6 * ROW + 20, "gradients add up in θ on device 0; the copies,", 13, colour=QUIET)
     picture.text(
-        LEFT + COLUMN, TOP + 6 * ROW + 37, "and all threads' turns in Python, are what it costs", 13, colour=QUIET
+        LEFT + COLUMN, TOP + 6 * ROW + 20, "gradients accumulate in θ on device 0; the copies,", 13, colour=QUIET
+    )
+    picture.text(
+        LEFT + COLUMN, TOP + 6 * ROW + 37, "and Python threads that run one at a time, slow it down", 13, colour=QUIET
     )
     return picture
 
@@ -139,7 +141,7 @@ PICTURES = {"replicas-in-step.svg": replicas_in_step, "data-parallel-one-process
 
 
 def main() -> None:
-    """Writes the pictures."""
+    """Writes the SVG files."""
     for name, draw in PICTURES.items():
         Path(__file__).with_name(name).write_text(draw().svg())
 

@@ -1,6 +1,6 @@
-"""Draws a step of an elastic job, a recovery, and how a worker joins: what each worker does, from left to right.
+"""Draws timelines of the workers of an elastic job: a step, a recovery, and a worker that joins.
 
-python docs/pictures/elastic.py        writes the pictures beside this script
+python docs/pictures/elastic.py        writes the SVG files next to this script
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 @dataclass(frozen=True)
 class Bar:
-    """What one worker does from `start` to `end`, in units of the picture's time."""
+    """An activity of one worker from `start` to `end`, in the time unit of the picture."""
 
     row: int
     start: float
@@ -23,7 +23,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Instant:
-    """Something that happens to everybody at once."""
+    """An event that affects all workers at the same time."""
 
     at: float
     text: str
@@ -47,18 +47,18 @@ STYLE = """
 
 
 def everybody(rows: range, start: float, end: float, text: str, kind: str) -> list[Bar]:
-    """The same bar for several workers."""
+    """Returns the same bar for several workers."""
     return [Bar(row, start, end, text, kind) for row in rows]
 
 
 STEP = [
     *(Bar(row, 0, 2.2 + 0.1 * (row % 2), f"shards {2 * row}, {2 * row + 1}", "compute") for row in range(4)),
-    *everybody(range(4), 2.4, 3.6, "add up", "sum"),
+    *everybody(range(4), 2.4, 3.6, "sum", "sum"),
     *everybody(range(4), 3.7, 4.3, "vote", "vote"),
     *everybody(range(4), 4.4, 5.6, "optimizer", "step"),
     *everybody(range(4), 5.7, 7.4, "the next batch", "compute"),
 ]
-STEP_INSTANTS = [Instant(2.35, "sums are kept"), Instant(4.35, "committed")]
+STEP_INSTANTS = [Instant(2.35, "sums are stored"), Instant(4.35, "committed")]
 
 RECOVERY = [
     Bar(0, 0, 2.2, "shards 0, 1", "compute"),
@@ -70,14 +70,14 @@ RECOVERY = [
     Bar(0, 3.4, 4.4, "shard 4", "compute"),
     Bar(1, 3.4, 4.4, "shard 5", "compute"),
     Bar(3, 3.4, 4.4, "", "wait"),
-    *(Bar(row, 4.5, 5.5, "add up", "sum") for row in (0, 1, 3)),
+    *(Bar(row, 4.5, 5.5, "sum", "sum") for row in (0, 1, 3)),
     *(Bar(row, 5.6, 6.1, "vote", "vote") for row in (0, 1, 3)),
     *(Bar(row, 6.2, 7.2, "optimizer", "step") for row in (0, 1, 3)),
-    Bar(2, 2.9, 7.2, "another worker takes its place, and catches up", "wait"),
+    Bar(2, 2.9, 7.2, "another worker replaces it and catches up", "wait"),
     *everybody(range(4), 7.4, 8.3, "new view", "wait"),
     *everybody(range(4), 8.4, 9.6, "the next batch", "compute"),
 ]
-RECOVERY_INSTANTS = [Instant(1.45, "SIGKILL"), Instant(7.3, "a batch begins: the newcomer comes in")]
+RECOVERY_INSTANTS = [Instant(1.45, "SIGKILL"), Instant(7.3, "a batch begins: the new worker joins")]
 
 JOINING = [
     *(bar for at in range(4) for bar in everybody(range(3), 1.7 * at, 1.7 * at + 1.6, f"batch {at}", "compute")),
@@ -89,16 +89,16 @@ JOINING = [
     *everybody(range(4), 6.8, 7.7, "new view", "wait"),
     *everybody(range(4), 7.8, 9.4, "batch 4", "compute"),
 ]
-JOINING_INSTANTS = [Instant(1.65, "workers 0 and 1 fork"), Instant(6.75, "the newcomer has replayed all results")]
+JOINING_INSTANTS = [Instant(1.65, "workers 0 and 1 fork"), Instant(6.75, "the new worker has replayed all results")]
 
 
 def text(x: float, y: float, words: str, size: float, look: str, more: str = "") -> str:
-    """A line of text."""
+    """Returns a line of text."""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" class="{look}"{more}>{escape(words)}</text>'
 
 
 def draw_bar(bar: Bar) -> list[str]:
-    """A coloured bar with its text in the middle."""
+    """Returns a colored bar with centered text."""
     x, y = LEFT + bar.start * UNIT, TOP + bar.row * ROW
     width = (bar.end - bar.start) * UNIT
     faint = ' fill-opacity="0.75"' if bar.kind == "wait" else ""
@@ -110,7 +110,7 @@ def draw_bar(bar: Bar) -> list[str]:
 
 
 def svg(title: str, bars: list[Bar], instants: list[Instant]) -> str:
-    """A picture with a row for each worker."""
+    """Returns a picture with a row for each worker as SVG."""
     wide = LEFT + max(bar.end for bar in bars) * UNIT + 24
     high = TOP + 4 * ROW + 34
     shapes = [text(20, 32, title, 16, "ink")]
@@ -143,7 +143,7 @@ PICTURES = {
 
 
 def main() -> None:
-    """Writes the pictures."""
+    """Writes the SVG files."""
     for name, draw in PICTURES.items():
         Path(__file__).with_name(name).write_text(draw())
 

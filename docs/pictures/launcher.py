@@ -1,9 +1,9 @@
-"""Makes the terminal pictures of docs/launcher.md from real runs: a good one, a crash, a kill for memory, a Ctrl-C.
+"""Draws the terminal pictures of docs/launcher.md from real runs: success, a crash, an out-of-memory kill and Ctrl-C.
 
     python docs/pictures/launcher.py
 
-Each run has a terminal of its own, so colours and Ctrl-C are as in one; the host's name is replaced. The kill for
-memory needs a memory cgroup that may be made; where it may not, that picture stays.
+Each run has its own terminal, so colors and Ctrl-C work as usual. The name of the host is replaced. The out-of-memory
+kill requires permission to create a memory cgroup; without it, that picture is not updated.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def play(scene: Scene, directory: str) -> str | None:
-    """What the terminal shows; None if the scene cannot be played here."""
+    """Returns the contents of the terminal, or None if the scene cannot be run on this machine."""
     words = [sys.executable, "-m", "paceline", "run", "--nproc-per-node", "2", "train.py"]
     with contextlib.ExitStack() as cleanup:
         if scene.limit_mib is not None:
@@ -88,7 +88,7 @@ def play(scene: Scene, directory: str) -> str | None:
                 cleanup.callback(cgroup.rmdir)
                 (cgroup / "memory.limit_in_bytes").write_text(str(scene.limit_mib << 20))
             except OSError as error:
-                print(f"{scene.name}: no memory cgroup can be made ({error})")
+                print(f"{scene.name}: no memory cgroup can be created ({error})")
                 return None
             words = ["sh", "-c", f"echo $$ > {cgroup}/cgroup.procs; exec {shlex.join(words)}"]
         pid, terminal = pty.fork()
@@ -99,14 +99,14 @@ def play(scene: Scene, directory: str) -> str | None:
         shown = _watch(terminal, scene.interrupt)
         os.close(terminal)
         os.waitpid(pid, 0)
-        time.sleep(0.2)  # for the cgroup to be empty
+        time.sleep(0.2)  # until the cgroup is empty
         return shown.decode().replace("\r\n", "\n")
 
 
 def _watch(terminal: int, interrupt: bool) -> bytes:
     shown = b""
     deadline = time.monotonic() + 60
-    with contextlib.suppress(OSError):  # EIO at its end
+    with contextlib.suppress(OSError):  # EIO when the program has exited
         while time.monotonic() < deadline:
             if select.select([terminal], [], [], 0.1)[0]:
                 more = os.read(terminal, 4096)

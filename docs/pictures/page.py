@@ -1,9 +1,8 @@
-"""Makes the pictures of docs/observe.md of a simulated job: the live page in Chromium, and `paceline top`.
+"""Draws the pictures of docs/observe.md from a simulated job: the live page in Chromium, and `paceline top`.
 
-    python docs/pictures/page.py        needs Chromium; without it, only top.svg is made
+    python docs/pictures/page.py        needs Chromium; without it, only top.svg is drawn
 
-The job is tests/support/simulated_training.py, so that the pictures are the same each time, apart from the browser's
-fonts.
+The job is tests/support/simulated_training.py, so the pictures are reproducible except for the browser's fonts.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ SECONDS = 60
 
 
 def straggler() -> DashboardState:
-    """Four ranks, of which the last one is slow."""
+    """Returns the state of a job with four ranks whose last rank is slow."""
     return pictured(Training(4, slow={3: 1.22}, restarts=1), SECONDS)
 
 
 def stuck() -> DashboardState:
-    """64 ranks, of which one waits for its data."""
+    """Returns the state of a job with 64 ranks, one of which waits for its data."""
     return pictured(Training(64, hangs=(37, 400), ranks_per_host=8), SECONDS)
 
 
@@ -50,7 +49,7 @@ def pictured(training: Training, seconds: int) -> DashboardState:
 
 
 def photograph(picture: DashboardState, dark: bool) -> bytes:
-    """The page in a browser, as WebP."""
+    """Returns a screenshot of the page as WebP."""
     with tempfile.TemporaryDirectory() as directory, Browser(WIDTH, 900, dark=dark) as browser:
         path = Path(directory, "page.html")
         path.write_bytes(report(picture, ""))
@@ -69,7 +68,7 @@ def main() -> None:
     (HERE / "top.svg").write_text(render(text, "paceline top"))
     print("top.svg")
     if installed() is None:
-        print("there is no Chromium, so page.webp and page-stuck.webp stay as they are")
+        print("Chromium was not found, so page.webp and page-stuck.webp are not updated")
         return
     for name, picture, dark in (("page.webp", straggler(), False), ("page-stuck.webp", stuck(), True)):
         (HERE / name).write_bytes(photograph(picture, dark))

@@ -1,6 +1,6 @@
-"""Plays a schedule by rounds, in which each rank sends one message and receives one, for the pictures beside this file.
+"""Runs a schedule in rounds for the pictures in this folder; in a round, each rank sends and receives one message.
 
-The core has no rounds: it makes each step as soon as it can. Rounds are how people think of an algorithm.
+The C++ core has no rounds: it runs each step as soon as possible. Rounds make an algorithm easier to explain.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from paceline.comm.schedule.algorithms import build
 from paceline.comm.schedule.steps import ROOTED, Buffer, BufferSlice, Operation, Step, StepKind
 
 Cell = tuple[int, Buffer, int]
-"""A rank, one of its buffers, and a block of that."""
+"""A rank, one of its buffers, and a block of this buffer."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a cell holds: the sum of part `part` of these ranks' tensors."""
+    """The contents of a cell: the sum of part `part` of these ranks' tensors."""
 
     ranks: frozenset[int]
     part: int
@@ -25,7 +25,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Message:
-    """Blocks on their way; `adds` if the receiver adds them to its own."""
+    """Blocks in transit. If `adds` is true, the receiver adds them to its own blocks."""
 
     source: int
     target: int
@@ -47,7 +47,7 @@ class Play:
 
 
 def first_state(operation: Operation, n: int, blocks: int, root: int) -> State:
-    """Returns what the ranks hold before the call; comm/schedule/steps.py says where."""
+    """Returns the data on all ranks before the call, in the buffers described in comm/schedule/steps.py."""
     everywhere = range(n)
     parts = range(blocks)
     held = {
@@ -66,10 +66,10 @@ def first_state(operation: Operation, n: int, blocks: int, root: int) -> State:
 
 
 def play(algorithm: str, operation: Operation, n: int, root: int = 0) -> Play:
-    """Runs the schedules of all ranks until nothing is left to do.
+    """Runs the schedules of all ranks to completion.
 
     Raises:
-        RuntimeError: steps wait for each other, which a schedule of ours never does.
+        RuntimeError: steps wait for each other, which never happens in a correct schedule.
     """
     schedules = [build(algorithm, operation, rank, n, root if operation in ROOTED else -1) for rank in range(n)]
     left = [list(schedule.steps) for schedule in schedules]
@@ -79,7 +79,7 @@ def play(algorithm: str, operation: Operation, n: int, root: int = 0) -> Play:
     while any(left):
         pairs = _of_a_round(left)
         if not pairs:
-            raise RuntimeError(f"{algorithm} {operation} of {n} ranks stands still")
+            raise RuntimeError(f"{algorithm} {operation} of {n} ranks cannot continue: its steps wait for each other")
         rounds.append([_message(state, rank, sent, received) for rank, sent, received in pairs])
         for rank, sent, received in pairs:
             left[rank].remove(sent)
@@ -103,7 +103,7 @@ def _reads_and_writes(step: Step) -> tuple[set[Cell], set[Cell]]:
 
 
 def _ready(steps: list[Step]) -> list[Step]:
-    """Returns the steps that no earlier step of the rank holds back, by its bytes or as one to the same peer."""
+    """Returns the steps that can run: no earlier step of the rank uses the same bytes or the same peer."""
     found: list[Step] = []
     read: set[Cell] = set()
     written: set[Cell] = set()
@@ -118,7 +118,7 @@ def _ready(steps: list[Step]) -> list[Step]:
 
 
 def _of_a_round(left: list[list[Step]]) -> list[tuple[int, Step, Step]]:
-    """Returns the messages of a round: who sends, the step that sends, and the one that receives."""
+    """Returns the messages of a round: the sender, its step, and the receiver's step."""
     ready = [_ready(steps) for steps in left]
     sends: Counter[int] = Counter()
     receives: Counter[int] = Counter()

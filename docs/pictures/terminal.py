@@ -1,4 +1,4 @@
-"""Text as a terminal shows it, drawn as SVG; knows the colours that the launcher uses."""
+"""Draws terminal output as SVG, in the colors that the launcher uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Span = tuple[str, str]  # colour, text
 
 
 def render(text: str, title: str) -> str:
-    """The SVG."""
+    """Returns the SVG document."""
     lines = list(chain.from_iterable(map(_wrapped, map(_spans, text.rstrip("\n").split("\n")))))
     width = int(_COLUMNS * _CHARACTER + 2 * _MARGIN)
     height = _TOP + len(lines) * _LINE + _MARGIN

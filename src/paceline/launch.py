@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_run_arguments(parser, os.environ)
     options = parser.parse_args(arguments)
     if options.no_python and not options.use_env:
-        parser.error("--no-python needs --use-env: a program is not given --local_rank")
+        parser.error("--no-python needs --use-env: programs do not receive --local_rank")
     options.passes_local_rank = not options.use_env
     options.words = sys.argv[1:] if arguments is None else list(arguments)
     return run(options)

@@ -48,7 +48,7 @@ def out_of_descriptors_error(who: str, what: str) -> OutOfDescriptorsError:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return OutOfDescriptorsError(
         f"{who}: out of file descriptors ({limit} of {limit}), needed for {what}. Raise the limit (ulimit -n, or "
-        "LimitNOFILE= of a systemd unit), or look for what the program leaves open (ls -l /proc/PID/fd)",
+        "LimitNOFILE= of a systemd unit), or check which files the program leaves open (ls -l /proc/PID/fd)",
     )
 
 

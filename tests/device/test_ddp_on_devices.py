@@ -322,7 +322,7 @@ def replicas_that_differ_are_told_with_the_name_of_a_parameter() -> None:
             if step == 0 and dist.get_rank() == 1:
                 with torch.no_grad():
                     module[2].bias[1] += 1
-    told = [str(warning.message) for warning in caught if "are not the same since step 2" in str(warning.message)]
+    told = [str(warning.message) for warning in caught if "differ since step 2" in str(warning.message)]
     assert len(told) == (dist.get_rank() == 0), [str(warning.message) for warning in caught]
     assert all("in 1 of 4 parameters, first in '5.bias'" in text for text in told)
     with pytest.raises(dist.ReplicasDifferError, match=r"first in '5\.bias'"):

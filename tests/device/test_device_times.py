@@ -59,7 +59,7 @@ def a_device_that_is_late_is_told(rank: int) -> None:
         assert verdict is not None
         assert (verdict.cause, verdict.blamed, verdict.is_fault) == (Cause.DEVICE_BUSY, (1,), False)
         assert "ranks 0-1 wait" in verdict.sentence or "ranks 0, 1 wait" in verdict.sentence, verdict.sentence
-        assert "rank 1 is there, but its device is still in the backward of step 7, for" in verdict.sentence
+        assert "rank 1 has reached the call, but its device is still in the backward of step 7, for" in verdict.sentence
         store.set("seen", b"")
     else:
         store.wait(["seen"])

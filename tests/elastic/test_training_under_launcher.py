@@ -78,7 +78,7 @@ def test_random_kills_do_not_change_a_bit(tmp_path: Path, num_workers: int) -> N
     flags = ("--elastic", "--nproc-per-node", "3", "--chaos", "kill:1s,seed=5")
     done = forked_launcher.run(*flags, str(script), cwd=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\) failed: killed by SIGKILL.*; another worker takes its place", done.stderr)
+    assert re.search(r"\) failed: killed by SIGKILL.*; another worker replaces it", done.stderr)
     assert set(digests(done.stdout)) == {alone(10)}
     wait_until(lambda: not processes_in(tmp_path))  # no loader's process has outlived the job
 
@@ -98,7 +98,7 @@ def test_a_worker_that_leaves_a_launcher_costs_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(digests(done.stdout)) == 2
     assert set(digests(done.stdout)) == {alone(5)}
-    assert "another worker takes its place" not in done.stderr
+    assert "another worker replaces it" not in done.stderr
 
 
 def test_a_launcher_that_is_told_to_end_waits_for_one_step_only(tmp_path: Path) -> None:
@@ -107,4 +107,4 @@ def test_a_launcher_that_is_told_to_end_waits_for_one_step_only(tmp_path: Path) 
     done = forked_launcher.run(*flags, str(script), timeout_s=100)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "SIGTERM: passed on to 2 workers" in done.stderr
-    assert done.stderr.count(" ends: asked to end: SIGTERM") >= 1, "the last one was dismissed, and nobody killed"
+    assert done.stderr.count(" ends: asked to leave: SIGTERM") >= 1, "the last one was dismissed, and nobody killed"

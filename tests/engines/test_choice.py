@@ -16,17 +16,21 @@ def test_backends_name_an_engine_for_each_device():
     assert choose("gloo").engines == {"cpu": "gloo"}
     assert choose("CPU:mpi").text == "mpi"
     assert choose(None).engines["cpu"] == "paceline"
-    with pytest.raises(ValueError, match="there are paceline, gloo, mpi, nccl, and one engine for each type of device"):
+    with pytest.raises(
+        ValueError, match="the backends are paceline, gloo, mpi, nccl; to choose one engine per device type"
+    ):
         choose("cpu:telepathy")
-    with pytest.raises(ValueError, match="names two engines for cpu"):
+    with pytest.raises(ValueError, match="specifies two engines for cpu"):
         choose("cpu:gloo,cpu:mpi")
 
 
 def test_between_hosts_goes_beside_paceline_only():
     for arguments in ({"backend": "gloo", "between_hosts": "mpi"}, {"between_hosts": "cpu:gloo"}):
-        with pytest.raises(ValueError, match="must be one engine for CPU tensors, beside 'paceline'"):
+        with pytest.raises(ValueError, match="must be one engine for CPU tensors, in addition to 'paceline'"):
             dist.init_process_group(**arguments)
-    with pytest.raises(ValueError, match="makes the algorithm hierarchical; algorithm='ring' excludes it"):
+    with pytest.raises(
+        ValueError, match="requires the hierarchical algorithm and cannot be combined with algorithm='ring'"
+    ):
         dist.init_process_group(between_hosts="gloo", algorithm="ring")
 
 

@@ -27,7 +27,10 @@ def told_to(number: int, message: str) -> bool:
     """Whether the rank says that it saw it, or who did and told it."""
     me = rf"rank {number} \(h\d, pid \d+\)"
     return (
-        re.search(rf", seen by ({me}|rank (?!{number} )\d \(h\d, pid \d+\), which told {me}) in ", message) is not None
+        re.search(
+            rf", detected by ({me}|rank (?!{number} )\d \(h\d, pid \d+\), which reported it to {me}) in ", message
+        )
+        is not None
     )
 
 

@@ -90,7 +90,7 @@ def test_a_killed_rank_is_named_under_encryption_too(hosts, encrypted, call):
     for number in (0, 2):
         error, message, took_s = told[number]
         assert error == "PeerLostError" and took_s < SOON_S, (took_s, message)
-        assert message.startswith(f"rank 1 (h1, pid {run.pids[1]}) died, seen by rank ")
+        assert message.startswith(f"rank 1 (h1, pid {run.pids[1]}) died, detected by rank ")
 
 
 def end_while_the_other_waits(how: str) -> tuple[str, str, float]:

@@ -49,4 +49,4 @@ def test_a_rank_that_left_because_of_another_names_that(hosts, end, tmp_path):
         assert named == _VICTIM
         assert first in message
         if number != _MESSENGER:
-            assert f"and {messenger} left the group after that, seen by rank {number} (" in message
+            assert f"and {messenger} left the group after that, detected by rank {number} (" in message

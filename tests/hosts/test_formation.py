@@ -41,8 +41,8 @@ def give_up(odd: int, how: str) -> Told:
 @pytest.mark.parametrize(
     ("odd", "how", "reason"),
     [
-        (0, "interface", "ValueError: there is no interface 'eth7' on h0; it has lo, eth0"),
-        (2, "interface", "ValueError: there is no interface 'eth7' on h1; it has lo, eth0"),
+        (0, "interface", "ValueError: h0 has no interface 'eth7'; it has lo, eth0"),
+        (2, "interface", "ValueError: h1 has no interface 'eth7'; it has lo, eth0"),
         (0, "costs", "ValueError: PACELINE_COSTS is 'cheap'"),
         (1, "algorithm", "ValueError: the algorithm is 'rign'"),
     ],

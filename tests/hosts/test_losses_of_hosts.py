@@ -34,7 +34,7 @@ def test_a_killed_rank_is_named_to_every_waiter_at_once(hosts, call):
     for number in (0, 2):
         error, message, took_s = told[number]
         assert error == "PeerLostError" and took_s < SOON_S, (took_s, message)
-        assert message.startswith(f"rank 1 (h1, pid {run.pids[1]}) died, seen by rank ")
+        assert message.startswith(f"rank 1 (h1, pid {run.pids[1]}) died, detected by rank ")
         assert told_to(number, message), message
         assert "Look at its output" in message
 
@@ -69,7 +69,7 @@ def test_a_host_that_vanishes_is_noticed(hosts, fn, tmp_path):
     for number, (error, message, _) in enumerate(told):
         assert error == "PeerLostError", message
         lost = "rank 2 (h2, pid " if number != 2 else "rank "
-        assert message.startswith(lost) and "seen by" in message, message
+        assert message.startswith(lost) and "detected by" in message, message
 
 
 def test_a_time_out_due_before_the_silence_limit_comes_first(hosts, tmp_path):
@@ -81,7 +81,9 @@ def test_a_time_out_due_before_the_silence_limit_comes_first(hosts, tmp_path):
             assert error == "CollectiveTimeoutError"
             # The link was cut between two calls or in one, to which the other rank had come.
             other = re.escape(f"rank {1 - number} (h{1 - number}, pid {run.pids[1 - number]})")
-            assert re.search(f"{other} (did not come|came to the call but did not complete it)", message), message
+            assert re.search(f"{other} (did not reach the call|reached the call but did not complete it)", message), (
+                message
+            )
 
 
 def reduce_until(ready: str) -> int:
@@ -131,7 +133,7 @@ def test_a_rank_that_left_is_told_from_one_that_died(hosts, layout):
             assert error == "PeerLostError", f"{name}: {message}"
             assert took_s < SOON_S, f"{name}: {took_s}"
             assert message.startswith("rank 1 (h"), message
-            assert " left the group (its script ended, or it destroyed the process group), seen by rank " in message
+            assert " left the group (its script ended, or it destroyed the process group), detected by rank " in message
             assert told_to(number, message), message
 
 

@@ -44,7 +44,7 @@ def test_the_first_launcher_joins_the_job_when_it_starts_again(machines, nnodes)
     here.wait(lambda: any(here.host_of(uid) == "h0" for uid in here.latest().keys() - before))
     (new,) = here.latest().keys() - before
     here.wait_for_view(*left, new)
-    told = "the job runs already: the launcher at (.*):29400 coordinates it; this machine joins it"
+    told = "the job is already running: the launcher at (.*):29400 coordinates it; this machine joins it"
     (coordinator,) = re.findall(told, here.said(launchers[0]))
     assert coordinator in [ipv4(host) for host in range(1, hosts)]
     assert all(is_alive(here.pid(uid)) for uid in left)
@@ -63,7 +63,7 @@ def test_a_job_that_began_while_cut_off_gives_way(machines):
     launchers[0].kill()
     here.wait_for_view(*left)
     launchers[0] = here.join(0, "1:3")
-    here.expect_line(launchers[0], "slot 0 of 1 is here")
+    here.expect_line(launchers[0], "slot 0 of 1 is on this machine")
     here.wait(lambda: here.host_of("0.0.0") == "h0" and here.latest().get("0.0.0") == ["0.0.0"])
     here.network.heal()
     here.expect_line(launchers[0], "this machine joins it")

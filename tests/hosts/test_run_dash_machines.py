@@ -97,7 +97,7 @@ def test_output_stacks_and_events_of_all_machines_are_shown():
         assert {line["rank"] for line in lines if line["text"] == "rank 1 talks"} == {1}
         wait_until(lambda: {"worker 0 started", "worker 1 started"} <= set(texts("story")))
         wait_until(lambda: len(picture(address)["ranks"]) == 2)
-        assert act(path, address.token).endswith("and asked the other machines for theirs")
+        assert act(path, address.token).endswith("and requested those of the other machines")
         wait_until(lambda: [each["rank"] for each in picture(address)["stacks"]] == [0, 1])
         assert all("worker.py:" in each["text"] for each in picture(address)["stacks"])
 

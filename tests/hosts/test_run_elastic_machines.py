@@ -63,7 +63,7 @@ def test_the_only_worker_with_the_state_survives_a_stop(machines):
     here.wait(lambda: len(here.latest()) == 1)
     (holder,) = here.workers()
     os.kill(here.pid(holder), signal.SIGSTOP)
-    told = f"waiting for {holder}: it is stopped, and nobody else holds the job's state; send it SIGCONT"
+    told = f"waiting for {holder}: it is stopped, and no other worker holds the job's state; send it SIGCONT"
     here.expect_line(serving, told)
     other = here.join(1, "1:2")
     here.wait(lambda: len(here.workers()) == 2)
@@ -111,7 +111,7 @@ def test_all_machines_must_be_elastic_or_none(machines):
     here.wait(lambda: "waiting for the others" in here.said(serving))
     plain = here.elastic(1, "2")
     here.expect(plain, 2)
-    assert "was started without --elastic, and the launcher where the machines meet with" in here.said(plain)
+    assert "was started without --elastic, but the launcher that hosts the rendezvous with" in here.said(plain)
 
 
 def test_a_token_leads_to_an_elastic_job(machines):

@@ -50,7 +50,7 @@ def test_failures_outlive_the_launcher_that_collected_them(machines):
     here.wait(lambda: len(here.latest()) == 4)
     slots = {here.host_of(uid): slot for uid, (_, slot, _) in here.workers().items()}
     here.say("fail" + slots["h1"])
-    here.expect_line(launchers[1], "nobody takes its place")
+    here.expect_line(launchers[1], "it is not replaced")
     launchers[0].kill()
     here.wait(lambda: any("coordinates from now on" in here.said(launcher) for launcher in launchers[1:]))
     for host in ("h2", "h3"):
@@ -77,7 +77,7 @@ def test_a_machine_that_was_away_learns_that_the_job_is_over(machines):
         here.expect(launcher, 0)
     here.network.heal()
     here.expect(launchers[2], 1)
-    assert "the job seems to be over: none of its launchers listens any more (machine " in here.said(launchers[2])
+    assert "the job seems to have ended: none of its launchers can be reached (machine " in here.said(launchers[2])
 
 
 def test_a_machine_that_the_launchers_do_not_reach_comes_back(machines):

@@ -110,7 +110,7 @@ def test_a_silent_machine_is_noticed_soon(machines):
     assert formed_s - cut_s < SOON_S, "noticed, and the others at work again"
     here.wait(lambda: "nothing was received from it for" in here.said(launchers[0]))
     here.expect(launchers[2], 1)
-    assert "where the machines meet, was lost: nothing was received from it for" in here.said(launchers[2])
+    assert "which hosts the rendezvous, was lost: nothing was received from it for" in here.said(launchers[2])
     here.say("end")
     here.expect(launchers[0], 0)
     here.expect(launchers[1], 0)
@@ -121,8 +121,8 @@ def test_a_machine_that_hears_nobody_suspects_itself(machines):
     launchers = [here.elastic(host, "2:3") for host in range(3)]
     here.wait_for(3)
     here.network.cut_host(0)
-    here.wait(lambda: "nor of any other machine: " in here.said(launchers[0]))
-    assert "where they meet, may be the one that is cut off" in here.said(launchers[0])
+    here.wait(lambda: "nor from any other machine: " in here.said(launchers[0]))
+    assert "which hosts the rendezvous, may be the one that is cut off" in here.said(launchers[0])
     for launcher in launchers[1:]:
         here.expect(launcher, 1)
     launchers[0].kill()
@@ -161,7 +161,7 @@ def test_a_spare_machine_replaces_one_that_is_stopped(machines):
     serving, leaving = here.elastic(0, "1:2"), here.elastic(1, "1:2")
     here.wait_for(2)
     spare = here.elastic(2, "1:2")
-    here.wait(lambda: "waits for a place" in here.said(spare))
+    here.wait(lambda: "waits for a free place" in here.said(spare))
     leaving.send_signal(signal.SIGTERM)
     here.expect(leaving, 1)
     here.wait_for(2, generations=2)
@@ -189,7 +189,7 @@ def test_the_others_end_when_the_serving_launcher_is_killed(machines):
     serving.kill()
     here.expect(other, 1)
     assert time.time() - killed_s < SOON_S
-    assert f"the launcher at {ipv4(0)}:29400, where the machines meet, was lost: " in here.said(other)
+    assert f"the launcher at {ipv4(0)}:29400, which hosts the rendezvous, was lost: " in here.said(other)
 
 
 def command_lines() -> Iterator[str]:
@@ -241,7 +241,7 @@ def test_nobody_served_the_meeting(machines):
     here.expect(launcher, 1)
     said = here.said(launcher)
     assert "waiting up to 2 s for a launcher at 10.77.0.9:29400 (" in said
-    assert "no launcher served the meeting at 10.77.0.9:29400 for 2 s" in said
+    assert "no launcher hosted the rendezvous at 10.77.0.9:29400 for 2 s" in said
 
 
 def test_under_slurm_machines_meet_without_flags(machines):
@@ -253,7 +253,7 @@ def test_under_slurm_machines_meet_without_flags(machines):
     here.say("end")
     for launcher in launchers:
         here.expect(launcher, 0)
-    assert "found Slurm: launcher 0 of 2, which meet at 10.77.0.1" in here.said(launchers[0])
+    assert "found Slurm: launcher 0 of 2, with the rendezvous at 10.77.0.1" in here.said(launchers[0])
 
 
 def test_mpirun_gives_each_rank_a_launcher_and_a_local_rank(machines):

@@ -35,7 +35,7 @@ def test_the_serving_launcher_names_a_rank_elsewhere(machines):
         machines.start(host, *place, *flags, "--node-rank", str(host), str(machines.script)) for host in range(2)
     )
     # A rank that a busy machine keeps from its call may be named before it.
-    machines.wait(lambda: "rank 3 is not there: it is stopped by a signal" in machines.said(first))
+    machines.wait(lambda: "rank 3 has not reached this call: it is stopped by a signal" in machines.said(first))
     said = machines.said(first)
     assert "ranks 0-2 wait in all_reduce(float32, 4) call 12 (worker.py:9)" in said
-    assert "is not there" not in machines.said(second)
+    assert "has not reached this call" not in machines.said(second)

@@ -70,7 +70,7 @@ def test_an_abort_ends_the_calls_of_all_ranks(ranks, how, algorithm):
     for rank, message in enumerate(told):
         assert message.startswith(f"rank {rank} ({os.uname().nodename}, pid {pids[rank]}): "), message
         who = "this process" if rank == 1 else rf"rank 1 \(.*, pid {pids[1]}\)"
-        assert re.search(f"ended without a result, because {who} aborted the group", message), message
+        assert re.search(f"did not complete because {who} aborted the group", message), message
 
 
 def abort_on_another_thread(algorithm: str | None) -> None:

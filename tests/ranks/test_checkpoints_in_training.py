@@ -132,7 +132,7 @@ def test_an_elastic_job_that_is_asked_to_end_saves(tmp_path: Path, undisturbed: 
     flags = ("--elastic", "--nproc-per-node", "2", "--shutdown-timeout", "1000")
     first = forked_launcher.run(*flags, write(tmp_path, ELASTIC, then, every=1000))
     assert not digests(first.stdout), "the job went on to its end"
-    assert re.search(r"the job is to end; the checkpoint of step \d+ is in ", first.stderr), first.stderr
+    assert re.search(r"the job is stopping; the checkpoint of step \d+ is in ", first.stderr), first.stderr
     (saved,) = (tmp_path / "checkpoints").glob("step_*")
     assert int(saved.name.removeprefix("step_")) >= 13
     assert digests_of(train_elastic(write(tmp_path, ELASTIC), 2)) == undisturbed

@@ -164,7 +164,8 @@ def unused_by_mistake() -> None:
     always = dist.DistributedDataParallel(Unused())
     target = torch.tensor([0, 1])
     with pytest.raises(
-        RuntimeError, match=r"rank \d: this backward gave no gradient to 4 of 10 .*layers\.1\.weight.*find_unused_p"
+        RuntimeError,
+        match=r"rank \d: this backward produced no gradient for 4 of 10 .*layers\.1\.weight.*find_unused_p",
     ):
         loss_of(always(torch.full((2, 8), 1.0)), target).backward()
 
@@ -184,7 +185,7 @@ def unused_by_mistake() -> None:
         sometimes.module.skip_b = True
         sometimes(torch.ones(1, 2)).sum().backward()
         with pytest.raises(
-            RuntimeError, match=r"rank \d: the last backward gave no gradient to 2 of 4 .*b\.weight, b\.bias"
+            RuntimeError, match=r"rank \d: the last backward produced no gradient for 2 of 4 .*b\.weight, b\.bias"
         ):
             sometimes(torch.ones(1, 2))
 
@@ -261,7 +262,7 @@ def test_torchs_old_name_for_cpus_is_the_same_class():
 def absent_gpus() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
-    no_gpu = rf"rank {rank}: %s names cuda:%d .*this process sees no GPU.*leave device_ids and output_device out"
+    no_gpu = rf"rank {rank}: %s contains cuda:%d .*this process sees no GPU.*leave device_ids and output_device out"
     for arguments, told in (
         ({"device_ids": [rank]}, no_gpu % ("device_ids", rank)),
         ({"device_ids": ["cuda"], "output_device": "cuda"}, no_gpu % ("device_ids", 0)),
@@ -275,7 +276,7 @@ def absent_gpus() -> None:
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         with pytest.raises(ValueError, match=r"'weight' is on cpu, .* cuda:1: module\.to\('cuda:1'\), or"):
             dist.DistributedDataParallel(nn.Linear(2, 2), device_ids=[1])
-        with pytest.raises(ValueError, match=r"device_ids names cuda:2, and .* 2 GPUs: the numbers from 0 to 1"):
+        with pytest.raises(ValueError, match=r"device_ids contains cuda:2, and .* 2 GPUs: the numbers from 0 to 1"):
             dist.DistributedDataParallel(nn.Linear(2, 2), device_ids=[2])
     dist.barrier()
 

@@ -319,7 +319,7 @@ def refuse_buffers_that_cannot_be_sent() -> None:
     ):
         module = nn.Linear(3, 1)
         module.register_buffer("kept", BUFFERS[kind](1.0))
-        with pytest.raises(TypeError, match=f"the buffer 'kept' is a .*{told}.*; give broadcast_buffers=False"):
+        with pytest.raises(TypeError, match=f"the buffer 'kept' is a .*{told}.*; pass broadcast_buffers=False"):
             dist.DistributedDataParallel(module)
     module = nn.Linear(3, 1)
     module.tiny = nn.Parameter(torch.ones(1).to(torch.float8_e4m3fn))

@@ -293,7 +293,7 @@ def unused_in_a_static_graph() -> None:
             wrapped(batches[rank], other).sum().backward()
             wrapped(batches[rank], other)
 
-        with pytest.raises(RuntimeError, match="static_graph=True promises that all backwards are alike"):
+        with pytest.raises(RuntimeError, match="static_graph=True requires that all backward passes are the same"):
             go_another_way()
 
 

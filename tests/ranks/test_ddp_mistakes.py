@@ -83,17 +83,20 @@ def skips_a_backward(build) -> str:
 def test_a_missing_backward_is_reported_where_buffers_are_copied(ranks):
     skipped, others = ranks(2)(skips_a_backward, normalised)[::-1]
     assert skipped.startswith("CollectiveMismatchError") and others.startswith("CollectiveMismatchError")
-    assert "before the 4th forward of Sequential. The forward before it has had no backward on this rank" in skipped
-    assert "call backward() on what it returned" in skipped
-    assert "the gradients of Sequential are averaged for the 3rd time, after 3 forwards of this rank" in others
+    assert (
+        "before the 4th forward pass of Sequential. The preceding forward pass had no backward pass on this rank"
+        in skipped
+    )
+    assert "call backward() on its result" in skipped
+    assert "averages the gradients of Sequential for the 3rd time, after 3 forward passes of this rank" in others
     assert "with the loss times 0, or train within model.join()" in others
 
 
 def test_a_missing_backward_is_reported_where_the_others_wait(ranks):
     told = ranks(2)(skips_a_backward, mlp)[0]
     assert re.match("(CollectiveTimeoutError|PeerLostError): ", told)
-    assert "averaged for the 4th time, after 4 forwards" in told
-    assert "a backward that one rank skips" in told
+    assert "for the 4th time, after 4 forward passes" in told
+    assert "a backward pass that one rank skips" in told
 
 
 def forward_twice() -> None:

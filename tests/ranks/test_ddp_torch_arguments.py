@@ -127,7 +127,7 @@ def refuse_bad_arguments() -> None:
         wrap(module, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="bucket_cap_mb_list is -1; it must be positive"):
         wrap(module, bucket_cap_mb_list=[1, -1])
-    with pytest.warns(FutureWarning, match="broadcast_buffers=False is ignored, since forward_sync_buffers=True"):
+    with pytest.warns(FutureWarning, match="broadcast_buffers=False is ignored, because forward_sync_buffers=True"):
         assert wrap(module, broadcast_buffers=False, forward_sync_buffers=True).broadcast_buffers
 
 
@@ -190,7 +190,7 @@ def read_attributes() -> None:
     assert data["module_name"] == "Sequential" and data["world_size"] == 1 and data["bucket_sizes"] == "40"
     assert data["num_parameter_tensors"] == 4 and data["find_unused_parameters"] == 1 and data["dtypes"] == "float32"
     assert not hasattr(wrapped, "reducer")
-    with pytest.raises(AttributeError, match=r"no attribute 'reducer': there is no torch Reducer; use no_sync\(\)"):
+    with pytest.raises(AttributeError, match=r"no attribute 'reducer': no torch Reducer exists; use no_sync\(\)"):
         wrapped.reducer.prepare_for_backward([])
     with pytest.raises(AttributeError, match="object has no attribute 'other'"):
         _ = wrapped.other

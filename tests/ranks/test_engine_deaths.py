@@ -80,7 +80,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_a_live_rank_of_another_namespace_is_not_dead(verdicts):
     said = verdicts["silent"]
-    assert said.startswith("CollectiveTimeoutError") and "rank 1 (" in said and "did not come" in said
+    assert said.startswith("CollectiveTimeoutError") and "rank 1 (" in said and "did not reach the call" in said
 
 
 def test_a_rank_that_left_in_another_namespace_left(verdicts):
@@ -88,7 +88,7 @@ def test_a_rank_that_left_in_another_namespace_left(verdicts):
 
 
 def test_a_rank_killed_in_another_namespace_died(verdicts):
-    assert verdicts["died"].startswith("PeerLostError rank 2 (") and ") died, seen by" in verdicts["died"]
+    assert verdicts["died"].startswith("PeerLostError rank 2 (") and ") died, detected by" in verdicts["died"]
 
 
 def a_group_without_a_member() -> tuple[str, float]:
@@ -106,7 +106,7 @@ def test_a_member_that_died_ends_the_forming_of_a_later_group(ranks):
     with ranks(3).start(a_group_without_a_member) as world:
         for answer in world.join(60, expect_dead=[2])[:2]:
             text, waited_s = answer
-            assert "cannot continue: rank 2 (" in text and "died or left while the group formed" in text
+            assert "cannot continue: rank 2 (" in text and "died or left while the group was being formed" in text
             assert waited_s < 30
 
 

@@ -28,25 +28,25 @@ def run_example_that_raises(path: str, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (["examples/digits.py", "--epochs", "1"], "all ranks hold the same bits   yes"),
-        (["examples/char_lm.py", "--steps", "2", "--batch-size", "2"], "text it has not seen:"),
-        (["examples/slow_network.py", "--steps", "5", "--batch-size", "2", "--every", "4"], "text it has not seen:"),
+        (["examples/digits.py", "--epochs", "1"], "parameters bitwise equal       yes"),
+        (["examples/char_lm.py", "--steps", "2", "--batch-size", "2"], "held-out text:"),
+        (["examples/slow_network.py", "--steps", "5", "--batch-size", "2", "--every", "4"], "held-out text:"),
     ],
 )
 def test_an_example_runs_on_two_ranks(ranks, arguments, shown):
     said, _ = ranks(2)(run_example, *arguments)
-    assert shown in said and "\nShown: 2 rank" in said
+    assert shown in said and "\nResult: 2 rank" in said
 
 
 def test_the_example_of_checkpoints_by_hand_saves(ranks):
     said, _ = ranks(2)(run_example, "examples/checkpoints_by_hand.py")
-    assert "paceline.save: step 5, manifest.json, rank_00000_000.safetensors" in said and "\nShown: " in said
+    assert "paceline.save: step 5, manifest.json, rank_00000_000.safetensors" in said and "\nResult: " in said
 
 
 def test_the_example_of_checkpoints_leaves_whole_ones(ranks, tmp_path):
     arguments = ["examples/checkpoints.py", "--steps", "3", "--every", "2", "--directory", str(tmp_path)]
     said, _ = ranks(2)(run_example, *arguments)
-    assert "2 ranks begin at step 0" in said
+    assert "2 ranks start at step 0" in said
     assert f"has reached step 3. {tmp_path} contains step_0000000002, step_0000000003." in said
     found, skipped = Root(tmp_path).newest_whole(digests=True)
     assert found is not None and (found.step, skipped) == (3, [])

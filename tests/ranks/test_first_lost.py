@@ -52,7 +52,7 @@ def test_a_rank_that_left_after_a_death_names_the_dead(ranks):
         assert named == _VICTIM
         assert f"{dead} died" in message
     for rank in (1, 2, 3):
-        assert f"{dead} died, and {messenger} left the group after that, seen by rank {rank} (" in told[rank][1]
+        assert f"{dead} died, and {messenger} left the group after that, detected by rank {rank} (" in told[rank][1]
 
 
 def test_a_rank_that_left_after_another_left_names_that(ranks):
@@ -71,7 +71,7 @@ def test_a_rank_that_ended_after_a_death_is_named_with_the_dead(ranks):
     for rank in (1, 2, 3):
         named, message = told[rank]
         assert named == _MESSENGER
-        assert f"{messenger} died, after {dead} had died, seen by rank {rank} (" in message
+        assert f"{messenger} died, after {dead} had died, detected by rank {rank} (" in message
 
 
 MEMBERS = [RankIdentity(rank, "h", 100 + rank) for rank in range(3)]
@@ -80,7 +80,7 @@ MEMBERS = [RankIdentity(rank, "h", 100 + rank) for rank in range(3)]
 @pytest.mark.parametrize(
     ("outcome", "rank", "said"),
     [
-        (CallFailure(OutcomeCode.PEER_LOST, gone=[1]), 1, "rank 1 (h, pid 101) died, seen by rank 0"),
+        (CallFailure(OutcomeCode.PEER_LOST, gone=[1]), 1, "rank 1 (h, pid 101) died, detected by rank 0"),
         (
             CallFailure(OutcomeCode.PEER_LOST, gone=[1], left=[1]),
             1,
@@ -89,7 +89,7 @@ MEMBERS = [RankIdentity(rank, "h", 100 + rank) for rank in range(3)]
         (
             CallFailure(OutcomeCode.PEER_LOST, gone=[1], left=[1], cause=2),
             2,
-            "rank 2 (h, pid 102) died, and rank 1 (h, pid 101) left the group after that, seen by rank 0",
+            "rank 2 (h, pid 102) died, and rank 1 (h, pid 101) left the group after that, detected by rank 0",
         ),
         (
             CallFailure(OutcomeCode.PEER_LOST, gone=[1], left=[1], cause=7),  # of a rank that nobody here knows

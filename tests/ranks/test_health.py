@@ -68,7 +68,7 @@ def names_only_the_rank_where_nan_arose(how: str) -> None:
     if dist.get_rank() == 1:
         (text,) = told
         assert "rank 1: in step 2 this rank's own gradients have NaN or infinity: those of 4 of 6 parameters" in text
-        assert "first to '1.bias' (8 NaN and 0 infinite of 8 numbers), and it spread to '0.weight' (64 NaN" in text
+        assert "first reached '1.bias' (8 NaN and 0 infinite of 8 numbers), and it spread to '0.weight' (64 NaN" in text
         assert "an optimizer has applied their average" in text
     else:
         assert told == []
@@ -155,7 +155,7 @@ def names_the_rank_of_a_sparse_gradient() -> None:
     assert len(told) == dist.get_rank()
     for text in told:
         assert "rank 1: in step 2 this rank's own gradients have NaN or infinity: those of 1 of 3 parameters" in text
-        assert "first to '0.weight' (16 NaN and 0 infinite of 16 numbers)" in text
+        assert "first reached '0.weight' (16 NaN and 0 infinite of 16 numbers)" in text
 
 
 GRADIENTS = OneWorld(
@@ -199,9 +199,11 @@ def names_the_rank_that_differs_once() -> None:
     told = warned(lambda: make_steps(wrapped, torch.optim.SGD(wrapped.parameters(), 0.0), 12, spoil))
     assert len(told) == (dist.get_rank() == 0)
     for text in told:
-        assert "the replicas of Sequential are not the same since step 6" in text
+        assert "the replicas of Sequential differ since step 6" in text
         assert "in 1 of 6 parameters, first in '2.bias' (at step 3 all were equal)" in text
-        assert ("rank 2 differs from ranks 0 and 1" if last == 2 else "ranks 0 and 1 differ, and no majority") in text
+        assert (
+            "rank 2 differs from ranks 0 and 1" if last == 2 else "ranks 0 and 1 differ, and there is no majority"
+        ) in text
 
 
 def names_a_setting_of_the_optimizer() -> None:
@@ -302,7 +304,7 @@ def compares_what_zero_leaves_whole(stage: int) -> None:
     told = warned(lambda: make_steps(module, optimizer, 6, spoil))
     assert len(told) == (dist.get_rank() == 0 and stage < 3)
     for text in told:
-        assert "the replicas of Sequential are not the same since step 4" in text
+        assert "the replicas of Sequential differ since step 4" in text
         assert "in 1 of 6 parameters, first in '0.bias' (at step 2 all were equal)" in text
 
 

@@ -31,14 +31,14 @@ def test_a_rank_that_computes_is_to_blame_for_its_absence(ranks, tmp_path):
         told = run.join(60, expect_dead=frozenset({3}))
         for error, message, _ in told[:2]:
             assert error == "CollectiveTimeoutError"
-            assert f"; {named(2, run.pids[2])}, {named(3, run.pids[3])} did not come (" in message, message
+            assert f"; {named(2, run.pids[2])}, {named(3, run.pids[3])} did not reach the call (" in message, message
 
 
 def test_a_rank_that_left_after_a_time_out_says_because_of_whom(ranks, tmp_path):
     with ranks(4).start(give_up_and_leave, str(tmp_path)) as run:
         *others, gave_up, _ = run.join(60, expect_dead=frozenset({3}))
         stopped = named(3, run.pids[3])
-        assert gave_up[0] == "CollectiveTimeoutError" and f"; {stopped} did not come" in gave_up[1]
+        assert gave_up[0] == "CollectiveTimeoutError" and f"; {stopped} did not reach the call" in gave_up[1]
         for error, message, _ in others:
             assert error == "PeerLostError"
             assert message.startswith(f"{named(2, run.pids[2])} left the group"), message

@@ -234,7 +234,7 @@ def disabled_or_wrong() -> None:
     model = dist.DistributedDataParallel(nn.Linear(1, 1))
     with model.join(enable=False):
         model(torch.ones(1, 1)).sum().backward()
-    with pytest.raises(ValueError, match="no joinables; give it at least one"):
+    with pytest.raises(ValueError, match="no joinables; pass at least one"):
         dist.Join([])
     other = dist.DistributedDataParallel(nn.Linear(1, 1), process_group=dist.new_group())
     with pytest.raises(ValueError, match="all must have one process group"):

@@ -96,7 +96,7 @@ def test_a_death_is_told_to_those_that_wait_and_to_the_late(ranks: type[Ranks], 
         error, message, took_s = told[rank]
         assert error == "RendezvousError"
         dead = f"rank {_VICTIM} ({os.uname().nodename}, pid {world.pids[_VICTIM]})"
-        assert f"{dead} died while the ranks met; look at its output" in message
+        assert f"{dead} died during the rendezvous; look at its output" in message
         assert took_s < AT_ONCE_S, message
 
 
@@ -153,7 +153,9 @@ def test_a_death_before_the_group_forms_is_told(ranks: type[Ranks], tmp_path: Pa
         told = world.join(60, expect_dead={_VICTIM})
     for rank in (0, 1):
         _, message, took_s = told[rank]
-        assert f"rank {_VICTIM} ({os.uname().nodename}, pid {world.pids[_VICTIM]}) died while the ranks met" in message
+        assert (
+            f"rank {_VICTIM} ({os.uname().nodename}, pid {world.pids[_VICTIM]}) died during the rendezvous" in message
+        )
         assert took_s < AT_ONCE_S, message
 
 

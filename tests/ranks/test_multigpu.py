@@ -135,13 +135,15 @@ def give_lists_that_do_not_fit() -> None:
     one = torch.ones(1)
     with pytest.raises(ValueError, match="tensor_list is empty; it must be a list of tensors, one for each device"):
         dist.all_reduce_multigpu([])
-    with pytest.raises(ValueError, match=r"tensor_list\[1\] has 2 elements of .*float32, .*must be alike"):
+    with pytest.raises(
+        ValueError, match=r"tensor_list\[1\] has 2 elements of .*float32, .*must have the same size and type"
+    ):
         dist.all_reduce_multigpu([one, torch.ones(2)])
     with pytest.raises(ValueError, match="src_tensor is 1; tensor_list has tensors 0 to 0"):
         dist.broadcast_multigpu([one], 0, src_tensor=1)
     with pytest.raises(ValueError, match="dst_tensor is -1"):
         dist.reduce_multigpu([one], 0, dst_tensor=-1)
-    with pytest.raises(ValueError, match=r"lists of the lengths \[1, 2\]; with 2 devices a rank and 2 in all"):
+    with pytest.raises(ValueError, match=r"lists of the lengths \[1, 2\]; with 2 devices per rank and 2 in total"):
         dist.all_gather_multigpu([[one], [one, one]], [one, one])
     with pytest.raises(TypeError, match="AVG is not defined for torch.bool"):
         dist.all_reduce_multigpu([torch.ones(1, dtype=torch.bool)] * 2, ReduceOp.AVG)

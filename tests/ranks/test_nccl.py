@@ -135,10 +135,10 @@ def test_failures_say_what_was_seen_and_break_the_group(ranks):
     assert errors["refused"].startswith(f"rank 0 ({host}, pid ")
     assert "all_reduce(float32, 3 elements, SUM) failed: ncclInvalidArgument: Invalid value" in errors["refused"]
     assert "NCCL_DEBUG=WARN" in errors["refused"] and "Exception raised from" not in errors["refused"]
-    assert "while the call was under way, NCCL reported REMOTE_ERROR" in errors["reported"]
+    assert "while the call was running, NCCL reported REMOTE_ERROR" in errors["reported"]
     assert "timed out after " in errors["late"]
     assert f"rank 1 ({host}" in errors["late"]
-    assert "did not come" in errors["late"]
+    assert "did not reach the call" in errors["late"]
     assert "latest all_reduce(float32, 1 elements, SUM) as call 2" in errors["late"]
     assert "all_reduce(float32, 4 elements, SUM) as call 3" in errors["different"]
     assert "reduce(float32, 4 elements, SUM, root 0) as call 3" in errors["different"]
@@ -158,7 +158,7 @@ def die_in_a_call() -> str | None:
 def test_a_rank_that_dies_ends_the_others_calls(ranks):
     with ranks(2).start(die_in_a_call) as world:
         text, _ = world.join(60, expect_dead={1})
-    assert "died, seen by rank 0" in str(text)
+    assert "died, detected by rank 0" in str(text)
 
 
 def share_a_gpu() -> str:

@@ -152,7 +152,7 @@ def what_is_refused(directory: str) -> None:
         ((None, targets), "the inputs on rank 0, which has the first stage, are missing"),
         ((inputs, targets[:7]), "rank 0 passes inputs of 8 samples, and rank 1 targets of 7"),
         ((inputs[:3], targets[:3]), "3 samples cannot be divided into 4 micro-batches"),
-        (((inputs, inputs[:5]), targets), "no tensors with the same number of samples"),
+        (((inputs, inputs[:5]), targets), "not tensors with the same number of samples"),
     ):
         with pytest.raises(ValueError, match=text):
             pipeline.step(*arguments)

@@ -94,7 +94,7 @@ def name_ranks_that_cannot_be_meant(directory: str) -> None:
     with torch_group("paceline", directory):
         group, rank = torch_dist.group.WORLD, torch_dist.get_rank()
         mine, other = torch.full((2,), rank + 1.0), 1 - rank
-        to_itself = rf"is rank {rank}, this one; a rank sends nothing to itself"
+        to_itself = rf"is rank {rank}, this one; a rank cannot send to itself"
         with pytest.raises(ValueError, match=f"dst {to_itself}"):
             torch_dist.isend(mine, rank)
         with pytest.raises(ValueError, match=f"src {to_itself}"):

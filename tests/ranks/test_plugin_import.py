@@ -78,5 +78,5 @@ def test_without_autoloading_one_call_makes_it_known(installed):
     done = installed(code, "-W", "error", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONUNBUFFERED="1")
     assert done.stdout == "False\nimported\nTrue\n", done.stderr
     of_error, _, of_call = done.stderr.partition("end of errors")
-    assert "torch.distributed does not get the backend 'paceline': TypeError" in of_error
+    assert "the backend 'paceline' could not be registered with torch.distributed: TypeError" in of_error
     assert "paceline" not in of_call

@@ -129,10 +129,10 @@ def test_the_page_of_a_job_shows_its_steps_and_who_is_stuck(start, tmp_path):
     assert told["ranks"][0]["state"] == "waiting" and "all_reduce" in told["ranks"][0]["doing"]
     assert told["story"]["items"][-1]["kind"] == "stall"
     job.wait_for(
-        lambda told: [text for text in told["owed"] if text.startswith("rank 1 owes rank 0 all_reduce(float32")]
+        lambda told: [text for text in told["owed"] if text.startswith("rank 0 waits for rank 1 in all_reduce(float32")]
     )
     status, body = job.ask("/actions/stacks", "POST", **{"X-Paceline-Action": "stacks"})
-    assert (status, json.loads(body)) == (200, {"said": "took the stacks of 2 workers of this machine"})
+    assert (status, json.loads(body)) == (200, {"said": "captured the stacks of 2 workers on this machine"})
     stacks = job.wait_for(lambda told: len(told["stacks"]) == 2)["stacks"]
     assert re.search(r"script\.py:\d+ in <module>", stacks[1]["text"])
 
@@ -206,11 +206,11 @@ def _listener_of(address: str) -> int:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--dash-port", "8080"], "--dash-port says how the live page is served, but there is none without --dash"),
-        (["--dash", "--dash-port", "8080", "--dash-socket", "/tmp/x"], "exclude each other"),
+        (["--dash-port", "8080"], "--dash-port configures the live page, which requires --dash"),
+        (["--dash", "--dash-port", "8080", "--dash-socket", "/tmp/x"], "are mutually exclusive"),
         (["--dash", "--dash-prefix", "user/x"], "is not a path such as"),
         (["--dash", "--dash-host", "a:80"], "is not the name of a host"),
-        (["--dash", "--dash-socket", "/nowhere/page"], "there is no directory /nowhere"),
+        (["--dash", "--dash-socket", "/nowhere/page"], "the directory /nowhere does not exist"),
     ],
 )
 def test_mistakes_in_the_flags_of_the_page_are_explained(script, flags, said):

@@ -117,9 +117,7 @@ def test_a_killed_worker_is_replaced_and_the_others_live(job):
     assert {(line[1], line[2]) for uid, line in job.log().items() if uid == "0.1.1"} == {("1", "3")}
     job.order("end")
     said = job.expect(0)
-    assert (
-        f"slot 1 (worker 0.1.0, pid {pids['0.1.0']}) failed: killed by SIGKILL; another worker takes its place" in said
-    )
+    assert f"slot 1 (worker 0.1.0, pid {pids['0.1.0']}) failed: killed by SIGKILL; another worker replaces it" in said
     assert len(job.log()) == 4, "nobody else was started"
 
 
@@ -127,16 +125,14 @@ def test_a_worker_that_fails_after_each_start_is_given_up(job):
     job.start(2)
     job.wait_for("0.0.0", "0.1.0")
     job.order("fail1")
-    job.wait(
-        lambda: "nobody takes its place" in job.said() and job.said().rstrip().endswith("ValueError: told to fail")
-    )
+    job.wait(lambda: "it is not replaced" in job.said() and job.said().rstrip().endswith("ValueError: told to fail"))
     said = job.said()  # and the last traceback stands last
     assert "(worker 0.1.0, pid " in said
     assert re.search(
-        r"pid \d+\) failed: ValueError: told to fail \(elastic_toy.py:\d+\); another worker takes its place\n", said
+        r"pid \d+\) failed: ValueError: told to fail \(elastic_toy.py:\d+\); another worker replaces it\n", said
     )
-    assert "another worker takes its place in 0.25 s" in said
-    assert "nobody takes its place: 3 of its workers in a row failed within 60 s of taking part" in said
+    assert "another worker replaces it in 0.25 s" in said
+    assert "it is not replaced: 3 of its workers in a row failed within 60 s of joining" in said
     assert sorted(job.log()) == ["0.0.0", "0.1.0", "0.1.1", "0.1.2"]
     job.order("end")
     job.expect(0)
@@ -146,7 +142,7 @@ def test_when_all_slots_are_given_up_the_first_failure_is_told(job):
     job.order("break")
     job.start(2)
     said = job.expect(1)
-    assert said.count("4 of its workers in a row failed before they took part") == 2
+    assert said.count("4 of its workers in a row failed before they joined") == 2
     assert "failed first (" in said
     assert "0 of at least 1 workers are ready, and no other will be started" in said
     assert len(job.log()) == 8
@@ -165,7 +161,7 @@ def test_a_worker_that_is_asked_to_leave_is_not_replaced(job):
     job.wait_for("0.0.0", "0.1.0")
     os.kill(job.pid("0.1.0"), signal.SIGTERM)
     job.wait_for("0.0.0")
-    job.wait_to_hear("it was asked to leave, so nobody takes its place")
+    job.wait_to_hear("it was asked to leave, so it is not replaced")
     job.order("end")
     job.expect(0)
     assert len(job.log()) == 2
@@ -176,7 +172,7 @@ def test_a_stopped_worker_is_killed_and_replaced(job):
     job.wait_for("0.0.0", "0.1.0")
     os.kill(job.pid("0.1.0"), signal.SIGSTOP)
     job.wait_for("0.0.0", "0.1.1")
-    assert "was stopped by a signal, so it was killed; another worker takes its place" in job.said()
+    assert "was stopped by a signal, so it was killed; another worker replaces it" in job.said()
     assert not is_alive(job.pid("0.1.0"))
     job.order("end")
     job.expect(0)
@@ -186,7 +182,7 @@ def test_the_only_worker_may_be_stopped(job):
     job.start(1)
     job.wait_for("0.0.0")
     os.kill(job.pid("0.0.0"), signal.SIGSTOP)
-    wait_until(lambda: "it is stopped, and nobody else holds the job's state; send it SIGCONT" in job.said())
+    wait_until(lambda: "it is stopped, and no other worker holds the job's state; send it SIGCONT" in job.said())
     os.kill(job.pid("0.0.0"), signal.SIGCONT)
     job.order("end")
     job.expect(0)
@@ -212,7 +208,7 @@ def test_max_restarts_bounds_the_replacements(job):
     os.kill(job.pid("0.1.0"), signal.SIGKILL)
     job.wait_for("0.0.0", "0.1.1")
     os.kill(job.pid("0.1.1"), signal.SIGKILL)
-    job.wait_to_hear("nobody takes its place: --max-restarts 1 allows no further replacement on this machine")
+    job.wait_to_hear("it is not replaced: --max-restarts 1 allows no further replacement on this machine")
     job.order("end")
     job.expect(0)
     assert len(job.log()) == 3
@@ -242,7 +238,7 @@ def test_a_worker_that_babbles_is_killed_and_replaced(job):
     job.wait_for("0.0.0", "0.1.0")
     job.order("babble1")
     job.wait_for("0.0.0", "0.1.1")
-    assert "is killed, since it sent b'hello', which is not a valid message" in job.said()
+    assert "is killed because it sent b'hello', which is not a valid message" in job.said()
     job.order("end")
     job.expect(0)
 
@@ -273,13 +269,13 @@ def test_what_a_dead_worker_started_ends_and_nothing_else(job):
 def test_chaos_shows_each_act_and_what_it_cost(job):
     job.start(3, "--chaos=kill:0.5s,stop:3s,seed=7")
     job.wait_for(*FIRST)
-    job.wait(lambda: job.said().count("chaos at ") >= 3 and job.said().count("takes its place") >= 3)
+    job.wait(lambda: job.said().count("chaos at ") >= 3 and job.said().count("replaces it") >= 3)
     job.order("end")
     said = job.expect(0)
     acts = said.count("chaos at ")
     assert f"chaos (kill:0.5s,stop:3s,seed=7): {acts} acts in " in said
-    assert "workers replaced; until each took part: median " in said
-    assert "the others were together again; after each loss: median " in said
+    assert "workers replaced; until each participated: median " in said
+    assert "the others resumed; after each loss: median " in said
 
 
 FORKED = f"""
@@ -297,14 +293,14 @@ def test_workers_are_forks_with_torch_and_preload_that_differ(job):
     script.write_text(FORKED)
     job.start(2, "--preload=wave,not_there", script=str(script), method="auto")
     job.wait_for("0.0.0", "0.1.0")
-    assert "--preload not_there is left out: ModuleNotFoundError: No module named 'not_there'" in job.said()
+    assert "--preload not_there is ignored: ModuleNotFoundError: No module named 'not_there'" in job.said()
     for uid in ("0.0.0", "0.1.0"):
         assert command_of(job.pid(uid)).split("\0")[1] == str(script), "what ps shows"
     (template,) = (pid for pid in processes_in(job.directory) if "template.py" in command_of(pid))
     os.kill(template, signal.SIGKILL)
     os.kill(job.pid("0.1.0"), signal.SIGKILL)
     job.wait_for("0.0.0", "0.1.1")
-    assert f"workers cannot be forked from process {template}: it has ended; another is started" in job.said()
+    assert f"workers cannot be forked from process {template}: it has ended; starting another" in job.said()
     job.order("end")
     job.expect(0)
     facts = [line.split()[2:] for line in job.said("out").splitlines()]
@@ -333,4 +329,4 @@ def test_modules_of_preload_that_do_harm_are_left_out(job):
     job.order("end")
     said = job.expect(0)
     assert job.said("out").split()[-2:] == ["False", "False"]
-    assert "), so --preload calm,busy is left out; another is started" in said
+    assert "), so --preload calm,busy is ignored; starting another" in said

@@ -173,7 +173,7 @@ def test_a_dry_run_starts_nothing_and_says_what_it_would(place):
 def test_a_dry_run_of_one_of_two_machines_knows_its_ranks(place):
     done = run("--dry-run", "--nnodes=2", "--node-rank=1", "--master-addr=h0", "--nproc-per-node=2", place)
     assert "rank 3, " in done.stdout
-    assert "which meet at h0:29500; this is machine 1" in done.stdout
+    assert "with the rendezvous at h0:29500; this is machine 1" in done.stdout
 
 
 CELL = """

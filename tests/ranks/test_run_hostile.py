@@ -65,7 +65,7 @@ def test_names_that_the_locale_cannot_spell(script):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--log-dir=file"], "file/j/attempt_0/0 cannot hold the workers' output (Not a directory); give --log-dir"),
+        (["--log-dir=file"], "file/j/attempt_0/0 cannot hold the workers' output (Not a directory); set --log-dir"),
         (["missing.py"], "missing.py does not exist"),
         (["-m", "missing"], "No module named missing"),
         (["--no-python", "./file"], "./file cannot be executed (Permission denied)"),
@@ -165,6 +165,6 @@ def test_a_failure_of_all_ranks_is_told_once(script, tmp_path):
     first, where = re.search(told, done.stderr, re.MULTILINE).groups()
     assert where == ("its traceback is above" if first == printer else f"see rank {printer}'s traceback above")
     assert done.stderr.count("Traceback") == 1
-    others = re.search(r"^paceline: ranks ([\d, -]+) failed likewise$", done.stderr, re.MULTILINE)[1]
+    others = re.search(r"^paceline: ranks ([\d, -]+) failed in the same way$", done.stderr, re.MULTILINE)[1]
     numbers = [int(each) for each in re.findall(r"\d", others)]
     assert int(first) not in numbers and len(numbers) >= 2

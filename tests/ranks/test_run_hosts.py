@@ -128,7 +128,7 @@ def test_a_refused_key_is_said_with_the_machine(script, ssh_server, tmp_path):
     )
     assert done.returncode == 1
     for address in ADDRESSES:
-        assert f"@{address}: it refused this user's key" in done.stderr
+        assert f"@{address}: it rejected this user's key" in done.stderr
     assert "ssh-copy-id" in done.stderr
 
 
@@ -141,7 +141,7 @@ def test_an_unknown_host_key_is_said_with_the_machine(script, ssh_server):
 def test_a_machine_that_serves_no_ssh_is_named(script, ssh_server):
     with_nobody = ssh_server.ssh(Port="9")
     done = run("--hosts", ssh_server.hosts(1), "--ssh", with_nobody, script(""))
-    assert done.returncode == 1 and f"@{A}: nothing serves ssh there" in done.stderr
+    assert done.returncode == 1 and f"@{A}: no ssh server listens there" in done.stderr
 
 
 def python_that(tmp_path: Path, text: str) -> str:
@@ -174,7 +174,7 @@ def test_a_missing_interpreter_or_directory_is_named(script, ssh_server):
     done = run(*words, "--remote-python", "/nowhere/python", script(""))
     assert done.returncode == 1 and "there is no /nowhere/python there" in done.stderr
     done = run(*words, "--remote-dir", "/nowhere", script(""))
-    assert done.returncode == 2 and "has no directory /nowhere" in done.stderr
+    assert done.returncode == 2 and "has no accessible directory /nowhere" in done.stderr
 
 
 def test_this_machine_needs_no_ssh(script):

@@ -231,7 +231,7 @@ time.sleep(300)
     last = done.stderr.splitlines()[-1]
     assert re.search(r"rank 1 failed first \(.*killed by the kernel, out of memory\): it had used up to \d+ MiB", last)
     assert "the cgroup's limit is 300 MiB for all ranks together" in last
-    assert "Take smaller batches" in last
+    assert "Use smaller batches" in last
 
 
 def test_without_a_reader_of_its_output_the_job_ends(script):

@@ -130,7 +130,7 @@ def test_breakpoint_does_nothing_on_ranks_without_stdin(script):
         rows = terminal.end()
     assert terminal.exit_code == 0
     assert {"[rank 0] x 41", "[rank 1] x 41"} <= set(rows)
-    assert "breakpoint() does nothing on rank 1, since rank 0 has the stdin" in "".join(rows)
+    assert "breakpoint() does nothing on rank 1, because rank 0 reads stdin" in "".join(rows)
 
 
 def test_the_terminal_is_as_before_when_a_reader_is_killed(script, tmp_path):

@@ -144,4 +144,4 @@ def test_a_taken_master_port_is_told(script):
         done = run("--nproc-per-node=2", f"--master-port={port}", script(text))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("met") == 6
-    assert f"MASTER_PORT cannot be served, which the env:// of torch.distributed needs: port {port}" in done.stderr
+    assert f"no store can be served at MASTER_PORT, which env:// of torch.distributed needs: port {port}" in done.stderr

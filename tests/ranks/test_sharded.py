@@ -284,7 +284,7 @@ def share_what_cannot_be_shared() -> None:
     dist.init_process_group()
     with pytest.raises(ValueError, match=r"rank \d: 1 shards cannot be shared by 2 ranks; use a count"):
         dist.LogicalShards(nn.Linear(1, 1), 1)
-    with pytest.raises(TypeError, match="give it the module inside"):
+    with pytest.raises(TypeError, match="pass the module inside"):
         dist.LogicalShards(dist.DistributedDataParallel(nn.Linear(1, 1)), 2)
     with pytest.raises(dist.CollectiveMismatchError, match="seed=0; rank 1: seed=1"):
         dist.LogicalShards(nn.Linear(1, 1), 2, seed=dist.get_rank())
@@ -299,7 +299,7 @@ def share_what_cannot_be_shared() -> None:
     for refused in (lambda m: m.join(), lambda m: m.register_comm_hook(None, print)):
         with pytest.raises(ValueError, match="got a module with deterministic=True"):
             refused(wrap(logical_shards=2))
-    with pytest.raises(ValueError, match="a batch of 3 samples cannot be dealt out to the 2 shards of a rank"):
+    with pytest.raises(ValueError, match="a batch of 3 samples cannot be divided among the 2 shards of a rank"):
         wrap(logical_shards=4)(torch.ones(3, 1))
     shards = dist.LogicalShards(nn.Linear(1, 1), 2)
     with pytest.raises(ValueError, match="batch_size is 0; it must be at least 1"):

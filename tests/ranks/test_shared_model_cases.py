@@ -149,7 +149,7 @@ def a_torn_update_is_not_the_truth() -> None:
         with pytest.raises(dist.GroupAbortedError):
             shared.step()
     for use in (model.state_dict, lambda: backward(model, "mlp", 0), shared.step):
-        with pytest.raises(RuntimeError, match="updated only in part"):
+        with pytest.raises(RuntimeError, match="only partly updated"):
             use()
     group.close()
 

@@ -45,7 +45,7 @@ def train_with_checkpoints(path: Path, dies: str) -> str:
             optimizer.step()
             save(model, optimizer, step + 1, path)
         except dist.PeerLostError as error:
-            if "updated only in part" in str(error):
+            if "only partly updated" in str(error):
                 require_torn(model, optimizer)
             return f"lost {error.rank}: {error}"
     if dies and dist.get_rank() == 1:
@@ -79,7 +79,7 @@ def save(model: nn.Module, optimizer: dist.SharedModelOptimizer, step: int, path
 
 def require_torn(model: nn.Module, optimizer: dist.SharedModelOptimizer) -> None:
     for use in (model.state_dict, lambda: backward(model, "mlp", 0), optimizer.step):
-        with pytest.raises(RuntimeError, match=r"rank 1 \(.*updated only in part.*load a checkpoint"):
+        with pytest.raises(RuntimeError, match=r"rank 1 \(.*only partly updated.*load a checkpoint"):
             use()
 
 
@@ -107,7 +107,7 @@ def test_half_an_update_is_told_and_a_restart_resumes(ranks, undisturbed, tmp_pa
     for rank in (0, 2):
         assert told[rank].startswith("lost 1: ")
         assert "rank 1 (" in told[rank]
-        assert "updated only in part" in told[rank]
+        assert "only partly updated" in told[rank]
     require_resumed(ranks, undisturbed, path)
 
 

@@ -65,14 +65,14 @@ def test_a_hang_of_spawned_ranks_is_explained(capfd):
     assert spawned is not None
     said, deadline_s = "", time.monotonic() + 60
     try:
-        while "is not there" not in said:
+        while "has not reached this call" not in said:
             assert time.monotonic() < deadline_s, said
             assert not spawned.join(0.2)
             said += capfd.readouterr().err
     finally:
         spawned.end()
     assert "paceline: rank 0 waits in all_reduce(float32, 4096) call " in said
-    assert "rank 1 is not there: it is in evaluate (test_spawn_verdicts.py:" in said
+    assert "rank 1 has not reached this call: it is in evaluate (test_spawn_verdicts.py:" in said
 
 
 @pytest.mark.parametrize(

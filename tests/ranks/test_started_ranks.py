@@ -123,7 +123,7 @@ def test_ranks_of_several_machines_need_to_know_the_first(variables):
     variables({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     found = detect(os.environ)
     assert found is not None
-    with pytest.raises(ValueError, match=r"started rank 1 of 4.*do not say where rank 0 is; set MASTER_ADDR"):
+    with pytest.raises(ValueError, match=r"started rank 1 of 4.*do not contain rank 0's address; set MASTER_ADDR"):
         shared_store.open_scheduler_store(found, 4, timedelta(seconds=1))
 
 

@@ -177,7 +177,7 @@ def test_float32_is_as_good_as_in_torchs_own(ranks, tmp_path):
 def what_is_refused() -> None:
     dist.init_process_group()
     for plan, kind, text in (
-        ({"nothing": dist.ColwiseParallel()}, ValueError, "no module is called 'nothing'"),
+        ({"nothing": dist.ColwiseParallel()}, ValueError, "no module has the name 'nothing'"),
         ({"norm": dist.ColwiseParallel()}, TypeError, "'norm' is a LayerNorm; ColwiseParallel needs nn.Linear"),
         (
             {"embedding": dist.ColwiseParallel(), "head": dist.ColwiseParallel()},

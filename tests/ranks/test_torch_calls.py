@@ -82,7 +82,7 @@ def reduce_sparse_tensors() -> None:
     with pytest.raises(TypeError, match="MAX.* is not defined for sparse tensors; use SUM, AVG or PremulSum"):
         dist.all_reduce(average, dist.ReduceOp.MAX)
     other = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1), (5 + rank,))
-    with pytest.raises(dist.CollectiveMismatchError, match=rf"whose has shape \[{5 + rank}\]") as caught:
+    with pytest.raises(dist.CollectiveMismatchError, match=rf"which has shape \[{5 + rank}\]") as caught:
         dist.all_reduce(other)
     assert str([r for r in range(size) if r != rank]) in str(caught.value)
     dist.barrier()
@@ -122,9 +122,11 @@ def give_seconds(directory: str) -> None:
     dist.all_reduce(torch.ones(1), timeout=19.5, async_op=True).wait(20.5)
     if rank == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
-        with pytest.raises(dist.CollectiveTimeoutError, match=r"timed out: all_reduce was not done after the 0\.1 s"):
+        with pytest.raises(dist.CollectiveTimeoutError, match=r"timed out: all_reduce had not completed after 0\.1 s"):
             work.wait(0.1)
-        with pytest.raises(torch_dist.DistBackendError, match=r"rank 1 did not come within 0\.2 s.* timed out after"):
+        with pytest.raises(
+            torch_dist.DistBackendError, match=r"rank 1 did not reach it within 0\.2 s.* timed out after"
+        ):
             dist.monitored_barrier(group, timeout=0.2)
         say(directory, "waited")
         dist.monitored_barrier()

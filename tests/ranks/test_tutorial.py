@@ -31,11 +31,11 @@ def said_by(cell: Any) -> str:
 TOLD = (
     "rank 1 of 2 is process",
     "\nrank 0 received 2\n",
-    "rank 1 brought [10.0, 11.0, 12.0] and has [10.0, 12.0, 14.0]",
+    "rank 1 passed [10.0, 11.0, 12.0] and received [10.0, 12.0, 14.0]",
     "all_reduce(float32, 3",
     "epoch 4: loss",
-    "of digits that it has not seen are recognised",
-    "world size 1: training begins at step 10",
+    "of the held-out digits are recognized",
+    "world size 1: training starts at step 10",
     "step 20: loss",
 )
 

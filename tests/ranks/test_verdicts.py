@@ -120,8 +120,8 @@ def text(output) -> str:
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("stop", "rank 1 is not there: it is stopped by a signal"),
-        ("loader", "rank 1 is not there: it is in DataLoader.__next__ (script.py:"),
+        ("stop", "rank 1 has not reached this call: it is stopped by a signal"),
+        ("loader", "rank 1 has not reached this call: it is in DataLoader.__next__ (script.py:"),
     ],
 )
 def test_a_hang_is_explained_live_and_afterwards(said, tmp_path, capsys, fault, sentence):
@@ -141,15 +141,15 @@ def test_two_groups_that_wait_for_each_other_are_named(said, fault, groups):
 
 
 def test_a_backward_of_torchs_that_waits_in_join_is_explained(said):
-    told = said("sleep", "rank 1 is not there", job=BACKWARD_IN_JOIN)
+    told = said("sleep", "rank 1 has not reached this call", job=BACKWARD_IN_JOIN)
     assert "rank 0 waits in all_reduce(float32, 1) call " in told
-    assert "rank 1 is not there: it is at script.py:" in told
+    assert "rank 1 has not reached this call: it is at script.py:" in told
 
 
 def test_a_rank_that_works_is_no_error_and_its_return_is_told(said):
-    told = said("busy", "the job continues", until="That is no error if it evaluates, saves or compiles")
-    assert "rank 1 is not there: it is in evaluate (script.py:" in told
-    assert "That is no error if it evaluates, saves or compiles" in told
+    told = said("busy", "the job continues", until="This is not an error if it evaluates, saves or compiles")
+    assert "rank 1 has not reached this call: it is in evaluate (script.py:" in told
+    assert "This is not an error if it evaluates, saves or compiles" in told
     assert "the job continues after " in told
 
 
@@ -194,7 +194,7 @@ def test_an_exception_is_told_last_and_a_signals_is_none(said, tmp_path, capsys)
 
 def test_a_rank_that_leaves_early_is_the_headline(said):
     told = said("leave")
-    require_told_once(told, "rank 1 ended too early, with exit code 0 after barrier() call 31 (script.py:")
+    require_told_once(told, "rank 1 exited too early, with exit code 0 after barrier() call 31 (script.py:")
     assert "rank 0 failed because of another rank (" in told and "failed first" not in told
 
 
@@ -208,9 +208,9 @@ def test_a_good_job_ends_without_a_word(script, tmp_path, capsys):
     assert done.returncode == 0
     assert "rank" not in done.stderr
     assert main(["analyze", str(tmp_path / "job")]) == 0
-    assert "nothing was wrong" in capsys.readouterr().out
+    assert "no problem was found" in capsys.readouterr().out
 
 
 def test_a_directory_without_recordings_is_refused(tmp_path, capsys):
     assert main(["analyze", str(tmp_path)]) == 2
-    assert "has no recording" in capsys.readouterr().err
+    assert "contains no recording" in capsys.readouterr().err

@@ -11,7 +11,9 @@ import paceline as dist
 
 def tensors_without_rows_are_refused(call, size) -> None:
     scalar, rows = torch.tensor(1.0), torch.ones(2 * size)
-    with pytest.raises(ValueError, match=rf"all_to_all_single: output has no dimensions, so no rows .* {size} ranks"):
+    with pytest.raises(
+        ValueError, match=rf"all_to_all_single: output has no dimensions, and therefore no rows .* {size} ranks"
+    ):
         call(scalar, scalar)
     with pytest.raises(ValueError, match=r"all_to_all_single: input has no dimensions.*input.view\(1\)"):
         call(rows, scalar)

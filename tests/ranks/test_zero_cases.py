@@ -121,7 +121,7 @@ def go_apart() -> None:
     dist.init_process_group()
     model = Apart()
     dist.ZeroRedundancyOptimizer(model, SGD, stage=3, lr=0.1)
-    with pytest.raises(dist.CollectiveMismatchError, match=r"runs layer 'layers\..' where rank . runs 'layers\..'"):
+    with pytest.raises(dist.CollectiveMismatchError, match=r"runs layer 'layers\..' while rank . runs 'layers\..'"):
         model(torch.ones(1, 8))
 
 

@@ -86,10 +86,10 @@ def require_cause(messages: list[str], waiting: str, stopped: str, may_be_direct
     """
     for message in messages:
         if may_be_direct and waiting not in message:
-            assert f"; {stopped} did not come (" in message, message
+            assert f"; {stopped} did not reach the call (" in message, message
             continue
-        why = f"it waits in another call, which {stopped} holds up"
-        assert f"; {waiting} did not come because {why}" in message, message
+        why = f"it waits in another call, which is delayed by {stopped}"
+        assert f"; {waiting} did not reach the call because {why}" in message, message
         assert f"Look at {stopped} first" in message, message
 
 

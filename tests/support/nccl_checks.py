@@ -142,7 +142,7 @@ def pass_messages(rank: int, size: int) -> None:
     for work in sends:
         work.wait()
     assert all(tensor.eq(10.0 * before + tag).all() for tag, tensor in received.items())
-    with pytest.raises(ValueError, match="recv from any rank: NCCL receives from one that is named; pass src="):
+    with pytest.raises(ValueError, match="recv from any rank: NCCL can only receive from a specified rank; pass src="):
         dist.recv(torch.empty(1))
 
 

@@ -203,8 +203,8 @@ class Training:
             return None
         others = f"ranks 0-{self.ranks - 1} but {hung}" if hung != self.ranks - 1 else f"ranks 0-{self.ranks - 2}"
         return StallNotice(
-            f"step {self._step}: {others} wait in all_reduce(float32, 4096) call 5120 (train.py:88); rank {hung} is "
-            f"not there: it is in DataLoader.__next__ (train.py:71), for {quiet_s:.0f} s",
+            f"step {self._step}: {others} wait in all_reduce(float32, 4096) call 5120 (train.py:88); rank {hung} has "
+            f"not reached this call: it is in DataLoader.__next__ (train.py:71), for {quiet_s:.0f} s",
             (hung,),
             (f"The loader of rank {hung} has 2 workers; both sleep in read() of /data/shard-0007.tar.",),
             self._hung_s or 0.0,

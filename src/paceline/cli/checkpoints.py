@@ -146,7 +146,7 @@ def verify(options: argparse.Namespace) -> int:
         elif newest is None:
             newest = name
     if len(names) > 1 and code:
-        print(f"restoring would take {storage.describe(newest)}" if newest is not None else "none of them is whole")
+        print(f"restoring would use {storage.describe(newest)}" if newest is not None else "none of them is intact")
     return code
 
 
@@ -159,7 +159,7 @@ def _verify_one(storage: Storage, name: str) -> list[str]:
     except CheckpointError as error:
         faults = [str(error)]
     if not faults:
-        print(f"{where}: whole; {tensors} tensors, {size_text(nbytes)} compared with their digests")
+        print(f"{where}: intact; {tensors} tensors, {size_text(nbytes)} compared with their digests")
     for fault in faults:
         print(f"{where}: DAMAGED: {fault}")
     return faults
@@ -173,7 +173,7 @@ def diff(options: argparse.Namespace) -> int:
         for line in differences:
             print(line)
         if not differences:
-            print(f"{first.title} and {second.title} hold the same: {len(first.tensors)} tensors, bit for bit")
+            print(f"{first.title} and {second.title} are identical: {len(first.tensors)} tensors, bit for bit")
     return 1 if differences else 0
 
 
@@ -245,13 +245,13 @@ def export_model(options: argparse.Namespace) -> int:
         if not names:
             entries = sorted({name.split(SEPARATOR)[0] for name in checkpoint.manifest.tensors})
             print(
-                f"paceline checkpoint export: {checkpoint.describe()} has no tensors in {options.only!r}; it has "
-                f"{and_more(entries, _MOST_NAMED)}: choose one with --only, or --only '' for all",
+                f"paceline checkpoint export: {checkpoint.describe()} contains no tensors in {options.only!r}; it "
+                f"contains {and_more(entries, _MOST_NAMED)}: choose one with --only, or --only '' for all",
                 file=sys.stderr,
             )
             return 2
         nbytes = write(checkpoint, names, options.output, ProgressPrinter("paceline checkpoint export: wrote"))
-    print(f"{options.output}: {len(names)} tensors, {size_text(nbytes)}, of {checkpoint.describe()}")
+    print(f"{options.output}: {len(names)} tensors, {size_text(nbytes)}, from {checkpoint.describe()}")
     return 0
 
 

@@ -52,12 +52,12 @@ def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "of one checkpoint. It also reads files of torch.save and torch's distributed checkpoints.",
     )
     inspecting.add_argument("path", metavar="PATH", help="a directory of checkpoints, or a checkpoint")
-    inspecting.add_argument("--json", action="store_true", help="print the same as JSON")
+    inspecting.add_argument("--json", action="store_true", help="print the result as JSON")
     verifying = commands.add_parser(
         "verify",
         help="compare all bytes with their digests",
         description="Reads every byte of a checkpoint, or of all checkpoints in a directory, and reports damage. The "
-        "exit code is 1 if there are any, and 2 if there is no checkpoint.",
+        "exit code is 1 if there is any, and 2 if there is no checkpoint.",
     )
     verifying.add_argument("path", metavar="PATH", help="a directory of checkpoints, or a checkpoint")
     comparing = commands.add_parser(
@@ -94,7 +94,9 @@ def _run_checkpoint_command(options: argparse.Namespace) -> int:
 
 
 def _add_launch_script_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("slurm", "k8s", "jobset", "kubeflow", "ray"), help="for which scheduler")
+    parser.add_argument(
+        "kind", choices=("slurm", "k8s", "jobset", "kubeflow", "ray"), help="the scheduler to write for"
+    )
     parser.add_argument("--nodes", type=int, default=2, help="machines (default: 2)")
     parser.add_argument(
         "--nproc-per-node", "--nproc_per_node", default="gpu", help="workers per machine (default: gpu)"
@@ -184,7 +186,7 @@ def _migration_report(program: MigratedProgram) -> Iterator[str]:
     from paceline.interop.migrate.names import score
 
     for path, why in program.unread:
-        yield f"{path}: left as it is, since it is no valid Python: {why}"
+        yield f"{path}: left unchanged because it is not valid Python: {why}"
     for file in program.files:
         migrated, total = score(file.after.places)
         yield f"{file.path}: {migrated} of {total}"
@@ -207,9 +209,9 @@ def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
         "job",
         nargs="?",
         metavar="JOB",
-        help="the job's directory, its name in `paceline runs`, or its page's address (default: the latest that runs)",
+        help="the job's directory, its name in `paceline runs`, or its page's address (default: the latest running)",
     )
-    parser.add_argument("--once", action="store_true", help="print it once and exit")
+    parser.add_argument("--once", action="store_true", help="print the view once and exit")
     parser.add_argument("--plain", action="store_true", help="plain text, even if Textual is installed")
     parser.add_argument(
         "--every", type=_refresh_interval, default=1.0, metavar="SECONDS", help="refresh interval (default: 1)"
@@ -423,7 +425,7 @@ def _subcommands(environment: Mapping[str, str] = os.environ) -> tuple[_Subcomma
         ),
         _Subcommand(
             "migrate",
-            "rewrite a program of torch.distributed or Horovod, and the files that start it",
+            "rewrite a program that uses torch.distributed or Horovod, and the files that start it",
             "Rewrites Python files, shell scripts, batch files, YAML and Dockerfiles so that they use Paceline. Prints "
             "the changes as a diff, or makes them with --write; remaining work becomes a comment with the reason. "
             "Needs paceline[migrate].",

@@ -31,7 +31,7 @@ _GAMMA_S_PER_BYTE = 1e-10
 _STAND_IN_BYTES_PER_S = 1e9  # assumed rate of state transfers if no link between hosts is known
 _PASSED_ON = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
 _USAGE_OF_MEASURING = "the script to measure follows the flags: paceline plan --measure -- train.py"
-_USAGE_OF_PREDICTING = "give one calibration, which `paceline plan --measure -- train.py` writes: calibration.json"
+_USAGE_OF_PREDICTING = "pass one calibration file, which `paceline plan --measure -- train.py` writes: calibration.json"
 _WORKER = "paceline.operate.plan.measure_worker"
 
 
@@ -57,7 +57,8 @@ def draw(options: argparse.Namespace) -> int:
         links = parse_links(f"{_WITHIN},{options.links or _DEFAULT_NODE_LINK}")
         if "node" not in links:
             raise ValueError(
-                f"--links {options.links} says nothing of the nodes' links: add, for example, {_DEFAULT_NODE_LINK}"
+                f"--links {options.links} does not describe the links between nodes: add, for example, "
+                f"{_DEFAULT_NODE_LINK}"
             )
         network = Network.uniform(
             options.ranks // per_node,
@@ -111,7 +112,7 @@ def goodput_of_predictions(
 def _numbers(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.isdecimal() and int(word) for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 on, such as 2,4,8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of at least 1, such as 2,4,8")
     return tuple(map(int, words))
 
 
@@ -121,10 +122,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--links", metavar="LINKS", help="the links between hosts, such as node=25gbit,0.05ms,region=1gbit,20ms"
     )
-    parser.add_argument("--per-node", type=int, default=1, metavar="N", help="ranks of each node (default: 1)")
+    parser.add_argument("--per-node", type=int, default=1, metavar="N", help="ranks per node (default: 1)")
     predicting = parser.add_argument_group("predicting")
     predicting.add_argument("--nodes", type=_numbers, default=(1, 2, 4, 8), metavar="N,...", help="default: 1,2,4,8")
-    predicting.add_argument("--regions", type=int, default=1, metavar="N", help="regions that the nodes form")
+    predicting.add_argument(
+        "--regions", type=int, default=1, metavar="N", help="number of regions into which the nodes are grouped"
+    )
     predicting.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="bucket size (default: the script's)")
     predicting.add_argument("--wire", choices=("bf16", "int8", "int4"), help="data type between nodes")
     predicting.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="the stage of ZeRO (default: 0)")
@@ -158,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"paceline plan: {_USAGE_OF_MEASURING if options.measure else _USAGE_OF_PREDICTING}", file=sys.stderr)
         return 2
     if options.measure and not (Path(words[0]).is_file() and os.access(words[0], os.R_OK)):
-        print(f"paceline plan: {words[0]} is not a file that can be read; {_USAGE_OF_MEASURING}", file=sys.stderr)
+        print(f"paceline plan: {words[0]} is not a readable file; {_USAGE_OF_MEASURING}", file=sys.stderr)
         return 2
     try:
         return _measure(options, words) if options.measure else _predict(options, Path(words[0]))
@@ -275,10 +278,10 @@ def _write_report(
     from paceline.operate.plan.report import heat_of, report
 
     heat = heat_of(calibration, predictions, simulate_call, options.regions)
-    made = f"Made on {time.strftime('%d %B %Y, %H:%M', time.localtime())} by Paceline {__version__}."
+    made = f"Created on {time.strftime('%d %B %Y, %H:%M', time.localtime())} by Paceline {__version__}."
     options.html.write_bytes(report(calibration, predictions, advice, heat, made))
     if not options.json:
-        print(f"{options.html}: the same with pictures")
+        print(f"{options.html}: the same report with figures")
 
 
 def _strategy(options: argparse.Namespace, calibration: Calibration) -> Strategy:
@@ -287,7 +290,7 @@ def _strategy(options: argparse.Namespace, calibration: Calibration) -> Strategy
     from paceline.train.ddp.buckets import MIB, caps_of
 
     if options.algorithm is not None and options.algorithm not in ALGORITHMS:
-        raise ValueError(f"there is no algorithm {options.algorithm!r}; there are {', '.join(ALGORITHMS)}")
+        raise ValueError(f"unknown algorithm {options.algorithm!r}; the algorithms are {', '.join(ALGORITHMS)}")
     strategy = measured(calibration)
     if options.bucket_cap_mb is not None:
         strategy = replace(strategy, bucket_nbytes=caps_of(int(options.bucket_cap_mb * MIB)))
@@ -304,7 +307,7 @@ def _with_links(links: Links, text: str) -> Links:
 
     given: Mapping[str, NetworkLink] = parse_links(text)
     if unknown := sorted(given.keys() - {"within", "node", "region"}):
-        raise ValueError(f"--links names {unknown[0]!r}; there are within, node and region")
+        raise ValueError(f"--links has the unknown link {unknown[0]!r}; the links are within, node and region")
     return replace(
         links,
         within_host=given.get("within", links.within_host),

@@ -25,14 +25,16 @@ if TYPE_CHECKING:
     from paceline.operate.diagnosis.postmortem import JobRemnants
 
 _LONGEST_COMMAND = 60
-_WELL = "nothing was wrong: no rank failed, none was waited for at the end, and none was slower beyond chance"
-_WELL_SO_FAR = "nothing is wrong: no rank has failed, none waits for another, and none is slower beyond chance"
+_WELL = (
+    "no problem was found: no rank failed, no rank kept others waiting at the end, and none was significantly slower"
+)
+_WELL_SO_FAR = "no problem was found: no rank has failed, none waits for another, and none is significantly slower"
 
 
 def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `paceline analyze`."""
     parser.add_argument("directory", metavar="RUN_DIR", help="the directory of the job's recordings and logs")
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def analyze(options: argparse.Namespace) -> int:
@@ -84,14 +86,14 @@ def _problem_with(directories: Sequence[Path]) -> str | None:
         jobs = {run.directory: run.job for run in machines_in([directory])}
         if len(set(jobs.values())) > 1:
             return (
-                f"{directory} contains {len(set(jobs.values()))} jobs; give the directory of one of them, such as "
+                f"{directory} contains {len(set(jobs.values()))} jobs; specify the directory of one of them, such as "
                 f"{min(jobs)}"
             )
     names = ("*.record", "stall-*.json", "error.json")
     if not any(files_of_job(directory, name) for directory in directories for name in names):
         return (
-            f"{' and '.join(map(str, directories))} has no recording (*.record) of a job; `paceline runs` lists the "
-            "directories of your jobs, and `paceline run --log-dir DIR` saves the recordings of its workers in DIR"
+            f"{' and '.join(map(str, directories))} contains no recording (*.record) of a job; `paceline runs` lists "
+            "the directories of your jobs, and `paceline run --log-dir DIR` saves the recordings of its workers in DIR"
         )
     return None
 
@@ -150,7 +152,7 @@ def write_report(options: argparse.Namespace) -> int:
     picture = replace(job.aggregator.state(), what_if=job.what_if)
     try:
         when = time.strftime("%d %B %Y, %H:%M", time.localtime())
-        page = report(picture, f"Report of {name}, made on {when} by Paceline {__version__}.")
+        page = report(picture, f"Report of {name}, created on {when} by Paceline {__version__}.")
         if output == "-":
             sys.stdout.buffer.write(page)
         else:
@@ -193,7 +195,7 @@ def write_trace(options: argparse.Namespace) -> int:
     events = sum(len(recording.events) for recording in recordings)
     accuracy = f"; times of different hosts are off by at most {error_ns / 1e6:.3f} ms" if error_ns else ""
     if error_ns is None:
-        accuracy = "; hosts are aligned by their time of day, since a launcher did not say how its clock differs"
+        accuracy = "; hosts are aligned by their time of day, because a launcher did not report its clock offset"
     print(
         f"{options.output}: {len(recordings)} ranks, {calls} calls, {events} events{accuracy}. Open it in "
         "https://ui.perfetto.dev"
@@ -216,7 +218,7 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
         help="the parent of the jobs' directories, such as the value of --log-dir (default: PACELINE_RUNS_DIR, or "
         "paceline/runs in XDG_STATE_HOME or ~/.local/state)",
     )
-    parser.add_argument("--json", action="store_true", help="print all facts about each job, as lines of JSON")
+    parser.add_argument("--json", action="store_true", help="print all fields of each job, as lines of JSON")
 
 
 def show_runs(options: argparse.Namespace) -> int:
@@ -227,7 +229,7 @@ def show_runs(options: argparse.Namespace) -> int:
         facts = {**asdict(run), "directory": str(run.directory), "state": run.state.value}
         print(json.dumps(facts) if options.json else line_of(run))
     if not found and not options.json:
-        print(f"There are no jobs in {directory}.")
+        print(f"No jobs were found in {directory}.")
     return 0
 
 

@@ -495,7 +495,7 @@ def announce_template(
     if dtype == _UNFIT:
         raise ValueError(
             f"{group}: scatter needs one tensor for each of the {group.size()} ranks on rank {group.ranks[root]}, all "
-            f"of one shape, with at most {_MOST_DIMENSIONS} dimensions, and of one type that collectives take"
+            f"of one shape, with at most {_MOST_DIMENSIONS} dimensions, and of one type that collectives support"
         )
     device = tensors[0].device if tensors else torch.device("cpu")
     return torch.empty(shape[:dimensions], dtype=DTYPES[dtype], device=device), bool(requires_grad)

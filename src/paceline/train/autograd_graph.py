@@ -157,8 +157,8 @@ class BackwardEnd:
                 return
             if self._task != NO_BACKWARD:
                 raise RuntimeError(
-                    "a backward of parameters that ZeroRedundancyOptimizer shards has begun before another one had "
-                    "ended. If it runs within the other one, use checkpoint(..., use_reentrant=False); if the other "
+                    "a backward of parameters that ZeroRedundancyOptimizer shards has started before another one had "
+                    "finished. If it runs within the other one, use checkpoint(..., use_reentrant=False); if the other "
                     "one has failed, call zero_grad() first"
                 )
             self._task = task

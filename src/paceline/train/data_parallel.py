@@ -156,8 +156,8 @@ def _part(tensor: _Leaf, index: int, count: int, dim: int, device: torch.device)
     if isinstance(tensor, PackedSequence):
         if count > 1:
             raise TypeError(
-                f"a PackedSequence cannot be divided between {count} devices, since its rows are ordered by time; name "
-                "one device in device_ids, or pass padded sequences and pack them in forward"
+                f"a PackedSequence cannot be divided between {count} devices, because its rows are ordered by time; "
+                "pass one device in device_ids, or pass padded sequences and pack them in forward"
             )
         # PackedSequence.to keeps `batch_sizes` on the CPU, as nn.LSTM requires.
         return cast("PackedSequence", cast(Any, tensor).to(device))
@@ -237,7 +237,7 @@ def parallel_apply(
     if not len(modules) == len(inputs) == len(keywords) == len(chosen):
         raise ValueError(
             f"parallel_apply got {len(modules)} modules, {len(inputs)} inputs, {len(keywords)} kwargs_tup and "
-            f"{len(chosen)} devices; it needs as many of each"
+            f"{len(chosen)} devices; it needs the same number of each"
         )
     results: list[object] = [None] * len(modules)
     in_mode = _ThreadModes(to_device(device) for device in chosen)

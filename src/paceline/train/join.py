@@ -95,7 +95,7 @@ class Join:
         **kwargs: object,
     ) -> None:
         if not joinables:
-            raise ValueError("Join got no joinables; give it at least one, for example the wrapped module")
+            raise ValueError("Join got no joinables; pass at least one, for example the wrapped module")
         for joinable in joinables:
             if not hasattr(joinable, "join_process_group"):
                 raise TypeError(
@@ -135,8 +135,8 @@ class Join:
             shadowed += 1
             if shadowed == _FAR_BEHIND:
                 warnings.warn(
-                    f"rank {self._me()} ran out of inputs {_FAR_BEHIND} steps before others, and waits for them; give "
-                    "the ranks inputs more evenly",
+                    f"rank {self._me()} ran out of inputs {_FAR_BEHIND} steps before others, and waits for them; "
+                    "distribute the inputs more evenly",
                     stacklevel=2,
                 )
         for hook in self._hooks:

@@ -44,11 +44,11 @@ def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.
                 continue
             if gpus == 0:
                 return (
-                    f"{argument} names {device} (a bare number is a GPU's), and this process sees no GPU. To train on "
-                    "the CPU leave device_ids and output_device out, or give None"
+                    f"{argument} contains {device} (a bare number is a GPU's), and this process sees no GPU. To train "
+                    "on the CPU leave device_ids and output_device out, or pass None"
                 )
             return (
-                f"{argument} names {device}, and this process sees {gpus} GPU{'s' if gpus > 1 else ''}: the numbers "
+                f"{argument} contains {device}, and this process sees {gpus} GPU{'s' if gpus > 1 else ''}: the numbers "
                 f"from 0 to {gpus - 1}, such as LOCAL_RANK with one process for each GPU"
             )
     return None
@@ -57,7 +57,7 @@ def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.
 def wrong_device_text(name: str, tensor: torch.Tensor, device: torch.device) -> str:
     """Returns the error message about a parameter or buffer that is not on the first device in `device_ids`."""
     if tensor.is_meta:
-        move = f"module.to_empty(device={str(device)!r}) gives it memory, which must then be filled"
+        move = f"module.to_empty(device={str(device)!r}) allocates memory, which must then be initialized"
     elif tensor.is_cpu:
         move = f"module.to({str(device)!r}), or leave device_ids out for a module on the CPU"
     else:
@@ -141,7 +141,8 @@ def require_same_module(
         if any(theirs != value for theirs in values):
             sides = _sides([f"{option}={theirs!r}" for theirs in values], group.ranks)
             raise CollectiveMismatchError(
-                f"rank {group.me.rank}: the module is not wrapped alike: {sides}. Pass the same arguments on every rank"
+                f"rank {group.me.rank}: the module is not wrapped in the same way on all ranks: {sides}. Pass the same "
+                "arguments on every rank"
             )
     if any(other["digest"] != digest for other in everyone):
         descriptions = [json.loads(data) for data in group.all_gather_bytes(json.dumps(description).encode())]
@@ -218,7 +219,7 @@ def unsupported_reason(
         if buffer.layout is not torch.strided or buffer.is_nested:
             what = "nested tensor" if buffer.is_nested else f"tensor of layout {buffer.layout}"
             return TypeError(
-                f"the buffer {name!r} is a {what}, which cannot be copied to other ranks; give "
+                f"the buffer {name!r} is a {what}, which cannot be copied to other ranks; pass "
                 "broadcast_buffers=False, or leave it out with "
                 "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
             )
@@ -275,8 +276,8 @@ def warn_of_torchs_sync_batch_norm(module: nn.Module, group: ProcessGroup) -> No
         return
     warnings.warn(
         f"{named[0]!r}{f' and {len(named) - 1} other layers' if len(named) > 1 else ''} of {type(module).__name__} are "
-        "torch.nn.SyncBatchNorm, which normalises each rank's batch alone, since torch.distributed is not initialised. "
-        "Replace the layers before wrapping: model = paceline.SyncBatchNorm.convert_sync_batchnorm(model)",
+        "torch.nn.SyncBatchNorm, which normalizes each rank's batch alone because torch.distributed is not "
+        "initialized. Replace the layers before wrapping: model = paceline.SyncBatchNorm.convert_sync_batchnorm(model)",
         stacklevel=4,
     )
 

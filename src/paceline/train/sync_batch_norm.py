@@ -254,7 +254,7 @@ class _Normalise(torch.autograd.Function):
         if input.numel() <= input.shape[1] and whole.count <= 1:
             raise ValueError(
                 f"SyncBatchNorm got {int(whole.count)} value for each channel from all {group.size()} ranks, whose "
-                "variance is not defined; give it larger batches, or call eval() first"
+                "variance is not defined; use larger batches, or call eval() first"
             )
         inverse = (whole.squares / whole.count + eps).rsqrt()
         kind = torch.promote_types(input.dtype, torch.float32)

@@ -225,7 +225,7 @@ def check_end(world: World, end: EndOrder) -> None:
     elif "asked to leave" in text:
         if any(each.round != NO_STATE and not each.is_leaving for each in sound):
             raise Violation(f"{end}; {world.story()}")
-    elif "came to its end" in text:
+    elif "no other worker finished" in text:
         if any(each.state == "dead" and each.code == 0 for each in finished):
             raise Violation(f"{end}; {world.story()}")
     elif "After its last round" in text:
@@ -236,5 +236,5 @@ def check_end(world: World, end: EndOrder) -> None:
             any(not each.replaces or each.is_cut for each in world.sites.values())
         ):
             raise Violation(f"{end}; {world.story()}")
-    elif "without a round between" not in text or not world.is_cursed:
+    elif "without a round in between" not in text or not world.is_cursed:
         raise Violation(f"{end}; {world.story()}")

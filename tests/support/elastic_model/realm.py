@@ -483,7 +483,7 @@ class Realm(World):
         reasons = {end.reason for end in ends}
         lost = any("state is lost" in each or "left before" in each or "asked to" in each for each in reasons)
         few = any("are left" in each or "are ready" in each for each in reasons)
-        torn = self.was_torn and any("without a round between" in each for each in reasons)
+        torn = self.was_torn and any("without a round in between" in each for each in reasons)
         lone = any("before the first view" in each or "no meeting" in each for each in reasons)
         if lost and not any(each.round != NO_STATE and each.state not in ("dead",) for each in self.members.values()):
             return

@@ -69,7 +69,7 @@ def test_verify_names_what_is_damaged_and_what_is_left(tmp_path, command):
     file.write_bytes(data)
     code, text = command("verify", tmp_path)
     assert code == 1 and f"DAMAGED: {file} was changed: bytes" in text
-    assert text.splitlines()[-1] == f"restoring would take {tmp_path}/step_0000000001"
+    assert text.splitlines()[-1] == f"restoring would use {tmp_path}/step_0000000001"
     assert command("verify", tmp_path / "step_0000000001")[0] == 0
     assert command("verify", tmp_path / "none")[0] == 2
 
@@ -119,7 +119,7 @@ def test_an_exported_model_is_read_by_safetensors(tmp_path, command):
     code, text = command("diff", tmp_path / "run", tmp_path / "model.safetensors")
     assert code == 1 and "only in" in text
     code, text = command("export", tmp_path / "run", tmp_path / "x", "--only", "ema")
-    assert code == 2 and "has no tensors in 'ema'; it has model" in text
+    assert code == 2 and "contains no tensors in 'ema'; it has model" in text
 
 
 def test_foreign_files_are_shown_and_compared(tmp_path, command):

@@ -110,4 +110,4 @@ def test_nobody_there_is_bad():
 
 def test_a_damaged_token_is_told(capsys):
     assert main(["doctor", "--peer", "pl1-zzz"]) == 1
-    assert "damaged or cut off" in capsys.readouterr().out
+    assert "damaged or truncated" in capsys.readouterr().out

@@ -64,7 +64,7 @@ def test_the_nearest_flag_is_suggested(capsys, words, seen, meant):
     [
         (["run", "--qqqq", "x.py"], "paceline run: --qqqq is not a flag"),
         (["run"], "paceline run: the following arguments are required: SCRIPT"),
-        (["run", "--max-restarts", "often", "x.py"], "'often' is not a number from 0"),
+        (["run", "--max-restarts", "often", "x.py"], "'often' is not a number of at least 0"),
     ],
 )
 def test_a_flag_error_is_two_lines(capsys, words, said):
@@ -133,7 +133,8 @@ def test_flags_behind_the_script_are_pointed_out(tmp_path, text, words, flags):
     assert len(said) == (flags is not None)
     assert all(
         each.startswith(
-            f"the script gets {flags}, which the launcher has too: the launcher's flags stand before the script"
+            f"the script gets {flags}, although the launcher has flags with these names: put the launcher's flags "
+            "before the script"
         )
         for each in said
     )
@@ -142,11 +143,11 @@ def test_flags_behind_the_script_are_pointed_out(tmp_path, text, words, flags):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan"], "give one calibration, which `paceline plan --measure -- train.py` writes"),
+        (["plan"], "pass one calibration file, which `paceline plan --measure -- train.py` writes"),
         (["plan", "nosuch.json"], "nosuch.json: No such file or directory"),
         (["plan", "--measure"], "the script to measure follows the flags"),
-        (["plan", "--measure", "nosuch.py"], "nosuch.py is not a file that can be read"),
-        (["run", "nosuch.py"], "nosuch.py does not exist; give the path of a script"),
+        (["plan", "--measure", "nosuch.py"], "nosuch.py is not a readable file"),
+        (["run", "nosuch.py"], "nosuch.py does not exist; pass the path of a script"),
         (["top", "nosuch"], "nosuch is neither the directory of a job nor the address of a page"),
         (["checkpoint", "inspect", "nosuch"], "nosuch does not exist, or is not a checkpoint and contains none"),
         (["checkpoint", "export", "nosuch", "o"], "nosuch contains no complete checkpoint"),

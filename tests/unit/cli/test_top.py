@@ -52,7 +52,7 @@ def test_where_ranks_do_not_fit_the_slowest_come_first():
 def test_a_verdict_stands_above_the_ranks_and_its_rank_first():
     lines = lines_of(told_of(Training(64, hangs=(40, 20)), 20), 120, 24, is_coloured=False)
     text = "\n".join(lines)
-    assert text.startswith("Stuck for ") and "rank 40 is not there" in text
+    assert text.startswith("Stuck for ") and "rank 40 has not reached this call" in text
     assert next(line for line in lines if " node" in line).split()[0] == "40"
 
 
@@ -67,8 +67,8 @@ def test_what_a_rank_does_is_shown_whole(width):
 
 
 def test_calls_that_are_owed_are_shown():
-    told = told_of(Training(4)) | {"owed": ["rank 1 owes ranks 0, 2 barrier() call 3, for 19 s"]}
-    assert "Rank 1 owes ranks 0, 2 barrier() call 3, for 19 s." in lines_of(told, 100, 30, is_coloured=False)
+    told = told_of(Training(4)) | {"owed": ["ranks 0, 2 wait for rank 1 in barrier() call 3, for 19 s"]}
+    assert "Ranks 0, 2 wait for rank 1 in barrier() call 3, for 19 s." in lines_of(told, 100, 30, is_coloured=False)
 
 
 def test_a_diagnosis_is_read_from_the_events(tmp_path):
@@ -92,7 +92,7 @@ def test_without_colour_there_are_no_escapes():
 
 
 def test_before_the_first_step_there_are_lines_too():
-    assert any("no step is finished yet" in line for line in lines_of(told_of(Training(2), 0), 100, 30, False))
+    assert any("no step has finished yet" in line for line in lines_of(told_of(Training(2), 0), 100, 30, False))
 
 
 def test_addresses_are_parsed_as_they_are_printed():
@@ -117,7 +117,7 @@ def job_directory(root: Path, name: str, started_s: float, page: bool) -> Path:
 
 def test_the_latest_running_job_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_RUNS_DIR", str(tmp_path))
-    with pytest.raises(NoRunningJobError, match="no job of yours runs"):
+    with pytest.raises(NoRunningJobError, match="none of your jobs is running"):
         find(None)
     old = job_directory(tmp_path, "old", 1.0, page=True)
     assert find(None).token == find("old").token == find(str(old)).token == "old"
@@ -214,7 +214,7 @@ def test_textual_shows_sorts_and_filters():
                 if table.row_count == 8:
                     break
             assert table.row_count == 8
-            assert "rank 5 is not there" in str(app.query_one("#verdict", Static).render())
+            assert "rank 5 has not reached this call" in str(app.query_one("#verdict", Static).render())
             assert str(table.get_row_at(0)[0]) == "0"
             for _ in range(5):
                 await pilot.press("s")

@@ -159,7 +159,10 @@ def test_a_chinese_page_links_to_its_original():
         name, original = page.relative_to(ROOT), english_of(page)
         link = f"[English]({relpath(original, page.parent)})"
         if not original.exists():
-            wrong.append(f"{name} translates {original.relative_to(ROOT)}, which is not there: remove or rename {name}")
+            wrong.append(
+                f"{name} translates {original.relative_to(ROOT)}, which has not reached this call: remove or "
+                f"rename {name}"
+            )
         elif link not in page.read_text().split("\n## ")[0]:
             wrong.append(f"{name} must have the link {link} above its first section")
     assert not wrong, listed(wrong)

@@ -37,7 +37,7 @@ def test_errors_are_torchs_as_well(ours, theirs):
 @pytest.mark.parametrize("name", [name for name in vars(errors) if name.endswith("TimeoutError")])
 def test_every_time_out_says_timed_out(name):
     error = getattr(errors, name)
-    assert str(error("rank 1 did not come")) == "timed out: rank 1 did not come"
+    assert str(error("rank 1 did not reach the call")) == "timed out: rank 1 did not reach the call"
     assert str(error("it timed out")) == "it timed out"
     assert isinstance(error(""), TimeoutError)
 
@@ -71,7 +71,7 @@ def test_backends_are_named_as_in_torch():
     assert paceline.Backend("GLOO") == paceline.Backend.GLOO == "gloo"
     assert paceline.is_backend_available("paceline") and not paceline.is_backend_available("ucc")
     assert paceline.get_default_backend_for_device("cpu") == "paceline"
-    with pytest.raises(ValueError, match="there is no backend for tensors on meta; there are backends for cpu, cuda"):
+    with pytest.raises(ValueError, match="no backend supports tensors on meta; backends exist for cpu, cuda"):
         paceline.get_default_backend_for_device("meta")
     with pytest.raises(ValueError, match="Backend takes the name of a backend, not 3"):
         paceline.Backend(3)

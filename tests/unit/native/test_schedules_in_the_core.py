@@ -99,7 +99,7 @@ def test_a_schedule_with_blocks_that_the_call_lacks_is_refused() -> None:
         error = to_error(
             outcome, [RankIdentity(0, "here", 7), RankIdentity(1, "here", 8)], 0, "all_reduce(float32, 4 elements)"
         )
-    assert str(error).startswith("rank 0 (here, pid 7): all_reduce(float32, 4 elements) was not begun: step 1 ")
+    assert str(error).startswith("rank 0 (here, pid 7): all_reduce(float32, 4 elements) was not started: step 1 ")
 
 
 slices = st.tuples(st.integers(INPUT, WIRE), st.integers(0, 4), st.integers(0, 3))

@@ -212,7 +212,9 @@ def test_an_exception_names_the_replica_and_its_device():
 
 
 def test_wrong_numbers_and_places_are_told():
-    with pytest.raises(ValueError, match="2 modules, 1 inputs, 2 kwargs_tup and 2 devices; it needs as many of each"):
+    with pytest.raises(
+        ValueError, match="2 modules, 1 inputs, 2 kwargs_tup and 2 devices; it needs the same number of each"
+    ):
         parallel_apply([nn.Identity(), nn.Identity()], [torch.ones(1)])
     model = dist.DataParallel(nn.Linear(2, 2).to("meta"), TWO)
     with pytest.raises(RuntimeError, match=r"'weight' is on meta, and device_ids begins with cpu: module\.to_empty"):

@@ -50,7 +50,7 @@ def cores() -> list[Diagnostic]:
     mine = sorted(os.sched_getaffinity(0))
     quota = cpu_quota()
     nodes = " | ".join(map(format_cpulist, domains_of("node", mine)))
-    seen = f"{allowed_cores()} to use (cores {nodes} by NUMA node"
+    seen = f"{allowed_cores()} usable (cores {nodes} by NUMA node"
     seen += f"; quota of {quota:g})" if quota is not None else ")"
     if quota is not None and quota < len(mine):
         return [
@@ -120,7 +120,7 @@ def network(root: Path = Path("/")) -> list[Diagnostic]:
             speed = _read(directory / "speed")
             fast = f", {speed} Mbit/s" if speed.isdecimal() and int(speed) > 0 else ""
             up.append(f"{directory.name} (MTU {_read(directory / 'mtu')}{fast})")
-    leads = f"the default route uses {', '.join(default)}" if default else "there is no default route"
+    leads = f"the default route uses {', '.join(default)}" if default else "no default route"
     findings.append(_good("interfaces", f"{', '.join(up) or 'only loopback'}; {leads}"))
     name = socket.gethostname()
     try:
@@ -150,8 +150,8 @@ def ports() -> list[Diagnostic]:
     holder = port_owner(29500)
     if holder is None:
         return [_good("ports", f"29500 is free; {span}")]
-    fix = "end it if it is a leftover job of yours, or pass --master-port"
-    return [_note("ports", f"29500 is held by {holder}; {span}", "torchrun's default port is taken", fix)]
+    fix = "stop it if it is one of your old jobs, or pass --master-port"
+    return [_note("ports", f"29500 is in use by {holder}; {span}", "torchrun's default port is taken", fix)]
 
 
 def clock() -> list[Diagnostic]:
@@ -160,7 +160,7 @@ def clock() -> list[Diagnostic]:
     state = ctypes.CDLL(None).adjtimex(buffer)
     if state == _TIME_ERROR:
         fix = "start chronyd or systemd-timesyncd; in a virtual machine, check the host's clock"
-        return [_note("clock", "not synchronised", "the times in the logs of several machines cannot be compared", fix)]
+        return [_note("clock", "not synchronized", "the times in the logs of several machines cannot be compared", fix)]
     return [_good("clock", "synchronised")]
 
 
@@ -183,9 +183,9 @@ def leftovers() -> list[Diagnostic]:
     """Reports the current user's processes from other Paceline jobs. Reports nothing if called within a job."""
     pids = marked("") if os.environ.get(MARK) is None else []
     if not pids:
-        return [_good("other jobs", "this user runs none on this machine")]
+        return [_good("other jobs", "this user has none on this machine")]
     seen = f"{len(pids)} processes of Paceline jobs run here: {', '.join(map(str, sorted(pids)[:8]))}"
-    return [_note("other jobs", seen, "they use the same cores and GPUs", "end them if they are not wanted")]
+    return [_note("other jobs", seen, "they use the same cores and GPUs", "stop them if they are no longer needed")]
 
 
 def _read(path: Path) -> str:

@@ -51,7 +51,7 @@ def probe(address: tuple[str, int], secret: bytes) -> list[Diagnostic]:
                 "there",
                 f"{place}: {error}",
                 why,
-                "open the port in the firewall, or give --listen another port",
+                "open the port in the firewall, or pass another port to --listen",
             )
         ]
     with closing(connection):
@@ -86,10 +86,14 @@ def _clocks(connection: socket.socket) -> Diagnostic:
     seen = f"round trip {rtt_s * 1e3:.2f} ms; its clock differs by {skew_s * 1e3:+.1f} ms; it runs Python {python}"
     if abs(skew_s) > _LARGE_SKEW_S:
         why = "the times in the logs of the two machines cannot be compared"
-        return Diagnostic(Severity.NOTE, "there", seen, why, "synchronise both clocks, for example with chronyd")
+        return Diagnostic(Severity.NOTE, "there", seen, why, "synchronize both clocks, for example with chronyd")
     if python != platform.python_version():
         return Diagnostic(
-            Severity.NOTE, "there", seen, "different versions may behave differently", "use the same image on all"
+            Severity.NOTE,
+            "there",
+            seen,
+            "different versions may behave differently",
+            "use the same image on both machines",
         )
     return Diagnostic(Severity.GOOD, "there", seen)
 
@@ -144,7 +148,7 @@ def _receive_line(connection: socket.socket) -> dict[str, object]:
     while not line.endswith(b"\n"):
         more = connection.recv(1)
         if not more or len(line) > _LONGEST_LINE:
-            raise ConnectionError("the other machine's doctor hung up")
+            raise ConnectionError("the other machine's doctor closed the connection")
         line += more
     try:
         content = decode_untrusted(json.loads, line)
@@ -159,5 +163,5 @@ def _receive(connection: socket.socket, nbytes: int) -> None:
     while nbytes:
         more = connection.recv(min(nbytes, 1 << 16))
         if not more:
-            raise ConnectionError("the other machine's doctor hung up")
+            raise ConnectionError("the other machine's doctor closed the connection")
         nbytes -= len(more)

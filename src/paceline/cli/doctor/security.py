@@ -73,7 +73,9 @@ def _secret() -> Diagnostic:
         secret = job_secret()
     except (ValueError, OSError) as error:
         return Diagnostic(Severity.BAD, "secret", str(error), "jobs do not start", "see docs/security.md")
-    seen = "none in the environment; `paceline run` makes one for a job of one machine, and with --print-token or Slurm"
+    seen = (
+        "none in the environment; `paceline run` creates one for a job on one machine, and with --print-token or Slurm"
+    )
     return Diagnostic(Severity.GOOD, "secret", seen if secret is None else "from the environment")
 
 
@@ -81,7 +83,9 @@ def _openssl() -> Diagnostic:
     try:
         identity_of(b"")
     except ValueError as error:
-        why = "connections between public addresses, and all between machines at the level encrypt, cannot be made"
+        why = (
+            "connections between public addresses, and all between machines at the level encrypt, cannot be established"
+        )
         return Diagnostic(Severity.NOTE, "OpenSSL", str(error), why, "install the system's OpenSSL")
     return Diagnostic(Severity.GOOD, "OpenSSL", "can be loaded, so connections can be encrypted")
 
@@ -90,7 +94,7 @@ def _listeners() -> list[Diagnostic]:
     jobs = _processes_of_jobs()
     found = sorted(listening_sockets_of(jobs))
     if not found:
-        running = f"none of {len(jobs)} processes of jobs" if jobs else "no job of this user runs here"
+        running = f"none of {len(jobs)} processes of jobs" if jobs else "this user has no running job here"
         return [Diagnostic(Severity.GOOD, "listeners", running)]
     return [_reach(listener) for listener in found]
 
@@ -116,10 +120,13 @@ def _reach(listener: ListeningSocket) -> Diagnostic:
         return Diagnostic(Severity.GOOD, "listener", f"{listener}: reached from this machine only")
     if address.is_unspecified:
         why = "it listens on all interfaces; Paceline's own listeners have one address each"
-        fix = "give the program that opened it an address to listen on"
+        fix = "configure the program that opened it to listen on one address"
         return Diagnostic(Severity.BAD, "listener", f"{listener}: reached from every network of this machine", why, fix)
     if address.is_global:
-        why = "the address is public; those who connect must prove the job's secret, over TLS unless the level is auth"
+        why = (
+            "the address is public; clients must prove that they have the job's secret, over TLS unless the level is "
+            "auth"
+        )
         return Diagnostic(
             Severity.NOTE, "listener", f"{listener}: reached from the Internet", why, "use a firewall too"
         )

@@ -99,7 +99,9 @@ class Top(App[None]):
         head = Text(header["sentence"].capitalize(), style=_MOODS[header["mood"]])
         figures = picture["figures"]
         if figures is not None:
-            head.append(f"\na step takes {milliseconds(figures['step'])}, {figures['exposed_share']:.0%} of it waits\n")
+            head.append(
+                f"\na step takes {milliseconds(figures['step'])}, {figures['exposed_share']:.0%} spent waiting\n"
+            )
             head.append(_bar(figures["parts"]))
         if picture["what_if"] is not None:
             head.append(f"\n{picture['what_if']['sentence']}", style="yellow")

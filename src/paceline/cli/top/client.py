@@ -73,14 +73,14 @@ def picture(address: PageAddress) -> dict[str, Any]:
         connection.close()
     if answer.status != 200:
         raise PageUnreachableError(
-            f"the job's launcher refuses ({answer.status}): {body.decode(errors='replace')[:200]}"
+            f"the job's launcher refused the request ({answer.status}): {body.decode(errors='replace')[:200]}"
         )
     try:
         content = decode_untrusted(json.loads, body)
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise PageUnreachableError("what answers there is not the page of a job")
+        raise PageUnreachableError("the response is not from the page of a job")
     return content
 
 
@@ -143,7 +143,7 @@ def _latest() -> PageAddress | JobRun:
         if run.state is RunStatus.RUNNING:
             return _of(run)
     raise NoRunningJobError(
-        "no job of yours runs on this machine; give the directory of a job that was started with --log-dir"
+        "none of your jobs is running on this machine; specify the directory of a job that was started with --log-dir"
     )
 
 

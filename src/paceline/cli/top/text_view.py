@@ -125,13 +125,13 @@ def sentence_of(words: str) -> str:
 def _figures(picture: Picture, width: int, is_coloured: bool) -> list[str]:
     figures = picture.get("figures")
     if not figures:
-        return [coloured("no step is finished yet", "quiet", is_coloured)]
+        return [coloured("no step has finished yet", "quiet", is_coloured)]
     words = [f"a step takes {milliseconds(figures['step'])}"]
     if figures["samples_per_s"]:
         words.append(f"{figures['samples_per_s']:,.0f} samples/s")
-    words.append(f"{figures['exposed_share']:.0%} of it waits")
+    words.append(f"{figures['exposed_share']:.0%} spent waiting")
     if figures["overlap"] is not None:
-        words.append(f"{figures['overlap']:.0%} of the communication is hidden")
+        words.append(f"{figures['overlap']:.0%} of the communication overlapped")
     total = sum(figures["parts"]) or 1.0
     bar, key = "", []
     for part, part_ms in zip(PARTS, figures["parts"], strict=True):

@@ -188,7 +188,7 @@ _ENGINES: Mapping[str, _Entry] = {
 _FOR_CPU = "paceline"
 _STAGE = ("paceline", "gloo")  # engines for CPU tensors that can also transfer staged accelerator tensors
 _FOR_OTHERS = {"cuda": "nccl"}
-_FORM = "one engine for each type of device is chosen like 'cpu:paceline,cuda:nccl'"
+_FORM = "to choose one engine per device type, write 'cpu:paceline,cuda:nccl'"
 
 
 @dataclass(frozen=True)
@@ -229,13 +229,13 @@ def choose(backend: str | None) -> BackendChoice:
         device_type, _, name = part.strip().rpartition(":")
         entry = _entry(name)
         if entry is None:
-            raise ValueError(f"backend {backend!r} is not known; there are {', '.join(_ENGINES)}, and {_FORM}")
+            raise ValueError(f"backend {backend!r} is not known; the backends are {', '.join(_ENGINES)}; {_FORM}")
         served = entry.device_type
         if device_type not in ("", served) and (served != "cpu" or name not in _STAGE):
             raise ValueError(f"backend {backend!r}: {name} takes tensors on {served}, not on {device_type}; {_FORM}")
         served = device_type or served
         if served in chosen:
-            raise ValueError(f"backend {backend!r} names two engines for {served}; {_FORM}")
+            raise ValueError(f"backend {backend!r} specifies two engines for {served}; {_FORM}")
         chosen[served] = name
     return BackendChoice(_spelled(chosen), {"cpu": _FOR_CPU} | chosen)
 

@@ -143,23 +143,25 @@ def timed_out(
 def _came(outcome: CallOutcome, members: Sequence[object], me: object, outside: Sequence[object]) -> str:
     """Returns a clause that lists the ranks that delay a call although all ranks have begun it."""
     others = [members[rank] for rank in outcome.missing if members[rank] is not me]
-    mine = ", which had waited for this rank's part in vain" if len(others) < len(outcome.missing) else ""
-    theirs = f"; {name_ranks(others)} came to the call but did not complete it" if others else ""
-    beyond = f"; what holds it up is {name_ranks(outside)}" if outside else ""
+    mine = ", which was waiting for this rank's part" if len(others) < len(outcome.missing) else ""
+    theirs = f"; {name_ranks(others)} reached the call but did not complete it" if others else ""
+    beyond = f"; it is delayed by {name_ranks(outside)}" if outside else ""
     return mine + theirs + beyond
 
 
 def _absence(outcome: CallOutcome, members: Sequence[object], group_rank: int, to_blame: Sequence[object]) -> str:
     if not outcome.missing:
-        return "; the engine cannot tell who did not come"
+        return "; the engine cannot identify the ranks that did not reach the call"
     me = members[group_rank]
-    vain = ", which had waited for this rank in vain" if group_rank in outcome.missing else ""
+    vain = ", which was waiting for this rank" if group_rank in outcome.missing else ""
     absent = [members[rank] for rank in outcome.missing if rank not in outcome.waiting and rank != group_rank]
     waiting = [members[rank] for rank in outcome.waiting if rank != group_rank]
-    parts = [f"; {name_ranks(absent)} did not come"] if absent else []
+    parts = [f"; {name_ranks(absent)} did not reach the call"] if absent else []
     why = f"in another call{_held_up_by(to_blame, me)}"
     if waiting:
-        parts.append(f"; {name_ranks(waiting)} did not come because {'they wait' if waiting[1:] else 'it waits'} {why}")
+        parts.append(
+            f"; {name_ranks(waiting)} did not reach the call because {'they wait' if waiting[1:] else 'it waits'} {why}"
+        )
     if group_rank in outcome.waiting:
         parts.append(f"; this rank waited {why}")
     known = [rank for rank in outcome.missing if rank < len(outcome.calls) and rank != group_rank]
@@ -170,34 +172,34 @@ def _absence(outcome: CallOutcome, members: Sequence[object], group_rank: int, t
 def _held_up_by(to_blame: Sequence[object], me: object) -> str:
     """Returns a clause that lists the ranks that delay, directly or indirectly, the call of a waiting rank."""
     if not to_blame:
-        return " for ranks that wait as well"
+        return " for ranks that are waiting too"
     others = [member for member in to_blame if member != me]
     if not others:
-        return ", which this rank holds up"
+        return ", which is delayed by this rank"
     mine = "" if len(others) == len(to_blame) else " and this rank"
-    return f", which {name_ranks(others)}{mine} {'hold' if to_blame[1:] else 'holds'} up"
+    return f", which is delayed by {name_ranks(others)}{mine}"
 
 
 def _advice(outcome: CallOutcome, to_blame: Sequence[object], me: object) -> str:
     if outcome.came:
         return (
-            "Either the call needs more time than the timeout allows (raise timeout=) or the process has been stopped "
-            "or has no processor time (look at its state, with ps or top)"
+            "Either the call needs more time than the timeout allows (raise timeout=), or the process has been stopped "
+            "or gets no CPU time (check its state with ps or top)"
         )
     others = [member for member in to_blame if member != me]
     if outcome.waiting and others:
         return (
-            f"Look at {name_ranks(others)} first: it took another way through the program (look where it waits), it "
-            "needs more time than the timeout allows (raise timeout=), or its process has been stopped"
+            f"Look at {name_ranks(others)} first: it took a different path through the program (check where it waits), "
+            "it needs more time than the timeout allows (raise timeout=), or its process has been stopped"
         )
     if outcome.waiting and not to_blame:
         return (
             "The ranks wait for each other: all of them must make the calls and messages of all their groups in an "
-            "order in which each one can end"
+            "order in which each one can complete"
         )
     return (
-        "Either it needs more time than the timeout allows (raise timeout=) or it took another way through the "
-        "program (look where it waits)"
+        "Either it needs more time than the timeout allows (raise timeout=) or it took a different path through the "
+        "program (check where it waits)"
     )
 
 
@@ -265,8 +267,8 @@ MOST_OFFERS = 1 << 16  # must equal kMostOffers in native/executor/messenger.hpp
 # The part of an error message that states the consequence of a failure.
 GROUP_LOST = "This group can no longer be used: destroy it and start again"
 MESSAGES_LOST = (
-    "No further messages can be sent or received in this group; its collective calls still work. For messages, "
-    "destroy it and make a new one"
+    "No further messages can be sent or received in this group; its collective calls still work. For messages, destroy "
+    "it and create a new one"
 )
 _LEFT = "left the group (its script ended, or it destroyed the process group)"
 
@@ -300,14 +302,14 @@ def to_error(
         return _aborted(outcome, members, me, call)
     if outcome.code == OutcomeCode.TOO_MANY_OFFERS:
         return CollectiveError(
-            f"{me}: {call} was not begun: {MOST_OFFERS:,} messages to {members[outcome.missing[0]]} wait for its "
-            "receives already; receive there what was sent, or wait for earlier sends first"
+            f"{me}: {call} was not started: {MOST_OFFERS:,} messages to {members[outcome.missing[0]]} have not been "
+            "received yet; receive them there, or wait for earlier sends first"
         )
     if outcome.code == OutcomeCode.SCHEDULE_UNFIT:
         return CollectiveError(
-            f"{me}: {call} was not begun: step {outcome.step} of its schedule asks for blocks that the call's tensors "
-            "do not have, or is another rank's. The other ranks wait in the call until their timeout. If the "
-            "algorithm is yours, prove it with paceline.comm.schedule.verify.verify; otherwise this is a bug of "
+            f"{me}: {call} was not started: step {outcome.step} of its schedule uses blocks that the call's tensors do "
+            "not have, or belongs to another rank. The other ranks wait in the call until their timeout. If the "
+            "algorithm is yours, verify it with paceline.comm.schedule.verify.verify; otherwise this is a bug in "
             "Paceline"
         )
     if isinstance(outcome, CallFailure) and outcome.code == OutcomeCode.REFUSED:
@@ -316,13 +318,13 @@ def to_error(
         starved = members[outcome.missing[0]]
         if starved is me:
             return CollectiveError(f"{out_of_descriptors_error(f'{me}', f'the shared tensors of {call}')}. {lost}")
-        return CollectiveError(f"{me}: {call} was given up by {starved}, which is out of file descriptors. {lost}")
+        return CollectiveError(f"{me}: {call} was aborted by {starved}, which has run out of file descriptors. {lost}")
     if outcome.code == OutcomeCode.TIMED_OUT:
         return timed_out(outcome, members, group_rank, call, lost, engine_members or members)
     missing = _select(members, outcome.missing)
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     where = "" if reporter is me else f" on {reporter}"
-    late = "completed it" if outcome.came else "come"
+    late = "completed it" if outcome.came else "reached it"
     waiting = f" while {name_ranks(missing)} had not {late}" if missing else ""
     return CollectiveError(f"{me}: {call} was interrupted{where}{waiting}. {lost}")
 
@@ -349,16 +351,16 @@ def _peer_lost(
     elif cause is not None:
         seen += f", after {cause} {'had left' if outcome.cause_left else 'had died'}"
     if cause is not None and outcome.cause_hung and left:
-        advice = f"Look first at {cause}: its process may have been stopped, or its program does something else"
+        advice = f"Look first at {cause}: its process may have been stopped, or its program may be doing something else"
     elif died:
         advice = "Look at its output and, if it was killed, at the memory it used (dmesg)"
     else:
-        advice = "Every rank must make the same calls: look at its output, and for a loop that ran fewer times there"
+        advice = "Every rank must make the same calls: look at its output, and for a loop with fewer iterations there"
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
-    by = f"{me}" if reporter is me else f"{reporter}, which told {me}"
+    by = f"{me}" if reporter is me else f"{reporter}, which reported it to {me}"
     return PeerLostError(
-        f"{seen}, seen by {by} in {call}. {advice}. "
-        "This group can no longer be used: destroy it and start again without the lost rank or with a new one",
+        f"{seen}, detected by {by} in {call}. {advice}. This group can no longer be used: destroy it and start again "
+        "without the lost rank or with a new one",
         rank=first.rank,
         host=first.host,
         pid=first.pid,
@@ -369,8 +371,8 @@ def _aborted(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIden
     by = me if outcome.reporter < 0 else members[outcome.reporter]
     who = "this process" if by is me else str(by)
     return GroupAbortedError(
-        f"{me}: {call} ended without a result, because {who} aborted the group. Its tensors may hold anything; make "
-        "a new group of the ranks that continue, and repeat the call there",
+        f"{me}: {call} did not complete because {who} aborted the group. Its tensors are undefined; create a new group "
+        "of the ranks that continue, and repeat the call there",
         rank=by.rank,
     )
 
@@ -378,7 +380,7 @@ def _aborted(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIden
 def _silent(outcome: CallFailure, members: Sequence[RankIdentity], me: RankIdentity, call: str) -> PeerLostError:
     gone = _select(members, outcome.gone)
     return PeerLostError(
-        f"{name_ranks(gone)} {outcome.seen}, seen by {me} in {call}. Look at its output, and if its host cannot be "
+        f"{name_ranks(gone)} {outcome.seen}, detected by {me} in {call}. Look at its output, and if its host cannot be "
         f"reached, at the network. {GROUP_LOST}",
         rank=gone[0].rank,
         host=gone[0].host,
@@ -394,7 +396,7 @@ def _mismatch(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIde
     advice = f"All ranks of a group must make the same calls in the same order. {usable}"
     if outcome.split_from >= 0:
         return CollectiveMismatchError(
-            f"{me}: all_to_all's splits do not fit: {members[outcome.split_from]} sends {outcome.split_sent} bytes "
+            f"{me}: all_to_all's splits do not match: {members[outcome.split_from]} sends {outcome.split_sent} bytes "
             f"to {members[outcome.split_to]}, which expects {outcome.split_expected}. {advice}"
         )
     latest = max((call[0] for call in outcome.calls), default=0)
@@ -404,7 +406,7 @@ def _mismatch(outcome: CallOutcome, members: Sequence[RankIdentity], me: RankIde
             continue  # earlier calls are unrelated to the mismatch
         calls[rank] = f"{describe_call(header)}{_by_algorithm(algorithm)}"
     described = describe_ranks(calls, members, "{} called {}")
-    return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {described}. {advice}")
+    return CollectiveMismatchError(f"{me}: the ranks' calls do not match: {described}. {advice}")
 
 
 def _by_algorithm(algorithm: int) -> str:
@@ -419,8 +421,8 @@ def _message_mismatch(
 ) -> CollectiveMismatchError:
     (*_, sent, _, _, _), (*_, expected, _, _, _) = outcome.calls
     return CollectiveMismatchError(
-        f"{me}: a message does not fit its receive: {members[outcome.split_from]} sends {outcome.split_sent} bytes of "
-        f"{dtype_name(sent)}, {members[outcome.split_to]} receives {outcome.split_expected} bytes of "
+        f"{me}: a message does not match its receive: {members[outcome.split_from]} sends {outcome.split_sent} bytes "
+        f"of {dtype_name(sent)}, {members[outcome.split_to]} receives {outcome.split_expected} bytes of "
         f"{dtype_name(expected)}. Both need the same type and number of elements; the message is lost, the group "
         "remains usable"
     )

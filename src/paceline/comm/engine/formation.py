@@ -195,7 +195,7 @@ class Formation:
         self._open = True
         if self._topic == _INIT:
             try:
-                check_in.leave_will(self.store, f"{self._me} died while the group formed")
+                check_in.leave_will(self.store, f"{self._me} died while the group was being formed")
             except StoreConnectionError as error:
                 raise self._without_store(error) from error
         return self
@@ -231,13 +231,13 @@ class Formation:
 
     def _without(self, lost: RankIdentity) -> RendezvousError:
         return RendezvousError(
-            f"{self._me} cannot continue: {lost} died or left while the group formed; {check_in.ADVICE}"
+            f"{self._me} cannot continue: {lost} died or left while the group was being formed; {check_in.ADVICE}"
         )
 
     def _without_store(self, error: StoreConnectionError) -> RendezvousError:
         return RendezvousError(
             f"{self._me} cannot continue: the process that serves the ranks' store (rank 0, or the launcher) ended "
-            f"while the group formed; look at its output. ({error})"
+            f"while the group was being formed; look at its output. ({error})"
         )
 
     def announce(self, error: BaseException) -> None:

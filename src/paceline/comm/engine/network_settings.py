@@ -55,7 +55,7 @@ def own_address(peer: str | None, interface: str | None = None) -> str:
             if not ipaddress.ip_address(address).is_loopback:
                 return address
     raise OSError(
-        f"this machine ({socket.gethostname()}) has no address that other hosts reach; set {IFACE_VARIABLE} to the "
+        f"this machine ({socket.gethostname()}) has no address that other hosts can reach; set {IFACE_VARIABLE} to the "
         "interface or address that they should use"
     )
 
@@ -65,7 +65,7 @@ def _of_interface(interface: str) -> str:
         return str(ipaddress.ip_address(interface))
     names = [name for _, name in socket.if_nameindex()]
     if interface not in names:
-        raise ValueError(f"there is no interface {interface!r} on {socket.gethostname()}; it has {', '.join(names)}")
+        raise ValueError(f"{socket.gethostname()} has no interface {interface!r}; it has {', '.join(names)}")
     address = _ipv4_of(interface) or _ipv6_of(interface)
     if address is None:
         raise ValueError(f"interface {interface!r} of {socket.gethostname()} has no address")
@@ -136,7 +136,7 @@ def _choose(connection: Connection, name: str) -> None:
         _set(connection, name)
     except OSError as error:
         raise ValueError(
-            f"{CONGESTION_VARIABLE} is {name!r}, which this kernel refuses ({error.strerror}); take one of those in "
+            f"{CONGESTION_VARIABLE} is {name!r}, which this kernel rejects ({error.strerror}); use one of those in "
             "/proc/sys/net/ipv4/tcp_allowed_congestion_control, or unset it"
         ) from None
 
@@ -209,7 +209,7 @@ def parse_network(text: str) -> DescribedLinks:
     try:
         data = json.loads(text)
         if not isinstance(data, dict) or not set(data) <= {"node", "nodes", "pairs", "groups"}:
-            raise ValueError("its parts are node, nodes, pairs and groups")
+            raise ValueError("its keys must be node, nodes, pairs or groups")
         return DescribedLinks(
             node=_link(data["node"]) if "node" in data else None,
             nodes={int(host): _link(link) for host, link in data.get("nodes", {}).items()},
@@ -265,7 +265,7 @@ def known_algorithm(algorithm: str | None) -> str | None:
     if algorithm is not None and algorithm not in ALGORITHM_NAMES:
         raise ValueError(
             f"the algorithm is {algorithm!r} (an argument, or {ALGORITHM_VARIABLE}); it must be one of "
-            f"{', '.join(ALGORITHM_NAMES)}, or nothing for the fastest"
+            f"{', '.join(ALGORITHM_NAMES)}, or unset to use the fastest"
         )
     return algorithm
 

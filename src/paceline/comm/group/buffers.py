@@ -82,10 +82,12 @@ def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
         if tensor.layout is not torch.strided:
             raise TypeError(f"{call} got a tensor of layout {tensor.layout}; use tensor.to_dense()")
         if tensor.dtype != first:
-            raise TypeError(f"{call} got tensors of {first} and {tensor.dtype}; one call takes one type")
+            raise TypeError(
+                f"{call} got tensors of {first} and {tensor.dtype}; all tensors of a call must have the same type"
+            )
     code = DTYPE_CODES.get(first)
     if code is None:
-        raise TypeError(f"{call} does not take tensors of {first}; it takes {', '.join(map(str, DTYPE_CODES))}")
+        raise TypeError(f"{call} does not support tensors of {first}; it supports {', '.join(map(str, DTYPE_CODES))}")
     return code
 
 

@@ -223,7 +223,7 @@ def root_rank(
         ValueError: both are given, neither is given and there is no `default`, or the rank is not in the group.
     """
     if rank is not None and group_rank is not None:
-        raise ValueError(f"{call}: {name} and group_{name} exclude each other; give one of them")
+        raise ValueError(f"{call}: {name} and group_{name} are mutually exclusive; pass one of them")
     if rank is not None:
         return group_rank_of(group, rank, call, name)
     if group_rank is None:
@@ -278,7 +278,7 @@ def require_peer(group: ProcessGroup, peer: int, call: str, name: str) -> None:
         )
     if peer == group.rank():
         raise ValueError(
-            f"{call}: {name} is rank {group.ranks[peer]}, this one; a rank sends nothing to itself, use tensor.copy_()"
+            f"{call}: {name} is rank {group.ranks[peer]}, this one; a rank cannot send to itself; use tensor.copy_()"
         )
 
 
@@ -323,15 +323,15 @@ def rows_by_rank(
     """
     if whole.dim() == 0:
         raise ValueError(
-            f"rank {group.me.rank}: {call}: {name} has no dimensions, so no rows to divide among {group.size()} ranks; "
-            f"give it one: {name}.view(1)"
+            f"rank {group.me.rank}: {call}: {name} has no dimensions, and therefore no rows to divide among "
+            f"{group.size()} ranks; add one: {name}.view(1)"
         )
     rows = whole.shape[0]
     if sizes is None:
         if rows % group.size():
             raise ValueError(
-                f"rank {group.me.rank}: {call}: {name} has {rows} rows, which cannot be divided evenly "
-                f"among {group.size()} ranks; give {name}_split_sizes"
+                f"rank {group.me.rank}: {call}: {name} has {rows} rows, which cannot be divided evenly among "
+                f"{group.size()} ranks; pass {name}_split_sizes"
             )
         sizes = [rows // group.size()] * group.size()
     if len(sizes) != group.size() or sum(sizes) != rows or min(sizes) < 0:
@@ -434,7 +434,5 @@ def one_list(lists: Sequence[Tensors], call: str) -> Sequence[torch.Tensor]:
     if lists and isinstance(lists[0], torch.Tensor):
         return cast("Sequence[torch.Tensor]", lists)
     if len(lists) != 1:
-        raise ValueError(
-            f"{call}: there are {len(lists)} lists of tensors; a process has one device here, so pass one list"
-        )
+        raise ValueError(f"{call}: got {len(lists)} lists of tensors, but a process has one device; pass one list")
     return cast("Sequence[torch.Tensor]", lists[0])

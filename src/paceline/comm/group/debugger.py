@@ -142,6 +142,6 @@ def _require_input(rank: int) -> None:
         is_empty = True
     if is_empty:
         raise RuntimeError(
-            f"breakpoint: rank {rank} has no terminal and its stdin is empty, so nobody could type to the debugger; "
+            f"breakpoint: rank {rank} has no terminal and its stdin is empty, so the debugger cannot read any input; "
             f"start the job from a terminal, or with `paceline run --stdin {rank}`"
         )

@@ -39,7 +39,7 @@ def set_torch_default_backend() -> None:
     defaults = torch_dist.Backend.default_device_backend_map
     if _OURS in torch_dist.Backend.backend_list and defaults.get("cpu") == _TORCHS:
         defaults["cpu"] = _OURS
-        logging.getLogger(__name__).info("torch.distributed takes the backend %r where a program names none", _OURS)
+        logging.getLogger(__name__).info("torch.distributed uses the backend %r if a program specifies none", _OURS)
 
 
 def restore_torch_default_backend() -> None:
@@ -252,7 +252,7 @@ def _hint() -> str:
         return ""
     return (
         f" (torch.distributed's default group has the backend {torch.distributed.get_backend()!r}; Paceline would use "
-        "one that torch.distributed.init_process_group('paceline') made)"
+        "one that torch.distributed.init_process_group('paceline') created)"
     )
 
 
@@ -260,12 +260,12 @@ def _wrong_group_text(group: object) -> str:
     world = find_world()
     me = "" if world is None else f"rank {world.group.me.rank}: "
     kind = f"{type(group).__module__}.{type(group).__qualname__}"
-    wanted = "a group that paceline.new_group made, or None for the default group"
+    wanted = "a group created by paceline.new_group, or None for the default group"
     if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
         return f"{me}the process group is a {kind}; it must be {wanted}"
     return (
-        f"{me}the process group is one of torch.distributed ({kind}), whose calls are those of torch.distributed; "
-        f"Paceline's take {wanted}. For a group of the same ranks call, on every rank, "
+        f"{me}the process group belongs to torch.distributed ({kind}) and only works with its functions; Paceline's "
+        f"functions need {wanted}. For a group of the same ranks call, on every rank, "
         "paceline.new_group(torch.distributed.get_process_group_ranks(group))"
     )
 
@@ -411,7 +411,7 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
     device_type = torch.device(device).type
     best = _BEST.get(device_type)
     if best is None or best not in engines_for(device_type):
-        raise ValueError(f"there is no backend for tensors on {device_type}; there are backends for {', '.join(_BEST)}")
+        raise ValueError(f"no backend supports tensors on {device_type}; backends exist for {', '.join(_BEST)}")
     return best
 
 

@@ -79,7 +79,10 @@ class Devices:
         device = tensors[0].device
         for tensor in tensors:
             if tensor.device != device:
-                raise TypeError(f"{call} got tensors on {device} and {tensor.device}; one call takes one device")
+                raise TypeError(
+                    f"{call} got tensors on {device} and {tensor.device}; all tensors of a call must be on "
+                    "the same device"
+                )
         with self._opening:
             if device not in self._open:
                 self._open[device] = self._opener(device, call)(device)
@@ -216,8 +219,8 @@ class Engines:
                 inner = open_on(name, torch.device("cpu"), staged_identity(identity, self._staged[identity]))
             except RendezvousTimeoutError as error:
                 raise RendezvousTimeoutError(
-                    f"rank {self.rank}: the first call of a group with tensors on {device} connects its ranks, and not "
-                    f"all of them made it, with tensors on such a device: {error}"
+                    f"rank {self.rank}: the first call of a group with tensors on {device} connects its ranks, but not "
+                    f"all of them made this call with tensors on such a device: {error}"
                 ) from error
             members = [self.members[rank] for rank in ranks]
             return StagedGroup(inner, device, members, list(ranks).index(self.rank))

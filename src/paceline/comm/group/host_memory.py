@@ -43,7 +43,7 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     try:
         return _core.shared_tensor(nbytes).view(dtype).view(shape)
     except MemoryError:
-        raise MemoryError(f"empty_shared: the system has no {nbytes:,} bytes of shared memory left") from None
+        raise MemoryError(f"empty_shared: the system does not have {nbytes:,} bytes of shared memory left") from None
     except OSError as error:
         if not is_out_of_descriptors(error):
             raise
@@ -89,7 +89,7 @@ def share_on_host(group: ProcessGroup, nbytes: int) -> _core.SharedMemory:
         except OSError as error:
             problem = _shortage(error, group, nbytes)
         if memory is None and problem is None:
-            problem = MemoryError(f"{group.me}: the memory that rank {group.ranks[owner]} shares did not arrive")
+            problem = MemoryError(f"{group.me}: the memory that rank {group.ranks[owner]} shares was not received")
     _exchange(group, 0, problem)
     if owner == ranks.rank:
         ranks.withdraw(number)
@@ -100,7 +100,7 @@ def share_on_host(group: ProcessGroup, nbytes: int) -> _core.SharedMemory:
 def _shortage(error: OSError, group: ProcessGroup, nbytes: int) -> Exception:
     if is_out_of_descriptors(error):
         return out_of_descriptors_error(str(group.me), "memory that it shares with the other ranks of its host")
-    return MemoryError(f"{group.me}: the system has no {nbytes:,} bytes of shared memory left ({error})")
+    return MemoryError(f"{group.me}: the system does not have {nbytes:,} bytes of shared memory left ({error})")
 
 
 def _exchange(group: ProcessGroup, number: int, problem: Exception | None) -> list[int]:

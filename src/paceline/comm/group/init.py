@@ -131,7 +131,9 @@ def init_process_group(
         AuthenticationError: the other end of a connection does not have this job's secret.
     """
     if own_world() is not None:
-        raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
+        raise ValueError(
+            "the default process group exists already; call destroy_process_group() before creating a second one"
+        )
     if security is not None:
         choose_level(security)
     if port is not None:
@@ -235,7 +237,7 @@ def new_group(
         if not 0 <= rank < world.group.size():
             raise ValueError(f"new_group: rank {rank} is not in the default group of {world.group.size()} ranks")
     if not chosen or len(set(chosen)) != len(chosen):
-        raise ValueError(f"new_group: ranks is {chosen}; it must name at least one rank, and none twice")
+        raise ValueError(f"new_group: ranks is {chosen}; it must contain at least one rank, and none twice")
     if use_local_synchronization:
         identity = world.engines.count_local_group(chosen)
     else:
@@ -375,7 +377,7 @@ def meet(
             raise
         own_rank = rank if rank >= 0 else os.environ.get("RANK", "?")
         who = f"rank {own_rank} ({socket.gethostname()}, pid {os.getpid()})"
-        raise out_of_descriptors_error(who, "the store where the ranks meet") from error
+        raise out_of_descriptors_error(who, "the store for the rendezvous") from error
 
 
 def make_current(device_id: torch.device | int | None, backend: BackendChoice) -> torch.device | None:
@@ -398,14 +400,14 @@ def make_current(device_id: torch.device | int | None, backend: BackendChoice) -
     if accelerator is None or device.type != accelerator.type:
         raise ValueError(
             f"device_id is {device_id}; the accelerator of this torch here is {accelerator}. Leave device_id out, or "
-            "look why torch does not find the other one"
+            "check why torch does not find the other one"
         )
     if device.index is None:
-        raise ValueError(f"device_id is {device}, without an index; give torch.device({device.type!r}, LOCAL_RANK)")
+        raise ValueError(f"device_id is {device}, without an index; pass torch.device({device.type!r}, LOCAL_RANK)")
     if device.index >= (count := torch.accelerator.device_count()):
         raise ValueError(
-            f"device_id is {device}, and this process sees {count} of them; give the local rank (LOCAL_RANK), start "
-            "no more ranks than there are devices, and look at CUDA_VISIBLE_DEVICES"
+            f"device_id is {device}, and this process sees {count} of them; pass the local rank (LOCAL_RANK), start no "
+            "more ranks than there are devices, and look at CUDA_VISIBLE_DEVICES"
         )
     torch.accelerator.set_device_index(device.index)
     return device
@@ -426,7 +428,7 @@ def require_elastic(
         )
     if init_method is not None or store is not None or world_size >= 0 or rank >= 0:
         raise ValueError(
-            "elastic=True excludes init_method, store, world_size and rank: the launcher says who takes part"
+            "elastic=True excludes init_method, store, world_size and rank, because the launcher determines the members"
         )
     if "PACELINE_ELASTIC_FD" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -447,10 +449,12 @@ def require_between(between_hosts: str | None, backend: BackendChoice, algorithm
     if choose(between_hosts).engines["cpu"] != between_hosts or backend.engines["cpu"] != "paceline":
         raise ValueError(
             f"between_hosts is {between_hosts!r} and the backend {backend.text!r}; it must be one engine for CPU "
-            "tensors, beside 'paceline' for those of a host"
+            "tensors, in addition to 'paceline' within each host"
         )
     if algorithm not in (None, "hierarchical"):
-        raise ValueError(f"between_hosts makes the algorithm hierarchical; algorithm={algorithm!r} excludes it")
+        raise ValueError(
+            f"between_hosts requires the hierarchical algorithm and cannot be combined with algorithm={algorithm!r}"
+        )
 
 
 def require_wire(wire: object, backend: BackendChoice, between_hosts: str | None, elastic: bool = False) -> None:
@@ -465,10 +469,10 @@ def require_wire(wire: object, backend: BackendChoice, between_hosts: str | None
     if backend.engines["cpu"] != "paceline" or between_hosts is not None:
         raise ValueError(
             f"wire={kind!r} needs the engine 'paceline', also between the hosts; the backend is {backend.text!r} and "
-            f"between_hosts {between_hosts!r}. Leave wire out, or leave them out"
+            f"between_hosts {between_hosts!r}. Omit wire, or omit both of these"
         )
     if elastic:
-        raise ValueError(f"wire={kind!r} excludes elastic=True: workers that come and go average gradients exactly")
+        raise ValueError(f"wire={kind!r} excludes elastic=True, because elastic jobs average gradients exactly")
 
 
 def require_no_options(pg_options: None, call: str) -> None:

@@ -160,8 +160,8 @@ class ProcessGroup:
         self._rank = group_rank
         self._closed = False
         self._closed_why = (
-            "this process group was destroyed (destroy_process_group); "
-            "make a new one with init_process_group or new_group"
+            "this process group was destroyed (destroy_process_group); create a new one with init_process_group or "
+            "new_group"
         )
         self._abandoned: list[Buffers] = []
         self.set_timeout(timeout)
@@ -514,11 +514,13 @@ class ProcessGroup:
             return explain_text(self._channel.choose(chosen, nbytes))
         call = f"{chosen} of {nbytes:,} bytes on {self.size()} ranks"
         if not self.backend.endswith("paceline"):
-            return f"{call}: the library of {self.backend!r} chooses\n"
+            return f"{call}: the library of {self.backend!r} chooses the algorithm\n"
         return (
-            f"{call}, 1 host\n\n"
-            "-> direct: every rank reads the others' parts out of shared memory, so nothing is passed on.\n\n"
-            f"An algorithm runs here only when it is forced (algorithm=, or {ALGORITHM_VARIABLE}).\n"
+            f"{call}, 1 host\n"
+            "\n"
+            "-> direct: every rank reads the others' parts directly from shared memory, so nothing is forwarded.\n"
+            "\n"
+            f"Algorithms are only used here if forced (algorithm=, or {ALGORITHM_VARIABLE}).\n"
         )
 
     def sums_as_tree(self, tensor: torch.Tensor) -> bool:
@@ -585,8 +587,10 @@ class ProcessGroup:
             waited_s = self.limit_ns(timeout) / 1e9
             named = f"ranks {list(missing)}" if wait_all_ranks and len(missing) > 1 else f"rank {missing[0]}"
             if not wait_all_ranks and len(missing) > 1:
-                named += f" and {len(missing) - 1} more (wait_all_ranks=True names them)"
-            summary = CollectiveTimeoutError(f"monitored_barrier: {named} did not come within {waited_s:g} s. {error}")
+                named += f" and {len(missing) - 1} more (wait_all_ranks=True lists them)"
+            summary = CollectiveTimeoutError(
+                f"monitored_barrier: {named} did not reach it within {waited_s:g} s. {error}"
+            )
             summary.missing = missing
             raise summary from None
 
@@ -905,8 +909,8 @@ class ProcessGroup:
         if call.wire and not channel.quantises:
             raise ValueError(
                 f"rank {self.me.rank}: wire={WIRES[call.wire - 1]!r} needs CPU tensors and the engine 'paceline', also "
-                f"between the hosts; this group's backend is {self.backend!r}. Leave wire out, or make the group with "
-                "backend='paceline' and without between_hosts"
+                f"between the hosts; this group's backend is {self.backend!r}. Leave wire out, or create the group "
+                "with backend='paceline' and without between_hosts"
             )
         return channel
 
@@ -1024,7 +1028,7 @@ def _addresses(
 
 def _as_work(work: Work | None) -> Work:
     """Returns `work`, or a finished `Work` if `work` is None, as for a call without tensors."""
-    return Work(None, "a call of no tensors") if work is None else work
+    return Work(None, "a call without tensors") if work is None else work
 
 
 def _unpack_single(tensors: Tensors) -> Tensors:

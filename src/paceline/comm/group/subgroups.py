@@ -60,7 +60,7 @@ def new_subgroups(
     if size < 1 or parent.size() % size:
         raise ValueError(
             f"new_subgroups: {parent} has {parent.size()} ranks, which cannot be divided into groups of "
-            f"group_size={size}; give a group_size that divides them, or use new_subgroups_by_enumeration"
+            f"group_size={size}; pass a group_size that divides this number, or use new_subgroups_by_enumeration"
         )
     lists = [list(range(first, first + size)) for first in range(0, parent.size(), size)]
     return _split(parent, lists, "new_subgroups", timeout, backend, pg_options, group_desc)
@@ -155,15 +155,15 @@ def _agree(parent: ProcessGroup, lists: list[list[int]], call: str) -> int:
     others = [parent.ranks[rank] for rank, other in enumerate(everyone) if int(other[1]) != wanted]
     if others:
         raise CollectiveMismatchError(
-            f"{parent.me}: {call}: ranks {others} want other groups than rank {parent.ranks[0]}; "
-            f"this rank wants {lists} (ranks of {parent}). Pass the same lists on all ranks. The group remains usable"
+            f"{parent.me}: {call}: ranks {others} requested different groups from rank {parent.ranks[0]}; this rank "
+            f"requested {lists} (ranks of {parent}). Pass the same lists on all ranks. The group remains usable"
         )
     return int(identity)
 
 
 def _require_division(lists: list[list[int]], size: int, call: str) -> None:
     if not lists:
-        raise ValueError(f"{call}: there are no lists of ranks; give at least one")
+        raise ValueError(f"{call}: no lists of ranks were passed; pass at least one")
     seen: dict[int, list[int]] = {}
     for ranks in lists:
         if not ranks:
@@ -172,7 +172,9 @@ def _require_division(lists: list[list[int]], size: int, call: str) -> None:
             if not 0 <= rank < size:
                 raise ValueError(f"{call}: rank {rank} of {ranks} does not exist; the group has ranks 0 to {size - 1}")
             if rank in seen:
-                raise ValueError(f"{call}: rank {rank} is in {seen[rank]} and in {ranks}; it can be in one, and once")
+                raise ValueError(
+                    f"{call}: rank {rank} is in {seen[rank]} and in {ranks}; it can be in only one list, once"
+                )
             seen[rank] = ranks
 
 
@@ -184,8 +186,8 @@ def _ranks_of_a_machine(group: ProcessGroup) -> int:
     size = hosts.count(hosts[0])
     if any(len(set(hosts[first : first + size])) != 1 for first in range(0, len(hosts), size)):
         raise ValueError(
-            f"new_subgroups: the hosts of {group} are {hosts}, which are not {size} ranks a host in a row; "
-            "give group_size or use new_subgroups_by_enumeration"
+            f"new_subgroups: the hosts of {group} are {hosts}, which are not {size} consecutive ranks per host; pass "
+            "group_size or use new_subgroups_by_enumeration"
         )
     return size
 
@@ -337,7 +339,7 @@ class DeviceMesh:
             return self._dimensions[names.index(dimension)]
         if isinstance(dimension, int) and -self.ndim <= dimension < self.ndim:
             return self._dimensions[dimension]
-        seen = "no dimension was given" if dimension is None else f"there is no dimension {dimension!r}"
+        seen = "no dimension was given" if dimension is None else f"no dimension {dimension!r}"
         raise ValueError(f"{call}: {seen}; the dimensions of this mesh are {self._described()}")
 
 
@@ -368,8 +370,8 @@ def init_device_mesh(
     world, shape = default_group(), tuple(mesh_shape)
     if not shape or min(shape) < 1 or math.prod(shape) != world.size():
         raise ValueError(
-            f"init_device_mesh: the shape {shape} has {math.prod(shape)} ranks, but there are {world.size()}; "
-            "give numbers whose product is the world size"
+            f"init_device_mesh: the shape {shape} has {math.prod(shape)} ranks, but there are {world.size()}; pass "
+            "numbers whose product is the world size"
         )
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):

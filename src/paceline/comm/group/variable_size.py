@@ -100,8 +100,8 @@ def _counts_of_all(group: ProcessGroup, mine: torch.Tensor, timeout: Timeout | N
     others = [rank for rank, other in zip(group.ranks, kinds, strict=True) if other != kinds[group.rank()]]
     if others:
         raise CollectiveMismatchError(
-            f"{group.me}: all_reduce of a sparse tensor: ranks {others} pass other tensors than "
-            f"this rank, whose has {kind}. Pass tensors that are alike on all ranks. The group remains usable"
+            f"{group.me}: all_reduce of a sparse tensor: ranks {others} pass tensors that differ from this rank's, "
+            f"which has {kind}. Pass tensors with the same properties on all ranks. The group remains usable"
         )
     return [int(count) for count in counts]
 

@@ -100,8 +100,8 @@ class Work:
             timeout_ns = FOR_EVER_NS if timeout is None else to_nanoseconds(timeout)
             if not self.pause(timeout_ns):
                 raise CollectiveTimeoutError(
-                    f"wait() timed out: {self._name} was not done after the {timeout_ns / 1e9:.1f} s that it was "
-                    "given. It continues; wait for it again, or with a longer timeout="
+                    f"wait() timed out: {self._name} had not completed after {timeout_ns / 1e9:.1f} s. It is still "
+                    "running; wait for it again, or pass a longer timeout="
                 )
         if self._error is not None:
             raise self._error
@@ -473,7 +473,7 @@ class CompletionThread:
             try:
                 completed.pop(0)[1]()  # drops the reference, which keeps the call's group alive
             except Exception:
-                logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
+                logging.getLogger(__name__).exception("a callback for the completion of a call raised an error")
 
 
 def _take_completed(pending: list[_Arrival]) -> list[_Arrival]:

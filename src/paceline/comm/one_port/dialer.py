@@ -197,7 +197,7 @@ def _request_number(connection: socket.socket, number: int) -> None:
         answer = b""
     if answer == NO_LISTENER:
         raise ConnectionRefusedError(
-            errno.ECONNREFUSED, f"no process of {host} waits for connections to number {number} behind port {port}"
+            errno.ECONNREFUSED, f"no process on {host} accepts connections to number {number} of port {port}"
         )
     if answer != PASSED_ON:
         raise PeerGoneError(

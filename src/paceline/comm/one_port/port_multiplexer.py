@@ -94,7 +94,7 @@ class NumberTable(Generic[Holder]):
             self._next = FIRST if number == LAST else number + 1
             if number not in self._holders:
                 return number
-        raise OSError(errno.EADDRNOTAVAIL, f"all numbers from {FIRST} to {LAST} are held")
+        raise OSError(errno.EADDRNOTAVAIL, f"all numbers from {FIRST} to {LAST} are in use")
 
 
 @dataclass(eq=False)
@@ -186,7 +186,7 @@ class PortMultiplexer:
             now_s = time.monotonic()
             for client in self._clients:  # iterates over a copy
                 if now_s >= client.until_s:
-                    self._reject(client, f"{client.host} did not say within {TIMEOUT_S:.0f} s what it wants")
+                    self._reject(client, f"{client.host} did not request a listener within {TIMEOUT_S:.0f} s")
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -199,7 +199,7 @@ class PortMultiplexer:
         self._watch(connection, partial(self._receive, client))
         crowded_out = self._clients.add(client)
         if crowded_out is not None:
-            self._reject(crowded_out, f"{crowded_out.host} was silent while {MAX_PENDING_CLIENTS} others came")
+            self._reject(crowded_out, f"{crowded_out.host} sent nothing while {MAX_PENDING_CLIENTS} others connected")
 
     def _receive(self, client: _PendingClient) -> None:
         try:
@@ -217,7 +217,7 @@ class PortMultiplexer:
         elif client.received.startswith(CLIENT_HELLO):
             self._reject_without_header(client, TLS_WITHOUT_HEADER, unread=_LARGEST_CLIENT_HELLO)
         elif is_wrong(client.received) and not is_hello(client.received):
-            self._reject(client, f"{client.host} spoke another protocol")
+            self._reject(client, f"{client.host} used a protocol other than the expected one")
         elif len(client.received) == HEADER_BYTES:
             self._pass_on(client)
 
@@ -239,7 +239,7 @@ class PortMultiplexer:
             if unread:
                 client.connection.recv(unread)  # otherwise closing the connection would discard the answer
             client.connection.send(answer)
-        self._reject(client, f"{client.host} did not say what it wants; start all launchers with the same --port")
+        self._reject(client, f"{client.host} did not request a listener; start all launchers with the same --port")
 
     def _reject(self, client: _PendingClient, why: str) -> None:
         self._remove(client)

@@ -40,8 +40,8 @@ def log(**values: SupportsFloat) -> None:
             number = float(value if detach is None else detach())
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"paceline.log: {name} is a {type(value).__name__} that cannot be one number ({error}); pass a number "
-                "or a tensor of one element"
+                f"paceline.log: {name} is a {type(value).__name__} that cannot be converted to one number ({error}); "
+                "pass a number or a tensor of one element"
             ) from None
         _core.record_value(number_of(name), number)
         numbers[name] = number
@@ -62,7 +62,7 @@ def _warn_not_finite(name: str, number: float) -> None:
     when = f"in step {step}" if step else "before the first step"
     warnings.warn(
         f"{where}{name} is {number} {when}, for the first time. Look at this rank's batch of that step; if all ranks "
-        "say so, the parameters were spoiled before, or the learning rate is too high",
+        "report this, the parameters were already corrupted, or the learning rate is too high",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -122,8 +122,8 @@ def verdict_on(claims: list[Claim]) -> str | None:
             )
         if claim.rank in by_rank:
             return (
-                f"rank {claim.rank} was claimed twice: by {by_rank[claim.rank]} and by {claim}; "
-                f"give each process a rank of its own from 0 to {claim.world_size - 1}"
+                f"rank {claim.rank} was claimed twice: by {by_rank[claim.rank]} and by {claim}; give each process its "
+                f"own rank from 0 to {claim.world_size - 1}"
             )
         by_rank[claim.rank] = claim
     return COMPLETE if len(by_rank) == first.world_size else None
@@ -151,13 +151,13 @@ def claim_rank(store: Store, claim: Claim, timeout_s: float) -> None:
         RendezvousTimeoutError: some ranks did not arrive; the message names them.
     """
     who = f"rank {claim.rank} ({claim.host}, pid {claim.pid})"
-    leave_will(store, f"{who} died while the ranks met")
+    leave_will(store, f"{who} died during the rendezvous")
     try:
         _claim_and_wait(store, claim, timeout_s)
     except BaseException as error:
         with contextlib.suppress(StoreError):
             if not isinstance(error, PacelineError):
-                settle(store, f"{who} gave up while the ranks met: {type(error).__name__}: {error}")
+                settle(store, f"{who} gave up during the rendezvous: {type(error).__name__}: {error}")
             take_back_will(store)
         raise
 
@@ -168,8 +168,8 @@ def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
         verdict, mine = _await_verdict(store, claim, timeout_s)
     except StoreServerLostError as error:
         raise RendezvousError(
-            f"rank {claim.rank}: the process that serves the ranks' store (rank 0, or the launcher) died while the "
-            f"ranks met; {ADVICE}. ({error})"
+            f"rank {claim.rank}: the process that serves the ranks' store (rank 0, or the launcher) died during the "
+            f"rendezvous; {ADVICE}. ({error})"
         ) from error
     if verdict == COMPLETE and mine in (None, COMPLETE):
         return

@@ -58,7 +58,7 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     """
     name = scheme.lower()
     if not name or not name[0].isalpha() or not all(letter.isalnum() or letter in "+-." for letter in name):
-        raise ValueError(f"{scheme!r} is not a scheme: it is the part before :// in an address, such as etcd")
+        raise ValueError(f"{scheme!r} is not a valid scheme; pass the part before :// in an address, such as etcd")
     if name in BUILT_IN or name in _handlers:
         owner = "Paceline's own" if name in BUILT_IN else "registered already"
         raise RuntimeError(f"the rendezvous handler for {scheme}:// is {owner}; choose another scheme")
@@ -102,9 +102,9 @@ def rendezvous(
     timeout_s = min(timeout_s, LONGEST_S)
     if store is not None:
         if init_method is not None:
-            raise ValueError("init_method and store exclude each other; give one of them")
+            raise ValueError("init_method and store are mutually exclusive; pass one of them")
         if world_size < 0 or rank < 0:
-            raise ValueError("with store, world_size and rank must be given, since there is nowhere to read them from")
+            raise ValueError("store requires world_size and rank, because they cannot be determined otherwise")
         _check_rank(rank, world_size)
         return _meet_at_store(store, f"paceline/{_next_at_store(store)}", rank, world_size, timeout_s)
 
@@ -152,14 +152,14 @@ def _store_of_handler(url: str, scheme: str, rank: int, world_size: int, timeout
     """
     if scheme not in _handlers:
         raise ValueError(
-            f"init_method {url!r} is not known; use env://, tcp://host:port or file:///path, or "
+            f"init_method {url!r} is not supported; use env://, tcp://host:port or file:///path, or "
             f"register_rendezvous_handler({scheme!r}, ...)"
         )
     results = _handlers[scheme](_with_rank(url, rank, world_size), timeout=timedelta(seconds=timeout_s))
     result = next(results, None) if isinstance(results, Iterator) else None
     if not isinstance(result, tuple) or len(result) != 3:
         raise ValueError(
-            f"the rendezvous handler for {scheme}:// gave {result!r}; it must be a generator function that yields "
+            f"the rendezvous handler for {scheme}:// returned {result!r}; it must be a generator function that yields "
             "(store, rank, world_size)"
         )
     store, rank, world_size = result
@@ -185,7 +185,7 @@ def _with_rank(url: str, rank: int, world_size: int) -> str:
     split = urlsplit(url)
     query = parse_qsl(split.query, keep_blank_values=True)
     if twice := [name for name, _ in query if name in given]:
-        raise ValueError(f"{' and '.join(twice)} stands in {url!r} and is an argument as well; leave one of them out")
+        raise ValueError(f"{' and '.join(twice)} is in {url!r} and is also an argument; leave one of them out")
     return urlunsplit(split._replace(query=urlencode([*query, *((name, str(value)) for name, value in given.items())])))
 
 
@@ -206,8 +206,8 @@ def _meet(open_store: Callable[[timedelta], Store], prefix: str, claim: Claim, t
                 raise
             if time.monotonic() >= deadline:
                 raise RendezvousTimeoutError(
-                    f"rank {claim.rank} waited {timeout_s:.0f} s for {claim.world_size} ranks; rank 0, at whose "
-                    f"address they meet, did not arrive: {error}"
+                    f"rank {claim.rank} waited {timeout_s:.0f} s for {claim.world_size} ranks; rank 0, which hosts the "
+                    f"rendezvous, did not arrive: {error}"
                 ) from error
             # The server belongs to an earlier process group at this address and is closing.
             time.sleep(_RETRY_PAUSE_S)

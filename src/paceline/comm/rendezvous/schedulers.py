@@ -67,7 +67,10 @@ class Scheduler:
         return self.slot[1] == self.nodes
 
     def __str__(self) -> str:
-        return f"{self.name}: launcher {self.node_rank} of {self.nodes or '?'}, which meet at {self.address or '?'}"
+        return (
+            f"{self.name}: launcher {self.node_rank} of {self.nodes or '?'}, with the rendezvous at "
+            f"{self.address or '?'}"
+        )
 
 
 def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket.getfqdn) -> Scheduler | None:
@@ -92,8 +95,8 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     if rank >= tasks:
         raise ValueError(
             f"this is task {rank} of {tasks} by SLURM_PROCID and SLURM_STEP_NUM_TASKS, so the step spans several "
-            "components of a heterogeneous job, and none knows of the others; start it with `env -u SLURM_PROCID "
-            "paceline run` and give --nnodes, --node-rank and --master-addr"
+            "components of a heterogeneous job, which cannot see each other; start it with `env -u SLURM_PROCID "
+            "paceline run` and pass --nnodes, --node-rank and --master-addr"
         )
     nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", tasks)))
     port = port_of(env.get("SLURM_JOB_ID", "") + env.get("SLURM_STEP_ID", ""))

@@ -46,9 +46,9 @@ def open_scheduler_store(scheduler: Scheduler, world_size: int, timeout: timedel
         return FileStore(os.path.join(own_directory(), name), world_size, timeout)
     if scheduler.address is None or scheduler.port is None:
         raise ValueError(
-            f"{scheduler.name} started rank {scheduler.node_rank} of {scheduler.nodes}, but its variables do not say "
-            "where rank 0 is; set MASTER_ADDR to the address of its machine, the same on every rank "
-            "(`mpirun -x MASTER_ADDR` of Open MPI, `mpiexec -genv` of MPICH)"
+            f"{scheduler.name} started rank {scheduler.node_rank} of {scheduler.nodes}, but its variables do not "
+            "contain rank 0's address; set MASTER_ADDR to the address of its machine, the same on every rank (`mpirun "
+            "-x MASTER_ADDR` of Open MPI, `mpiexec -genv` of MPICH)"
         )
     return serve_or_connect(scheduler.address, scheduler.port, scheduler.node_rank, world_size, timeout)
 
@@ -114,8 +114,8 @@ def open_torchrun_store(port: int, world_size: int, timeout: timedelta) -> Store
     """
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         raise ValueError(
-            "torchrun holds MASTER_PORT for a store of its own, so ranks on several machines cannot meet there; "
-            "give init_method='tcp://host:port' with another port"
+            "torchrun holds MASTER_PORT for its own store, so it cannot be used for a rendezvous across machines; pass "
+            "init_method='tcp://host:port' with another port"
         )
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -169,12 +169,12 @@ def open_store_at_url(url: str, rank: int, world_size: int, timeout: timedelta) 
     split = urlsplit(url)
     if split.scheme == "file":
         if split.netloc or not split.path:
-            raise ValueError(f"{url!r} must name an absolute path after three slashes: file:///shared/path")
+            raise ValueError(f"{url!r} must contain an absolute path after three slashes: file:///shared/path")
         return FileStore(unquote(split.path), world_size, timeout)
     try:
         host, port = split.hostname, split.port
     except ValueError as error:
         raise ValueError(f"{url!r}: {error}") from None
     if not host or not port:
-        raise ValueError(f"{url!r} must name rank 0's host and a port: tcp://host:port, tcp://[::1]:port for IPv6")
+        raise ValueError(f"{url!r} must contain rank 0's host and a port: tcp://host:port, tcp://[::1]:port for IPv6")
     return serve_or_connect(host, port, rank, world_size, timeout)

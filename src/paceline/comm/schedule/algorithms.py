@@ -102,9 +102,9 @@ def build(
     """
     builder = _builder(algorithm, operation)
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in a world of {world_size}: give a rank of 0 to {world_size - 1}")
+        raise ValueError(f"rank {rank} is not in a world of {world_size} ranks: pass a rank from 0 to {world_size - 1}")
     if operation in ROOTED and not 0 <= root < world_size:
-        raise ValueError(f"{operation} needs a root of 0 to {world_size - 1}, but root is {root}")
+        raise ValueError(f"{operation} requires a root from 0 to {world_size - 1}, but root is {root}")
     if operation not in ROOTED and root != -1:
         raise ValueError(f"{operation} has no root, but root is {root}: leave it out")
     blocks, steps = builder(RankTopology(rank, world_size, root, hosts or ()))
@@ -114,9 +114,11 @@ def build(
 def _builder(algorithm: str, operation: Operation) -> Builder:
     builders = ALGORITHMS.get(algorithm) or QUANTISED.get(algorithm)
     if builders is None:
-        raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
+        raise ValueError(f"unknown algorithm {algorithm!r}; the algorithms are {', '.join(ALGORITHMS)}")
     if operation not in builders:
-        raise ValueError(f"{algorithm} has no {operation}; these have: {', '.join(algorithms_offering(operation))}")
+        raise ValueError(
+            f"{algorithm} does not support {operation}; these do: {', '.join(algorithms_offering(operation))}"
+        )
     return builders[operation]
 
 
@@ -177,9 +179,11 @@ def predict(
     """
     sizes = tuple(len(host) for host in hosts) if hosts else (world_size,)
     if sum(sizes) != world_size or not all(sizes):
-        raise ValueError(f"hosts of {sizes} ranks are not a world of {world_size}")
+        raise ValueError(f"hosts of {sizes} ranks do not add up to a world of {world_size}")
     if operation not in COSTS.get(algorithm, {}):
-        raise ValueError(f"{algorithm!r} has no {operation}; these have: {', '.join(algorithms_offering(operation))}")
+        raise ValueError(
+            f"{algorithm!r} does not support {operation}; these do: {', '.join(algorithms_offering(operation))}"
+        )
     return COSTS[algorithm][operation](Case(model, nbytes, sizes))
 
 
@@ -240,18 +244,21 @@ def forced_or_best(
 def _reason(chosen: AlgorithmPrediction, candidates: Sequence[AlgorithmPrediction], why: str) -> str:
     others = [candidate for candidate in candidates if candidate != chosen]
     if not others:
-        return f"{chosen.algorithm} is the only algorithm that has the operation"
+        return f"{chosen.algorithm} is the only algorithm that supports the operation"
     own_s, other_s = format_seconds(chosen.seconds), format_seconds(others[0].seconds)
-    return f"{chosen.algorithm} {why}: it takes {own_s}, and of the others the best, {others[0].algorithm}, {other_s}"
+    return (
+        f"{chosen.algorithm} {why}: it takes {own_s}, and the best of the others, {others[0].algorithm}, takes "
+        f"{other_s}"
+    )
 
 
 def _forced(name: str, operation: Operation, candidates: Sequence[AlgorithmPrediction]) -> AlgorithmPrediction:
     if name not in ALGORITHMS:
-        raise ValueError(f"there is no algorithm {name!r}; there are {', '.join(ALGORITHMS)}")
+        raise ValueError(f"unknown algorithm {name!r}; the algorithms are {', '.join(ALGORITHMS)}")
     for candidate in candidates:
         if candidate.algorithm == name:
             return candidate
-    raise ValueError(f"{name} has no {operation}; these have: {', '.join(algorithms_offering(operation))}")
+    raise ValueError(f"{name} does not support {operation}; these do: {', '.join(algorithms_offering(operation))}")
 
 
 def least_all_reduce_s(network: Network, nbytes: int) -> float:
@@ -302,12 +309,13 @@ def _about_star(choice: AlgorithmChoice) -> str:
     star = next((candidate for candidate in choice.candidates if candidate.algorithm == "star"), None)
     best = choice.candidates[0]
     if star is None:
-        return f"A star has no {choice.operation}: nothing may pass through a middle."
+        return f"A star does not support {choice.operation}, because its data must not pass through a central rank."
     others = choice.world_size - 1
     if star.seconds <= best.seconds:
-        return f"A star does not lose here: {others} other ranks are served by the middle in no more time."
+        return f"A star is not slower here: its central rank serves the {others} other ranks in no more time."
     return (
-        f"The star loses by {star.seconds / best.seconds:.1f}x: its middle serves {others} other ranks one after\n"
+        f"The star is slower by a factor of {star.seconds / best.seconds:.1f}: its central rank serves {others} other "
+        "ranks one after\n"
         "another over one link, while their own links are idle most of the time."
     )
 

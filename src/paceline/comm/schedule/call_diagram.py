@@ -37,14 +37,14 @@ def draw_call(algorithm: str, operation: Operation, nbytes: int, network: Networ
     """
     n = network.world_size
     if n > MOST_RANKS:
-        raise ValueError(f"a picture of {n} ranks could not be read: draw at most {MOST_RANKS}")
+        raise ValueError(f"a diagram of {n} ranks would not be legible: draw at most {MOST_RANKS}")
     rooted = root if operation in ROOTED else -1
     schedules = [build(algorithm, operation, rank, n, rooted, network.hosts) for rank in range(n)]
     timing = simulate_schedules(schedules, network, nbytes, record=True)
     if len(timing.transfers) > MOST_MESSAGES:
         raise ValueError(
-            f"{algorithm} {operation} of {n} ranks has {len(timing.transfers):,} messages, and a picture of more than "
-            f"{MOST_MESSAGES:,} could not be read: draw fewer ranks"
+            f"{algorithm} {operation} of {n} ranks has {len(timing.transfers):,} messages, and a diagram of more than "
+            f"{MOST_MESSAGES:,} would not be legible: draw fewer ranks"
         )
     takes = format_seconds(timing.seconds)
     return _CallDiagram(schedules, timing, network).svg(

@@ -102,13 +102,16 @@ class Network:
     def __post_init__(self) -> None:
         ranks = sorted(rank for host in self.hosts for rank in host)
         if ranks != list(range(len(ranks))) or not all(self.hosts):
-            raise ValueError(f"hosts must list each rank from 0 on once, and none be empty; got {_short(self.hosts)}")
+            raise ValueError(
+                "hosts must list each rank exactly once, starting at 0, and none may be empty; got "
+                f"{_short(self.hosts)}"
+            )
         named = [host for group in self.groups for host in group.hosts]
         numbers = {*named, *self.nodes, *(host for pair in self.pairs for host in pair)}
         if len(set(named)) < len(named) or not numbers <= set(range(len(self.hosts))):
             raise ValueError(
-                f"groups, pairs and nodes name hosts from 0 to {len(self.hosts) - 1}, each in one group at most; got "
-                f"{sorted(numbers)}"
+                f"groups, pairs and nodes must refer to hosts 0 to {len(self.hosts) - 1}, each in at most one group; "
+                f"got {sorted(numbers)}"
             )
 
     @classmethod
@@ -224,14 +227,14 @@ def parse_links(text: str) -> dict[str, NetworkLink]:
         current.update(_quantity(part))
     for name, values in parts.items():
         if "bytes_per_s" not in values:
-            raise ValueError(f"the link {name!r} in {text!r} has no rate: give one like {name}=25gbit,0.05ms")
+            raise ValueError(f"the link {name!r} in {text!r} has no rate: specify one, such as {name}=25gbit,0.05ms")
         if values["bytes_per_s"] <= 0 or values.get("latency_s", 0.0) < 0 or not 0 <= values.get("loss", 0.0) < 1:
             raise ValueError(
                 f"the link {name!r} in {text!r} must have a rate above 0, a latency of at least 0, and a loss from 0 % "
-                f"to below 100 %, like {name}=25gbit,0.05ms"
+                f"to below 100 %, such as {name}=25gbit,0.05ms"
             )
     if not parts:
-        raise ValueError(f"{text!r} names no link: give one like node=25gbit,0.05ms")
+        raise ValueError(f"{text!r} specifies no link: specify one, such as node=25gbit,0.05ms")
     return {
         name: NetworkLink(values.get("latency_s", 0.0), values["bytes_per_s"], values.get("loss", 0.0))
         for name, values in parts.items()

@@ -247,7 +247,7 @@ def simulate_call(
     steps = len(schedule(n - 1).steps) * n
     if steps > MOST_STEPS:
         raise ValueError(
-            f"{algorithm} {operation} of {n:,} ranks has some {steps:,} steps, too many to simulate: choose "
+            f"{algorithm} {operation} of {n:,} ranks has about {steps:,} steps, too many to simulate: choose "
             "hierarchical on equal hosts, or fewer ranks"
         )
     return simulate_schedules(map(schedule, range(n)), network, nbytes, arrivals, speeds, record)
@@ -267,7 +267,7 @@ def simulate_schedules(
 
 def _one_per_rank(values: Sequence[float] | None, default: float, n: int) -> Sequence[float]:
     if values is not None and len(values) != n:
-        raise ValueError(f"{len(values)} arrivals or speeds were given for {n} ranks: give one for each rank")
+        raise ValueError(f"{len(values)} arrivals or speeds were given for {n} ranks: pass one for each rank")
     return values if values is not None else [default] * n
 
 

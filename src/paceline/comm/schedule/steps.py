@@ -68,7 +68,7 @@ class Operation(IntEnum):
         for operation in cls:
             if str(operation) == name:
                 return operation
-        raise ValueError(f"there is no operation {name!r}; there are {', '.join(map(str, cls))}")
+        raise ValueError(f"unknown operation {name!r}; the operations are {', '.join(map(str, cls))}")
 
 
 ROOTED = frozenset((Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER))
@@ -259,8 +259,8 @@ def find_host_position(topology: RankTopology) -> HostPosition:
         topology.hosts
     ):
         raise ValueError(
-            f"the algorithm needs hosts that list each of the {topology.world_size} ranks once, and none empty; got "
-            f"{topology.hosts}"
+            f"the algorithm needs hosts that list each of the {topology.world_size} ranks once, with no host empty; "
+            f"got {topology.hosts}"
         )
     hosts = topology.hosts
     if topology.root >= 0:

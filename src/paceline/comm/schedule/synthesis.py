@@ -100,7 +100,9 @@ def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool
         ValueError: there are more than `MOST_HOSTS` hosts.
     """
     if len(network.hosts) > MOST_HOSTS:
-        raise ValueError(f"trees for {len(network.hosts)} hosts would take too long to find: {MOST_HOSTS} are the most")
+        raise ValueError(
+            f"finding trees for {len(network.hosts)} hosts would take too long: at most {MOST_HOSTS} are supported"
+        )
     loads = _Loads(network, detour)
     parts = _best_ring(loads)
     best, least = list(parts), loads.most()

@@ -64,7 +64,7 @@ def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
             if kind in _LOCAL:
                 moves.append([Move(rank, number, rank, number)])
             elif peer == rank or not 0 <= peer < len(schedules):
-                raise step_error(schedule, number, f"there is no peer {peer}")
+                raise step_error(schedule, number, f"peer {peer} does not exist")
             elif kind is _SEND:
                 sends[rank, peer].append(number)
             else:
@@ -139,7 +139,7 @@ def verify_barrier(schedules: Sequence[Schedule]) -> None:
         for number, step in enumerate(schedule.steps):
             blocks = step.src if step.kind == StepKind.SEND else step.dst
             if step.kind not in (StepKind.SEND, StepKind.RECV) or blocks is None or blocks.length:
-                raise step_error(schedule, number, "a barrier sends and receives slices of no blocks")
+                raise step_error(schedule, number, "a barrier sends and receives empty slices")
     received: list[dict[int, int | None]] = [
         {number: None for number, step in enumerate(schedule.steps) if step.kind == StepKind.RECV}
         for schedule in schedules
@@ -156,12 +156,14 @@ def verify_barrier(schedules: Sequence[Schedule]) -> None:
     stuck = [link[0] for link in links if link]
     if stuck:
         move = min(stuck, key=lambda move: (move.source_step, move.source))
-        raise step_error(schedules[move.source], move.source_step, "waits for ever for an earlier receive of its rank")
+        raise step_error(schedules[move.source], move.source_step, "waits forever for an earlier receive of its rank")
     for rank, schedule in enumerate(schedules):
         absent = ((1 << len(schedules)) - 1) & ~(_ranks_arrived(received, rank, len(schedule.steps)) or 0)
         if absent:
             missing = absent.bit_length() - 1
-            raise ScheduleError(f"{schedule.algorithm} barrier: rank {rank} may leave before rank {missing} has come")
+            raise ScheduleError(
+                f"{schedule.algorithm} barrier: rank {rank} may leave before rank {missing} has arrived"
+            )
 
 
 def _ranks_arrived(received: Sequence[dict[int, int | None]], rank: int, before: int) -> int | None:
@@ -335,7 +337,7 @@ def _check_wire(schedule: Schedule, number: int) -> None:
     if kind in _CONVERTING and (to, source) != ((True, False) if kind is StepKind.PACK else (False, True)):
         raise step_error(schedule, number, "PACK writes into WIRE; UNPACK and ADD read from there, and write elsewhere")
     if kind in (StepKind.REDUCE, StepKind.COPY) and (to or source):
-        raise step_error(schedule, number, f"{kind.name} takes no blocks of WIRE")
+        raise step_error(schedule, number, f"{kind.name} cannot use blocks of WIRE")
 
 
 def _check_step(schedule: Schedule, number: int) -> None:
@@ -372,7 +374,9 @@ def verify(schedules: Sequence[Schedule]) -> None:
     for rank, schedule in enumerate(schedules):
         if (rank, len(schedules)) != (schedule.rank, schedule.world_size):
             found = f"rank {schedule.rank} of {schedule.world_size}"
-            raise ScheduleError(f"schedule {rank} of {len(schedules)} is that of {found}: give all in rank order")
+            raise ScheduleError(
+                f"schedule {rank} of {len(schedules)} belongs to {found}: pass all schedules in rank order"
+            )
         if (schedule.operation, schedule.root, schedule.blocks) != (first.operation, first.root, first.blocks):
             raise ScheduleError(f"rank {rank} and rank 0 differ in operation, root or number of blocks")
     if first.operation is Operation.BARRIER:
@@ -406,7 +410,7 @@ class _SymbolicExecutor:
         if self.waiting:
             waits = [wait for waiters in self.waiting.values() for wait, _ in waiters]
             place, rank, number = min(waits, key=lambda wait: (wait[2], wait[1]))
-            what = f"waits for ever for an earlier step on {self.memory.name(place, rank)}"
+            what = f"waits forever for an earlier step on {self.memory.name(place, rank)}"
             raise step_error(self.schedules[rank], number, what)
 
     def link(self, moves: list[Move]) -> Iterator[_Wait]:
@@ -447,12 +451,12 @@ class _SymbolicExecutor:
                     value = (value[0], contributors)
                 if into_wire:
                     if (values[dst] or value)[0] != value[0]:
-                        what = f"block {value[0]} is kept where another block was, which may have another size"
+                        what = f"block {value[0]} is stored in place of another block, which may have a different size"
                         raise step_error(self.schedules[target], target_step, what)
                 elif (
                     value[0] != dst - start if fits_by_index else not block_fits(operation, target, dst - start, value)
                 ):
-                    what = f"block {value[0]} is kept in {memory.name(dst, target)}, which may have another size"
+                    what = f"block {value[0]} is stored in {memory.name(dst, target)}, which may have a different size"
                     raise step_error(self.schedules[target], target_step, what)
                 values[dst] = value
                 written[dst] += 1
@@ -572,7 +576,7 @@ class TermExecution:
                 running.append((rank, steps))
             idle = 0 if number is None or self._moved > moved_before else idle + 1
             if number is not None and idle > len(running):
-                raise step_error(self._schedules[rank], number, "waits for ever for its message")
+                raise step_error(self._schedules[rank], number, "waits forever for its message")
 
     def output(self, rank: int) -> list[Term]:
         """Returns the terms in a rank's OUTPUT in block order."""

@@ -150,7 +150,7 @@ class AuthenticatedListener:
     def _log(self, host: str, error: Exception, was_dropped: bool) -> None:
         """Logs a rejected connection, unless the peer closed it: the death of a process is reported elsewhere."""
         if was_dropped:
-            self._rejected.add(host, f"{host or 'it'} was silent while {MAX_HANDSHAKES} others came")
+            self._rejected.add(host, f"{host or 'it'} sent nothing while {MAX_HANDSHAKES} others connected")
         elif not isinstance(error, (PeerGoneError, ConnectionError)):
             self._rejected.add(host, error)
 

@@ -177,7 +177,7 @@ def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s
     except OSError as error:
         raise interrupted_handshake(connection, error) from error
     except ValueError as error:  # no suitable OpenSSL is installed
-        raise AuthenticationError(f"{name_of(connection)} wants encryption: {error}") from error
+        raise AuthenticationError(f"{name_of(connection)} requests encryption: {error}") from error
     if why:
         raise AuthenticationError(f"{name_of(connection)} does not hold this job's certificate ({why})")
     return encrypted

@@ -78,7 +78,7 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
     nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if answer == _ENCRYPTED_ONLY:
         raise AuthenticationError(
-            f"the process at {name_of(connection)} takes encrypted connections only, and this one is not encrypted: "
+            f"the process at {name_of(connection)} accepts only encrypted connections, but this one is not encrypted: "
             "start every launcher with --security encrypt, or every rank with PACELINE_SECURITY=encrypt"
         )
     if answer == WITHOUT_HEADER:
@@ -95,9 +95,8 @@ def prove(connection: Connection, key: bytes, hello: PeerHello, timeout_s: float
 def missing_header(connection: Connection) -> AuthenticationError:
     """Returns the error for a peer that serves all listeners of its machine at one port and received no header."""
     return AuthenticationError(
-        f"at {name_of(connection)} one port leads to all listeners of that machine, and this connection did not "
-        "say which one it wants: start every launcher with the same --port, or every rank with the same "
-        "PACELINE_PORT"
+        f"at {name_of(connection)} one port serves all listeners of that machine, but this connection did not specify "
+        "a listener: start every launcher with the same --port, or every rank with the same PACELINE_PORT"
     )
 
 
@@ -116,7 +115,7 @@ def verify(
     first = _receive(connection, _HELLO.size, deadline, expected)
     _, _, rank, lane, peer_generation, _ = _HELLO.unpack(first)
     if not first.startswith(expected):
-        raise AuthenticationError(f"{name_of(connection)} spoke another protocol than Paceline's {channel!r}")
+        raise AuthenticationError(f"{name_of(connection)} uses a protocol other than Paceline's {channel!r}")
     nonce = os.urandom(_NONCE_BYTES)
     answer = nonce + _digest(key, b"S", first, nonce)
     _send(connection, answer, deadline)
@@ -212,10 +211,12 @@ def _receive(connection: Connection, nbytes: int, deadline: float, expected: byt
 
 def _require_prefix(connection: Connection, data: bytes, expected: bytes) -> None:
     if expected and data[: len(expected)] != expected[: len(data)]:
-        raise AuthenticationError(f"{name_of(connection)} spoke another protocol than Paceline's, and broke off")
+        raise AuthenticationError(
+            f"{name_of(connection)} uses a protocol other than Paceline's, and closed the connection"
+        )
 
 
 def interrupted_handshake(connection: Connection, error: OSError) -> HandshakeUnfinishedError:
     """Returns the error for a handshake that was interrupted by a failed connection."""
     kind = PeerGoneError if isinstance(error, ConnectionError) else HandshakeUnfinishedError
-    return kind(f"{name_of(connection)} broke off the handshake ({error})")
+    return kind(f"{name_of(connection)} aborted the handshake ({error})")

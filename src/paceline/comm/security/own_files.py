@@ -52,7 +52,7 @@ def _open_existing(path: str, access: int) -> int:
         fd = os.open(path, access | _OPENING)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _refusal(path, "is a link, and may lead to any file") from None
+            raise _refusal(path, "is a symbolic link, which may lead to any file") from None
         if isinstance(error, PermissionError):
             raise _refusal(path, f"cannot be opened by user {os.geteuid()}") from error
         raise
@@ -61,7 +61,7 @@ def _open_existing(path: str, access: int) -> int:
         if not stat.S_ISREG(status.st_mode):
             raise _refusal(path, "is not a regular file")
         if status.st_nlink > 1:
-            raise _refusal(path, f"is one of {status.st_nlink} names of a file")
+            raise _refusal(path, f"is one of {status.st_nlink} hard links to a file")
         if status.st_uid == os.geteuid() and not status.st_size and not status.st_mode & _OTHERS_WRITE:
             os.fchmod(fd, 0o600)
         elif not is_own(status) and not _is_usual_there(path, status):
@@ -118,14 +118,14 @@ def require_own_directory(path: str, may_be_roots: bool = False) -> None:
     usual = _usual(os.path.join(path, "."))
     if usual is None or usual.st_uid != status.st_uid:
         raise SharedFileError(
-            f"{path} belongs to user {status.st_uid}, who could replace what is in it; choose a directory of user "
+            f"{path} belongs to user {status.st_uid}, who could replace its contents; choose a directory of user "
             f"{os.geteuid()}"
         )
 
 
 def _refusal(path: str, seen: str) -> SharedFileError:
     return SharedFileError(
-        f"{path} {seen}, so other users could read or change what is in it; remove it, or choose a file in a directory "
+        f"{path} {seen}, so other users could read or change its contents; remove it, or choose a file in a directory "
         "that only you can write to"
     )
 
@@ -170,7 +170,8 @@ def own_directory() -> str:
     state = os.lstat(path)
     if not stat.S_ISDIR(state.st_mode) or not is_own(state):
         raise RendezvousError(
-            f"{path}, where ranks that no launcher of Paceline started meet, is not a directory of user {os.getuid()} "
-            "alone, so others could join the job; remove it, set TMPDIR to another place, or start with `paceline run`"
+            f"{path}, which ranks started without a Paceline launcher use for their rendezvous, is not a directory "
+            f"that only user {os.getuid()} can access, so others could join the job; remove it, set TMPDIR to another "
+            "directory, or start with `paceline run`"
         )
     return path

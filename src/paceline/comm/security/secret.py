@@ -165,7 +165,7 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
             ValueError: neither that process nor this one has the file open.
         """
         path = f"/proc/{self.maker}/fd/{self.fd}"
-        seen = "is another file by now"
+        seen = "is now a different file"
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -177,10 +177,10 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
             finally:
                 os.close(fd)
         raise ValueError(
-            f"this process ({os.getpid()}) was to inherit the job's secret as descriptor {self.fd}, which here is "
-            f"{_described(self.fd)}; and {path}, the file in the launcher that made it, {seen}. To join the job, start "
-            f"this process with pass_fds=[{self.fd}]; for a job of its own, set PACELINE_SECRET in its environment or "
-            f"remove {SECRET_FD_VARIABLE} from it"
+            f"this process ({os.getpid()}) should have inherited the job's secret as descriptor {self.fd}, but this "
+            f"descriptor is {_described(self.fd)}; and {path}, the file in the launcher that made it, {seen}. To join "
+            f"the job, start this process with pass_fds=[{self.fd}]; for a job of its own, set PACELINE_SECRET in its "
+            f"environment or remove {SECRET_FD_VARIABLE} from it"
         )
 
     def _read(self, fd: int) -> bytes | None:
@@ -197,7 +197,7 @@ class SecretFile:  # not a dataclass: every worker imports this module, and impo
 
 def _described(fd: int) -> str:
     try:
-        return f"another file, {os.readlink(f'/proc/self/fd/{fd}')}"
+        return f"a different file, {os.readlink(f'/proc/self/fd/{fd}')}"
     except OSError:
         return "closed"
 
@@ -233,8 +233,8 @@ def _own_secret() -> bytes | None:
                 raise ValueError(f"{path} (PACELINE_SECRET_FILE) is not a regular file; a secret must be in one")
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ValueError(
-                    f"{path} (PACELINE_SECRET_FILE) can be read by other users (mode {mode:o}); "
-                    f"a secret must be its owner's alone: chmod 600 {path}"
+                    f"{path} (PACELINE_SECRET_FILE) can be read by other users (mode {mode:o}); only its owner may "
+                    f"read a secret: chmod 600 {path}"
                 )
             if status.st_uid not in (os.geteuid(), 0):
                 raise ValueError(

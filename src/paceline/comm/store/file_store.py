@@ -89,8 +89,7 @@ class FileStore(Store):
         if not _MAGIC.startswith(beginning):
             self.close()
             raise StoreError(
-                f"{self}: the file holds something else than a store, beginning with {beginning!r}; remove it, or "
-                "choose another file"
+                f"{self}: the file is not a store; it begins with {beginning!r}; remove it, or choose another file"
             )
 
     def __repr__(self) -> str:
@@ -147,8 +146,8 @@ class FileStore(Store):
         state = os.fstat(self._fd)
         if state.st_nlink == 0:
             raise StoreError(
-                f"{self}: the file was removed while process {os.getpid()} used it, so ranks that open it from now on "
-                "would not meet this one; leave it in place, an old one does no harm"
+                f"{self}: the file was removed while process {os.getpid()} used it, so ranks that open it later would "
+                "not find this one; leave it in place (an old file does no harm)"
             )
         size = state.st_size
         while self._replayed < size:

@@ -93,15 +93,15 @@ class RemoteStore(Store):
         if result == _LOST:
             raise StoreServerLostError(
                 f"{self} lost its server in {op.name.lower()}: the process that served it has died, or the connection "
-                "to it was cut"
+                "to it was lost"
             )
         if result == _CLOSED:
             raise StoreConnectionError(
                 f"{self} closed the connection (seen in {op.name.lower()}); the process that serves it has ended"
             )
         raise StoreConnectionError(
-            f"{self} did not answer {op.name.lower()} within {timeout_s + _GRACE_S:.0f} s; "
-            "its process is stopped or the network to it is cut"
+            f"{self} did not answer {op.name.lower()} within {timeout_s + _GRACE_S:.0f} s; its process is stopped, or "
+            "the network to it is down"
         )
 
     def _ask_idle(
@@ -160,7 +160,7 @@ def connect(
             if not is_wanted():
                 raise StoreConnectionError(
                     f"this process ({os.getpid()}) closed the store at {place} while one of its threads connected to "
-                    f"it; the last of {attempts} attempts said: {error}"
+                    f"it; the last of {attempts} attempts failed with: {error}"
                 ) from error
             now = time.monotonic()
             if isinstance(error, HandshakeUnfinishedError):
@@ -169,9 +169,9 @@ def connect(
                     raise
             elif now >= deadline:
                 raise StoreConnectionError(
-                    f"no store at {place} after {now - started:.1f} s and {attempts} attempts; the last error was: "
-                    f"{error}. Check that rank 0 (or the launcher) runs, that the address and port are the same on "
-                    "every rank, and that no firewall blocks the connection"
+                    f"no store responded at {place} after {now - started:.1f} s and {attempts} attempts; the last "
+                    f"error was: {error}. Check that rank 0 (or the launcher) runs, that the address and port are the "
+                    "same on every rank, and that no firewall blocks the connection"
                 ) from error
             time.sleep(max(0.0, min(pause_s, deadline - now)))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

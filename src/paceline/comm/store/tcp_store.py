@@ -177,7 +177,7 @@ class TCPStore(RemoteStore):
             except StoreTimeoutError as error:
                 raise RendezvousTimeoutError(
                     f"{self} waited {to_seconds(self.timeout):.0f} s for {world_size} clients; "
-                    f"{self.get(_JOINED).decode()} came. Check that every rank was started with this address"
+                    f"{self.get(_JOINED).decode()} connected. Check that every rank was started with this address"
                 ) from error
 
 
@@ -216,9 +216,9 @@ def listen(host_name: str, port: int, secret: bytes | None) -> ListeningEndpoint
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
-                f"this machine's listeners share port {shared} of {host_name}, where one cannot have the number "
-                f"{port}: {error.strerror}{_held(shared)}. Each job on a machine needs a port of its own: end the "
-                "other, or choose another one"
+                f"this machine's listeners share port {shared} of {host_name}, where number {port} is not available: "
+                f"{error.strerror}{_held(shared)}. Each job on a machine needs its own port: stop the other job, or "
+                "choose another port"
             ) from error
         _require_own(host_name, address, error)
         raise
@@ -255,7 +255,7 @@ def _bound(host_name: str, port: int, secret: bytes | None, is_listening: bool) 
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
-                f"port {port} of {host_name} is in use{_held(port)}; end that process or choose another port "
+                f"port {port} of {host_name} is in use{_held(port)}; stop that process or choose another port "
                 "(`paceline run` chooses a free one by itself)"
             ) from error
         _require_own(host_name, str(address[0]), error)
@@ -276,8 +276,8 @@ def _require_own(host_name: str, address: str, error: OSError) -> None:
     """Raises a StoreConnectionError if `error` reports that the address belongs to another machine."""
     if error.errno == errno.EADDRNOTAVAIL:
         raise StoreConnectionError(
-            f"{host_name} ({address}) is not an address of this machine ({socket.gethostname()}), so rank 0 "
-            "cannot serve the store there; give the address of the machine on which rank 0 runs"
+            f"{host_name} ({address}) is not an address of this machine ({socket.gethostname()}), so rank 0 cannot "
+            "serve the store there; pass the address of the machine on which rank 0 runs"
         ) from error
 
 

@@ -98,8 +98,8 @@ __all__ = [
 ]  # fmt: skip
 
 ABSENT = {
-    "elastic": "Horovod's elastic state goes back to its last commit when a worker dies; paceline.ElasticState loses "
-    "no step and has another form (docs/elastic.md)",
+    "elastic": "Horovod's elastic state returns to its last commit when a worker dies; paceline.ElasticState loses no "
+    "step and has a different interface (docs/elastic.md)",
     "start_timeline": "`paceline trace` writes the timeline of any job after it has ended (docs/observe.md)",
     "stop_timeline": "`paceline trace` writes the timeline of any job after it has ended (docs/observe.md)",
 }

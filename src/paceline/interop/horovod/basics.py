@@ -35,7 +35,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         RendezvousError: the rendezvous failed.
     """
     if comm is not None:
-        raise ValueError("paceline.horovod.init has no comm; give process_sets=[ProcessSet(ranks)] instead")
+        raise ValueError("paceline.horovod.init does not support comm; pass process_sets=[ProcessSet(ranks)] instead")
     if not group_exists():
         _join()
     open_global_process_set()
@@ -50,9 +50,9 @@ def _join() -> None:
     for name in _OTHER_LAUNCHERS:
         if os.environ.get(name, "1") != "1":
             raise ValueError(
-                f"this process is one of {os.environ[name]} ranks ({name}), whose launcher does not tell Paceline "
-                "where they meet; start the script with `paceline run --nproc-per-node N` instead of horovodrun or "
-                "mpirun"
+                f"this process is one of {os.environ[name]} ranks ({name}), whose launcher does not provide a "
+                "rendezvous address to Paceline; start the script with `paceline run --nproc-per-node N` instead of "
+                "horovodrun or mpirun"
             )
     init_process_group(rank=0, world_size=1, store=HashStore())
 
@@ -286,8 +286,8 @@ def run(
     names = {part.partition(":")[0] for part in (hosts or "localhost").split(",")}
     if names - {"localhost", "127.0.0.1"}:
         raise ValueError(
-            f"hosts is {hosts!r}, and run starts processes of this machine; for several machines use `paceline run "
-            "--nnodes N --rdzv-endpoint HOST:PORT` on each"
+            f"hosts is {hosts!r}, but run only starts processes on this machine; for several machines use `paceline "
+            "run --nnodes N --rdzv-endpoint HOST:PORT` on each"
         )
     with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
         spawn(_call, (directory, func, tuple(args), dict(kwargs or {})), nprocs=np)

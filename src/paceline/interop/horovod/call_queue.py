@@ -52,7 +52,7 @@ def require_tensors(tensors: Iterable[object], call: str) -> None:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"{call} got an object of type {type(tensor).__name__}; make it a tensor: torch.as_tensor(...)"
+                f"{call} got an object of type {type(tensor).__name__}; convert it to a tensor: torch.as_tensor(...)"
             )
 
 
@@ -251,7 +251,7 @@ class CallQueue:
             is_busy = self._is_busy
             self._condition.notify_all()
         for request in left:
-            request.future.set_exception(CollectiveError(f"{self.group}: {request.text}: shutdown() ended it"))
+            request.future.set_exception(CollectiveError(f"{self.group}: {request.text}: shutdown() canceled it"))
         if self._thread is not None:
             if is_busy:
                 self.group.abort()
@@ -267,8 +267,8 @@ class CallQueue:
             key = (request.kind, request.name)
             if key in self._named:
                 raise ValueError(
-                    f"{self.group}: {request.text} has the name of another call that has not been waited for; "
-                    "synchronize its handle first, or give each call a name of its own"
+                    f"{self.group}: {request.text} has the name of an earlier call that has not been synchronized; "
+                    "synchronize its handle first, or give each call a different name"
                 )
             self._named[key] = self._submitted + 1
         self._submitted += 1
@@ -342,8 +342,8 @@ class CallQueue:
             return
         if request.kind is not CallKind.ALLREDUCE:
             raise CollectiveMismatchError(
-                f"{self.group}: ranks {joined} wait in join(), from where a rank takes part only in all-reduces of "
-                "dense tensors; make this call before any rank joins"
+                f"{self.group}: ranks {joined} wait in join(), where a rank only participates in all-reduces of dense "
+                "tensors; make this call before any rank joins"
             )
         layout = [[DTYPE_CODES[tensor.dtype], tensor.numel(), request.op, tensor.is_cuda] for tensor in request.tensors]
         self._gather(torch.tensor(layout, dtype=torch.int64, device="cpu"))
@@ -365,7 +365,7 @@ class CallQueue:
                 f"{self.group}: other ranks wait in barrier(), which this rank has not called within {limit_s:g} s"
             )
         if self._is_closed:
-            raise CollectiveError(f"{self.group}: shutdown() ended the call")
+            raise CollectiveError(f"{self.group}: shutdown() canceled the call")
         if barrier is not None:
             self._make(barrier)
 
@@ -413,8 +413,8 @@ class CallQueue:
             callers.setdefault(text, []).append(rank)
         calls = "; ".join(f"ranks {ranks} called {text}" for text, ranks in callers.items())
         return CollectiveMismatchError(
-            f"{self.group}: the ranks' calls do not fit together: {calls}. All ranks make the same calls in the same "
-            "order, with the same names, types and shapes. Nothing was exchanged, and later calls work"
+            f"{self.group}: the ranks' calls do not match: {calls}. All ranks make the same calls in the same order, "
+            "with the same names, types and shapes. Nothing was exchanged, and later calls work"
         )
 
 

@@ -92,7 +92,7 @@ def reduction(op: Op | None, average: bool | None = None) -> ReduceOp:
     """
     if average is not None:
         if op is not None:
-            raise ValueError("allreduce got both op and average, which is the older form of op; give it op only")
+            raise ValueError("allreduce got both op and average, which is the older form of op; pass only op")
         return Average if average else Sum
     if op is None:
         return Average

@@ -112,8 +112,8 @@ class HorovodGradientReducer:
         if self._to_come[param] <= 0:
             raise AssertionError(
                 f"rank {self._calls.group.rank()}: a gradient was computed more than backward_passes_per_step = "
-                f"{self.passes} times before optimizer.step(); call step() or synchronize() after that many "
-                "backwards, or increase backward_passes_per_step"
+                f"{self.passes} times before optimizer.step(); call step() or synchronize() after that many backward "
+                "passes, or increase backward_passes_per_step"
             )
         self._to_come[param] -= 1
         if self._to_come[param] == 0:
@@ -301,7 +301,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     """
     by = reduction(op)
     if gradient_predivide_factor != 1.0 and by is not Average:
-        raise ValueError("gradient_predivide_factor divides an average in two; it needs op=Average")
+        raise ValueError("gradient_predivide_factor divides an average in two; it requires op=Average")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; it must be at least 1")
     _require_groups(groups)
@@ -327,9 +327,9 @@ def _require_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> No
         raise ValueError(f"groups is {groups}; it is a positive number of groups or a list of lists of parameters")
     grouped = [param for group in groups for param in group]
     if not all(isinstance(param, torch.Tensor) for param in grouped):
-        raise ValueError("groups has an entry that is no tensor; it is a list of lists of parameters")
+        raise ValueError("groups has an entry that is not a tensor; it is a list of lists of parameters")
     if len({id(param) for param in grouped}) != len(grouped):
-        raise ValueError("groups has a parameter twice; each parameter is in at most one group")
+        raise ValueError("groups contains a parameter twice; each parameter may be in at most one group")
 
 
 def _names(
@@ -345,7 +345,9 @@ def _names(
         }
     named = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
-        raise ValueError("named_parameters takes pairs of a name and a parameter, as model.named_parameters() gives")
+        raise ValueError(
+            "named_parameters takes pairs of a name and a parameter, as returned by model.named_parameters()"
+        )
     names = [name for name, _ in named]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(

@@ -79,7 +79,7 @@ def _gather_request(
 def _require_rows(tensors: Sequence[torch.Tensor], call: str) -> None:
     require_tensors(tensors, call)
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(f"{call} got a tensor without dimensions; give it one: tensor[None]")
+        raise ValueError(f"{call} got a tensor without dimensions; add one: tensor[None]")
 
 
 class _Allgather(Function):
@@ -419,6 +419,6 @@ def _splits(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, p
     share, rest = divmod(len(tensor), size)
     if rest:
         raise ValueError(
-            f"alltoall on rank {me} got {len(tensor)} rows, which {size} ranks cannot share evenly; give it splits"
+            f"alltoall on rank {me} got {len(tensor)} rows, which {size} ranks cannot share evenly; pass splits"
         )
     return [share] * size

@@ -139,11 +139,12 @@ _ON_OBJECTS = (
     "send_object_list",
 )  # fmt: skip
 _LIGHTNING = (
-    'give it strategy=DDPStrategy(process_group_backend="paceline"), from lightning.pytorch.strategies or '
+    'pass strategy=DDPStrategy(process_group_backend="paceline"), from lightning.pytorch.strategies or '
     "lightning.fabric.strategies"
 )
 _OWN_GROUP = (
-    'it makes a group of gloo; on CPU call torch.distributed.init_process_group("paceline") first, and it uses that'
+    'it creates a gloo group; on CPU call torch.distributed.init_process_group("paceline") first, so that it uses that '
+    "group"
 )
 
 # Advice for functions in other libraries that create a group and select its backend with their own arguments.
@@ -262,8 +263,8 @@ def _name_the_backend(reading: PythonSource, use: NameUse, call: cst.Call, edits
         verdicts.notes[use.node] = 'the arguments are not known here; the backend has to be "paceline"'
     elif "cuda" in reading.module.code:
         verdicts.reasons[use.node] = (
-            'name the backend: "paceline" for CPU tensors, and with PyTorch 2.14 or newer "cpu:paceline,cuda:nccl" for '
-            "both"
+            'specify the backend: "paceline" for CPU tensors, and with PyTorch 2.14 or newer "cpu:paceline,cuda:nccl" '
+            "for both"
         )
     else:
         edits.arguments.setdefault(call, []).append(("backend", '"paceline"'))

@@ -90,7 +90,7 @@ _RULES = (
 
 _LEFT = (
     (re.compile(r"(?<![\w./-])horovodrun\b"), "horovodrun",
-     "give the number of ranks and the machines to `paceline run`: --nproc-per-node, --nnodes, --rdzv-endpoint"),
+     "pass the number of ranks and the machines to `paceline run`: --nproc-per-node, --nnodes, --rdzv-endpoint"),
     (re.compile(r"(?<![\w./-])accelerate launch\b"), "accelerate launch",
      "Accelerate starts the processes itself; the script decides about the backend. `paceline run` starts it as well"),
     (re.compile(r"(?<![\w./-])deepspeed[ \t]+(?=\S+\.py\b|-)"), "deepspeed",
@@ -99,7 +99,7 @@ _LEFT = (
 _ETCD = re.compile(r"--rdzv[-_]backend[ \t=]+etcd")
 _NODES = re.compile(r"--nnodes[ \t=\"',]+(?!1(?::1)?(?![\w:]))\S")
 _SECRET = (
-    "the machines prove a secret to each other: set PACELINE_SECRET to the same value on all of them (see "
+    "the machines authenticate each other with a secret: set PACELINE_SECRET to the same value on all of them (see "
     "docs/launcher.md, Several machines)"
 )
 _SHARES_A_SECRET = re.compile(r"PACELINE_SECRET|SBATCH|\bsrun\b|SLURM_")
@@ -143,7 +143,8 @@ def _reason(text: str, at: int) -> str | None:
     command = text[at : _end_of_command(text, at)]
     if _ETCD.search(command):
         return (
-            "the machines meet at one of themselves: --rdzv-backend c10d instead of etcd, and its address as endpoint"
+            "the rendezvous runs on one of the machines: --rdzv-backend c10d instead of etcd, with the address of that "
+            "machine as endpoint"
         )
     if _NODES.search(command) and not _SHARES_A_SECRET.search(text):
         return _SECRET

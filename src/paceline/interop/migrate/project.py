@@ -103,7 +103,7 @@ def files_at(paths: Sequence[Path]) -> Iterator[Path]:
     """
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"there is no {path}")
+            raise FileNotFoundError(f"{path} does not exist")
         if not path.is_dir():
             yield path
             continue
@@ -178,7 +178,8 @@ def _choice(readings: dict[Path, PythonSource], texts: dict[Path, str]) -> ModeC
     for path in _modules_beside(texts, readings):
         if "torch.distributed" in (_text(path) or ""):
             reason = (
-                f"{path} mentions torch.distributed and is not among the files to migrate; name its folder for both"
+                f"{path} mentions torch.distributed and is not among the files to migrate; pass a folder that contains "
+                "both"
             )
             return ModeChoice(MigrationMode.PLUGIN, reason)
     return choice

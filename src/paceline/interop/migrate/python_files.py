@@ -33,8 +33,8 @@ _IMPORTS_US = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:torch\.distributed|hor
 _MODULES = ("paceline.parallel.hooks", "paceline.horovod", "paceline")  # modules to which rewritten names refer
 _OTHERS_OF_HOROVOD = "Paceline trains PyTorch programs, and this is for another library"
 _ELASTIC = (
-    "Horovod's elastic state has no counterpart of the same form; see paceline.ElasticState, which survives workers' "
-    "deaths without going back to a commit"
+    "Horovod's elastic state has no direct equivalent; see paceline.ElasticState, which survives workers' deaths "
+    "without returning to a commit"
 )
 _ON_ONE_LINE = {"lpar": None, "rpar": None}
 
@@ -296,7 +296,7 @@ def _star(reading: PythonSource, line: int, module: str, table: _NameTable, edit
     """Reports `from module import *`, which needs manual changes unless the program keeps torch.distributed."""
     if table.way is MigrationMode.PLUGIN and is_in(module, "torch.distributed"):
         return MigrationFinding(line, f"import of {module}.*")
-    reason = f"the names that come from {module} are not known here; import those that the file uses one by one"
+    reason = f"the names imported from {module} are not known here; import each name that the file uses"
     statement = next(
         (
             line

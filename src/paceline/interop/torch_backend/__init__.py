@@ -47,7 +47,9 @@ def register() -> None:
         import logging
 
         # Uses logging: a filter could turn a Python warning into an error, which would break `import torch`.
-        logging.getLogger(__name__).warning("torch.distributed does not get the backend 'paceline': %r", error)
+        logging.getLogger(__name__).warning(
+            "the backend 'paceline' could not be registered with torch.distributed: %r", error
+        )
 
 
 def _create(options: object, pg_options: object = None) -> object:
@@ -110,4 +112,4 @@ def env_rendezvous_handler(
     store.set_timeout(timeout)
     _lent.append(StoreForTorch(store))
     yield _lent[-1], rank, world_size
-    raise RuntimeError("torch.distributed cannot meet a second time in one rendezvous by env://")
+    raise RuntimeError("torch.distributed cannot use the same env:// rendezvous a second time")

@@ -39,7 +39,7 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | DeviceBa
     if is_mixed and is_open:
         raise ValueError(
             "a mixture of backends cannot be reconfigured: PyTorch does not support it, and nccl has not been run on a "
-            "GPU with Paceline yet. Give enable_reconfigure=True to a group whose only backend is 'paceline'"
+            "GPU with Paceline yet. Only pass enable_reconfigure=True for a group whose only backend is 'paceline'"
         )
     if pg_options is not None and not is_mixed:  # in a combination, every backend receives all options
         raise ValueError(f"the backend 'paceline' has no options; got {type(pg_options).__name__}")

@@ -106,17 +106,20 @@ def _name_as_asked() -> None:
 def _report_replacement(asked: str, ours: str | None, size: int, has_options: bool) -> None:
     """Prints one line on rank 0 that states whether the default group uses Paceline."""
     named = "no backend" if asked == "undefined" else f"the backend {asked}"
-    who = f"paceline: --compat torch: torch.distributed's group of {size} ranks, for which the script names {named},"
+    who = (
+        f"paceline: --compat torch: torch.distributed's group of {size} ranks, for which the script specifies {named},"
+    )
     if ours is not None:
         text = f"{who} uses Paceline's engine for CPU tensors"
     elif has_options:
-        text = f"{who} stays as it is, since it has pg_options, which are for that backend only"
+        text = f"{who} is unchanged because it has pg_options, which are for that backend only"
     elif c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map().get("cpu") == _GLOO:
         text = (
-            f"{who} stays as it is: with nccl beside it, this takes PyTorch 2.14 or newer (this is {torch.__version__})"
+            f"{who} is unchanged: with nccl in the same group, this requires PyTorch 2.14 or newer (this is "
+            f"{torch.__version__})"
         )
     else:
-        text = f"{who} stays as it is: it has no gloo, which Paceline would take the place of"
+        text = f"{who} is unchanged: it has no gloo, which Paceline would replace"
     print(text, file=sys.stderr, flush=True)
 
 

@@ -151,7 +151,7 @@ def in_rank_order(handles: AbstractSet[str] | list[str]) -> list[ReconfigureHand
     """
     order = [ReconfigureHandle.parse(text) for text in handles]
     if not order:
-        raise ValueError("_reconfigure was given no handles; pass those of all ranks that are to form the group")
+        raise ValueError("_reconfigure was given no handles; pass those of all ranks that will form the group")
     if len(set(order)) < len(order):
         twice = next(handle for handle in order if order.count(handle) > 1)
         raise ValueError(f"_reconfigure was given the handle of {twice.member(twice.rank)} twice; pass each once")
@@ -638,7 +638,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         if self._handle not in order:
             raise ValueError(
                 f"rank {self._rank}: the handle of this process is not among the {len(order)} that _reconfigure was "
-                "given; only processes whose handles are there call it"
+                "given; only processes whose handles are passed may call it"
             )
         if opts.hints:
             raise ValueError(f"the backend 'paceline' has no hints; got {', '.join(sorted(opts.hints))}")
@@ -677,8 +677,8 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         first = store.compare_set("handles", "", mine).decode()
         if first != mine:
             raise RendezvousError(
-                f"{me}: the ranks were given different handles for the uuid {uuid}: here {mine}, and on the rank that "
-                f"came first {first}. Pass the same handles in the same order everywhere, with a uuid that is new"
+                f"{me}: the ranks were given different handles for the uuid {uuid}: here {mine}, and on the first rank "
+                f"to arrive {first}. Pass the same handles in the same order everywhere, with a new uuid"
             )
 
     def _note_failure(self) -> None:
@@ -725,7 +725,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
                 "failed. Pass torch.distributed._get_reconfigure_handle() of every rank to _reconfigure on all of them"
             )
         return ValueError(
-            f"{me} was destroyed (destroy_process_group); make a new one with init_process_group or new_group"
+            f"{me} was destroyed (destroy_process_group); create a new one with init_process_group or new_group"
         )
 
 

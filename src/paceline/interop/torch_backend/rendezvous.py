@@ -148,9 +148,9 @@ class StoreFromTorch(Store):
 
 
 OTHER_DEVICES = (
-    "make a second group, such as torch.distributed.new_group(backend='nccl'), for tensors on other devices (of "
-    "a mixture such as 'cpu:paceline,cuda:nccl' PyTorch makes no more than one backend before release 2.14, if that "
-    "is written in Python), or "
+    "create a second group, such as torch.distributed.new_group(backend='nccl'), for tensors on other devices (before "
+    "release 2.14, PyTorch creates only one backend of a mixture such as 'cpu:paceline,cuda:nccl' if that backend is "
+    "written in Python), or "
 )
 _SHORTEST_PATIENCE = timedelta(seconds=10)  # minimum patience, because processors may be busy at startup
 _SECRET_KEY = "paceline/secret"
@@ -247,21 +247,21 @@ def _secret_of_group(store: StoreFromTorch, rank: int, formation: Formation, pat
     mine = job_secret()
     if mine is None and chosen_level() == "encrypt":
         raise AuthenticationError(
-            f"rank {rank} of the group: the security level is encrypt and the job has no secret, and one that came "
+            f"rank {rank} of the group: the security level is encrypt and the job has no secret, and one received "
             "through torch's store, which is not encrypted, would protect nothing; start the job with `paceline run`, "
             f"or give all processes the same {_SECRET_VARIABLE}"
         )
     if mine is None and chosen_port() is not None:
         raise AuthenticationError(
-            f"rank {rank} of the group: the processes of a machine share its one port ({chosen_port()}) by the job's "
-            "secret, and the job has none; start the job with `paceline run`, or give all processes the same "
-            f"{_SECRET_VARIABLE}"
+            f"rank {rank} of the group: the processes of a machine need the job's secret to share its one port "
+            f"({chosen_port()}), but the job has none; start the job with `paceline run`, or give all processes the "
+            f"same {_SECRET_VARIABLE}"
         )
     if rank == 0:
         store.set(_SECRET_KEY, secrets.token_hex(32) if mine is None else _OWN)
     if formation.absent([_SECRET_KEY], time.monotonic() + patience_s):
         raise RendezvousTimeoutError(
-            f"rank {rank} of the group waited {patience_s:.0f} s for rank 0, which did not come; look at its output"
+            f"rank {rank} of the group waited {patience_s:.0f} s for rank 0, which did not arrive; look at its output"
         )
     shared = store.get(_SECRET_KEY).decode()
     if (shared == _OWN) != (mine is not None):

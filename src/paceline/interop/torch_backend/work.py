@@ -47,7 +47,7 @@ class RunningWork(TorchWork):
         _kept.discard(self)
         results = self._running.result()
         if len(results) > 1:
-            self._running = Work(None, "a call that is over")  # avoids a reference cycle with the tensors
+            self._running = Work(None, "a completed call")  # avoids a reference cycle with the tensors
             self._written = [weakref.ref(tensor) for tensor in results]
             for tensor in results:
                 vars(tensor)[_WORK] = self

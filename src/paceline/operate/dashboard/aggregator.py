@@ -182,9 +182,9 @@ def owed_calls(sample: JobSample) -> tuple[str, ...]:
         owing = [named(wait.absent)] if wait.absent else []
         owing += [f"{named(wait.strangers)} of the group"] if wait.strangers else []
         if owing:
-            verb = "owes" if len(wait.absent) + len(wait.strangers) == 1 else "owe"
+            verb = "waits" if len(wait.waiters) == 1 else "wait"
             since = about(sample.now_s - wait.since_s)
-            sentences.append(f"{' and '.join(owing)} {verb} {named(wait.waiters)} {wait.call}, for {since}")
+            sentences.append(f"{named(wait.waiters)} {verb} for {' and '.join(owing)} in {wait.call}, for {since}")
     return tuple(sentences[:_MOST_ROWS])
 
 
@@ -354,7 +354,7 @@ class DashboardAggregator:
         """
         sample = self._sample
         if sample is None:
-            raise ValueError("the board has taken no sample yet, so there is nothing to show")
+            raise ValueError("the dashboard has no samples yet, so there is nothing to show")
         steps = self._steps.growing()
         is_kept = without_stalls([column.duration for column in steps.items])
         recent = tuple(itertools.compress(steps.items[-self._steps_averaged :], is_kept[-self._steps_averaged :]))

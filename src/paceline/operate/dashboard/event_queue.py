@@ -35,7 +35,7 @@ class EventFormatter:
                 assert isinstance(ranks, list)
                 which = f"worker {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} workers, {ranks[0]} to {ranks[-1]}"
                 number = facts.get("generation", 1)
-                text = f"{which} started" if number == 1 else f"{which} started again, for the {number}. time"
+                text = f"{which} started" if number == 1 else f"{which} restarted (start number {number})"
                 return [JobEvent(now_s, "start" if number == 1 else "restart", text)]
             case "failure":
                 text = f"rank {facts.get('rank')} (process {facts.get('pid')}): {facts.get('how')}"
@@ -46,7 +46,7 @@ class EventFormatter:
                 self._broken_s = now_s if self._broken_s is None else self._broken_s
                 return [JobEvent(now_s, "death", f"worker {facts.get('uid')}: {facts.get('how')}")]
             case "worker":
-                return [JobEvent(now_s, "join", f"worker {facts.get('uid')} begins as process {facts.get('pid')}")]
+                return [JobEvent(now_s, "join", f"worker {facts.get('uid')} started as process {facts.get('pid')}")]
             case "installed":
                 return self._entered(int(str(facts.get("view", 0))), now_s)
             case "wait":

@@ -220,8 +220,8 @@ def aggregate_directories(directories: Sequence[Path], verdict: StallNotice | No
     recordings = _recordings(directories)
     if not recordings:
         raise NothingRecordedError(
-            f"{' and '.join(map(str, directories))} holds no recordings; give the directory of a job, which `paceline "
-            "runs` lists, or its copy"
+            f"{' and '.join(map(str, directories))} contains no recordings; specify the directory of a job, which "
+            "`paceline runs` lists, or its copy"
         )
     job = next((found for directory in directories if (found := _job(directory))), {})
     now_s = max(recorded.update.heard_s for recorded in recordings.values())

@@ -99,7 +99,7 @@ def _listen_on_port(port: int) -> socket.socket:
         listener.close()
         raise AddressError(
             f"--dash-port {port}: the page cannot listen on port {port} of loopback ({error.strerror}); without the "
-            "flag it takes a free one"
+            "flag, a free port is used"
         ) from error
     return listener
 
@@ -108,12 +108,12 @@ def _listen_on_path(path: str) -> socket.socket:
     """Opens a socket that only this user can access; replaces an old socket that no process serves."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise AddressError(f"--dash-socket {path}: there is a file of that name already, which is no socket")
+            raise AddressError(f"--dash-socket {path}: a file with this name exists and is not a socket")
         if _is_served(path):
             raise AddressError(f"--dash-socket {path}: another process serves that socket; choose another path")
         os.unlink(path)
     if not Path(path).parent.is_dir():
-        raise AddressError(f"--dash-socket {path}: there is no directory {Path(path).parent}")
+        raise AddressError(f"--dash-socket {path}: the directory {Path(path).parent} does not exist")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         os.fchmod(listener.fileno(), 0o600)  # on Linux, bind() creates the file with the mode of the socket's inode

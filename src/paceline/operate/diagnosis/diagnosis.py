@@ -97,20 +97,20 @@ def _explain_absence(rank: RankState) -> RankAbsence:
         return RankAbsence(Cause.KILLED, "has ended")
     if process is not None and process.state in STILL:
         cause = Cause.SWAPPING if process.state is ProcessState.SWAPS else Cause.STOPPED
-        remedy = " (`kill -CONT` lets it go on)" if process.state is ProcessState.STOPPED else ""
+        remedy = " (`kill -CONT` resumes it)" if process.state is ProcessState.STOPPED else ""
         where = f" while it is {place}" if place is not None and (place.what or place.line) else ""
         return RankAbsence(cause, f"{process.state.value}{remedy}{where}")
     if place is None and process is None and rank.calls:
         last = max(rank.calls, key=lambda call: call.arrived_s)
-        return RankAbsence(Cause.USER_CODE, f"made no other call after {last}, and its stack is not known")
+        return RankAbsence(Cause.USER_CODE, f"made no other call after {last}, and its stack is unknown")
     if place is None and process is None:
-        return RankAbsence(Cause.UNKNOWN, "left nothing that could be read")
-    where = f"is {place}" if place is not None else "is in a place that is not known"
+        return RankAbsence(Cause.UNKNOWN, "left no readable recording")
+    where = f"is {place}" if place is not None else "is at an unknown location"
     if process is not None and process.reads_stdin:
-        remedy = " (type it, or start the job with `< /dev/null` to do without)"
+        remedy = " (type it, or start the job with `< /dev/null` if it needs none)"
         return RankAbsence(Cause.INPUT, f"waits for input{f' at {place.line}' if place and place.line else ''}{remedy}")
     if process is not None and process.is_busy_at(place or StackLocation()):
-        return RankAbsence(Cause.BUSY, f"{where} and works there ({_work(process, place)})", is_fault=False)
+        return RankAbsence(Cause.BUSY, f"{where} and is working ({_work(process, place)})", is_fault=False)
     if place is not None and place.is_loader:
         return RankAbsence(Cause.LOADER, where)
     return RankAbsence(Cause.USER_CODE, where)
@@ -124,7 +124,7 @@ def _work(process: ProcessActivity, place: StackLocation | None) -> str:
     if process.cores >= 0.2 or process.state is ProcessState.RUNS:
         return f"it uses {process.cores:.1f} cores"
     if process.moves:
-        return "it goes from line to line"
+        return "it moves from line to line"
     if process.child:
         return f"it runs other programs, such as {process.child}"
     if place is not None and place.activity and process.disk_bytes_s < 1 << 17:
@@ -140,17 +140,17 @@ def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -
     if found.is_guess:
         sentence = (
             f"{start}call {found.sequence} differs: {named(found.strays[:1], snapshot.word)} and the others called "
-            f"{found.expected} and {found.theirs}, and nothing says which is right"
+            f"{found.expected} and {found.theirs}, and it is not known which is correct"
         )
         return Diagnosis(_CAUSE_OF_MISMATCH[found.slip], found.strays, sentence)
     due = f"where {named(found.regular, snapshot.word)} called {found.expected}{elsewhere}"
     does = {
-        Slip.SKIPPED: f"it skipped {found.expected}, or makes it later",
-        Slip.ORDER: "it makes its calls in another order",
-        Slip.TWICE: f"it made {found.theirs} twice",
-        Slip.SKIPPED_OR_TWICE: f"it skipped {found.expected}, or made {found.theirs} twice",
+        Slip.SKIPPED: f"it skipped {found.expected}, or calls it later",
+        Slip.ORDER: "it makes its calls in a different order",
+        Slip.TWICE: f"it called {found.theirs} twice",
+        Slip.SKIPPED_OR_TWICE: f"it skipped {found.expected}, or called {found.theirs} twice",
         Slip.OTHER_SHAPE: "the number or type of its elements differs",
-        Slip.OTHER_CALL: "it went another way through the program",
+        Slip.OTHER_CALL: "it took a different path through the program",
     }[found.slip]
     sentence = f"{start}{strays} called {found.theirs} as call {found.sequence}{where}, {due}: {does}"
     return Diagnosis(_CAUSE_OF_MISMATCH[found.slip], found.strays, sentence)
@@ -256,10 +256,10 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
             return _left(snapshot, wait, by_rank[number])
         start = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; "
         others = [rank for rank in wait.absent if rank != number]
-        too = f"; {named(others, snapshot.word)} {verb(len(others), 'are')} not there either" if others else ""
+        too = f"; {named(others, snapshot.word)} {verb(len(others), 'have')} not reached it either" if others else ""
         sentence = start + absence(snapshot, by_rank[number], found.doing) + too
         if not found.is_fault:
-            sentence += ". That is no error if it evaluates, saves or compiles"
+            sentence += ". This is not an error if it evaluates, saves or compiles"
         return Diagnosis(found.cause, (number,), sentence, found.is_fault)
     unknown = [wait for wait in waits if wait.strangers]
     if not unknown:
@@ -267,7 +267,8 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
     wait = max(unknown, key=lambda wait: len(wait.waiters))
     who = named(wait.strangers, snapshot.word)
     sentence = (
-        f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; {who} did not come and left nothing to read"
+        f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; {who} did not reach this call and left no "
+        "recording"
     )
     return Diagnosis(Cause.UNKNOWN, wait.strangers, sentence, is_certain=False)
 
@@ -300,16 +301,16 @@ def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
     left = [each.rank for each in snapshot.ranks if each.rank in wait.absent and _has_left(each)]
     if len(left) > len(wait.waiters):
         sentence = (
-            f"{start}{waiting(snapshot, wait)}; {named(left, snapshot.word)} {verb(len(left), 'have')} come to the end "
-            "of the script without it"
+            f"{start}{waiting(snapshot, wait)}; {named(left, snapshot.word)} {verb(len(left), 'have')} finished the "
+            "script without it"
         )
         return Diagnosis(Cause.TWICE, wait.waiters, sentence)
     last = max(rank.calls, key=lambda call: call.arrived_s, default=None)
     where = f" ({last.line})" if last is not None and last.line else ""
     after = f" after {last}{where}" if last is not None else ""
     sentence = (
-        f"{start}{named(left, snapshot.word)} ended too early, with exit code 0{after}: {waiting(snapshot, wait)}. "
-        "Look for a loop that runs fewer times there, or for an exit before the last call"
+        f"{start}{named(left, snapshot.word)} exited too early, with exit code 0{after}: {waiting(snapshot, wait)}. "
+        "Look for a loop with fewer iterations there, or for an exit before the last call"
     )
     return Diagnosis(Cause.LEFT, tuple(left), sentence)
 
@@ -337,7 +338,9 @@ def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
     if wait.call.device:
         return _unfinished_on_devices(snapshot, wait, [by_rank[number] for number in wait.waiters])
     advice = _where_to_look([by_rank[number] for number in wait.waiters])
-    sentence = f"{start}; all {wait.members} have come, and it has not ended for {lasting(took_s)}: {advice}"
+    sentence = (
+        f"{start}; all {wait.members} have reached the call, and it has not completed for {lasting(took_s)}: {advice}"
+    )
     return Diagnosis(Cause.NO_PROGRESS, (), sentence)
 
 
@@ -375,19 +378,20 @@ def _unfinished_on_devices(snapshot: JobSnapshot, wait: CallWait, ranks: Sequenc
     late = [rank for rank in ranks if rank.rank in wait.unreached]
     if not late:
         sentence = (
-            f"{start}; all {wait.members} have come, and all devices have been in the call for "
-            f"{lasting(snapshot.now_s - wait.last_s)} without an end: {_where_to_look(ranks)}"
+            f"{start}; all {wait.members} have reached the call, and all devices have been executing it for "
+            f"{lasting(snapshot.now_s - wait.last_s)} without completing it: {_where_to_look(ranks)}"
         )
         return Diagnosis(Cause.NO_PROGRESS, (), sentence)
     numbers = [rank.rank for rank in late]
     known = next((rank for rank in late if rank.phase is not None), None)
     work = f"{during(known)}" if known is not None else "busy with the work before it"
     since_s = wait.last_s if known is None or known.phase is None else known.phase.since_s
-    who, are = named(numbers, snapshot.word), verb(len(numbers), "are")
+    who, have = named(numbers, snapshot.word), verb(len(numbers), "have")
     devices = "its device is" if len(numbers) == 1 else "their devices are"
     sentence = (
-        f"{start}; {who} {are} there, but {devices} still {work}, for {lasting(snapshot.now_s - since_s)}: either that "
-        "computes for so long, or a kernel in it does not end"
+        f"{start}; {who} {have} reached the call, but {devices} still {work}, for "
+        f"{lasting(snapshot.now_s - since_s)}: either this work takes that long, or one of its kernels does not "
+        "terminate"
     )
     blamed = tuple(numbers) if len(late) < len(ranks) else ()
     return Diagnosis(Cause.DEVICE_BUSY, blamed, sentence, is_fault=False)
@@ -398,7 +402,7 @@ def _where_to_look(ranks: Sequence[RankState]) -> str:
     hosts = {rank.rank: rank.host for rank in ranks}
     names = sorted(set(hosts.values()))
     if len(names) < 2:
-        return "look where they wait"
+        return "check where they wait"
     silent = [link for link in find_silent_links(ranks) if link[1] in hosts]
     if silent:
         rank, peer, silent_s = silent[0]

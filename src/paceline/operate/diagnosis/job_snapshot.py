@@ -107,7 +107,7 @@ class StackLocation:
 
     def __str__(self) -> str:
         if not self.what:
-            return f"at {self.line}" if self.line else "in a place that is not known"
+            return f"at {self.line}" if self.line else "at an unknown location"
         return f"in {self.what} ({self.line})" if self.line else f"in {self.what}"
 
 
@@ -176,7 +176,7 @@ class ExitReason(Enum):
     KILLED = "a signal"
     OUT_OF_MEMORY = "out of memory"
     EXITED = "an exit code"
-    MISMATCH = "an error, since calls do not fit together"
+    MISMATCH = "an error because calls do not match"
     CONSEQUENCE = "an error that another rank caused"
 
 

@@ -87,8 +87,12 @@ def verdict_on(job: JobRemnants) -> Diagnosis | None:
     if found is None or not job.is_stall or not job.is_over:
         return found
     if job.stall_ended:
-        return replace(found, sentence=f"the job stalled and went on; seen then: {found.sentence}", is_fault=False)
-    return replace(found, sentence=f"seen before the job ended: {found.sentence}")
+        return replace(
+            found,
+            sentence=f"the job stalled and later continued; observed during the stall: {found.sentence}",
+            is_fault=False,
+        )
+    return replace(found, sentence=f"observed before the job ended: {found.sentence}")
 
 
 def _latest(recordings: Sequence[ProcessRecording]) -> list[ProcessRecording]:

@@ -258,14 +258,14 @@ class _Parser:
         self._source = source
         self._torn = 0
         if len(data) < layout.HEADER.size or not data.startswith(_MAGIC):
-            raise NoRecordingError(f"{source} holds no recording of Paceline: it does not begin with its magic number")
+            raise NoRecordingError(f"{source} is not a Paceline recording: it does not begin with the magic number")
         header = layout.HEADER.unpack_from(data)
         (_, version, _, self._nbytes, *places) = header[:14]
         self._pid, self._rank, self._size, _, self._flags, links_used, hertz, time_namespace, _, names = header[14:]
         if version != layout.VERSION or len(data) < self._nbytes:
             raise NoRecordingError(
-                f"{source} holds a recording of version {version} with {len(data)} bytes; this Paceline reads version "
-                f"{layout.VERSION} with {layout.NBYTES}"
+                f"{source} contains a recording of version {version} with {len(data)} bytes; this Paceline reads "
+                f"version {layout.VERSION} with {layout.NBYTES}"
             )
         links_at, capacity = layout.LINKS_PLACE.unpack_from(data, layout.LINKS_PLACE_AT)
         self._places = [*zip(places[::2], places[1::2], strict=True), (links_at, min(links_used, capacity))]

@@ -63,8 +63,8 @@ class HostPair:
         more = f"; {' and '.join(facts)}" if facts else ""
         return (
             f"the slowest link is that from {self.hosts[0]} to {self.hosts[1]} ({named(self.ranks[0])} to "
-            f"{named(self.ranks[1])}): {_rate(self.nbytes_s)} while data was under way, where the others did "
-            f"{_rate(self.others_nbytes_s)}{more}"
+            f"{named(self.ranks[1])}): {_rate(self.nbytes_s)} while data was in transit, compared with "
+            f"{_rate(self.others_nbytes_s)} on the others{more}"
         )
 
 
@@ -166,7 +166,7 @@ def slow_network(ranks: Sequence[RankState]) -> list[Diagnosis]:
     hosts = ", ".join(found.hosts[:_MOST_HOSTS]) + (", ..." if len(found.hosts) > _MOST_HOSTS else "")
     sentence = (
         f"the network between {hosts} took {lasting(found.time_s)}, {found.share:.0%} of the time, after all ranks had "
-        f"come to the calls: a rank sent {found.nbytes_s / 1e6:.3g} MB/s{which}. If the link can do more, look at it "
+        f"reached the calls: a rank sent {found.nbytes_s / 1e6:.3g} MB/s{which}. If the link can do more, look at it "
         "(`paceline doctor --peer` measures it)"
     )
     return [Diagnosis(Cause.SLOW_LINK, blamed, sentence)]

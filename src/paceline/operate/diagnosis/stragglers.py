@@ -535,7 +535,7 @@ def _reason(found: Straggler, *, is_over: bool) -> str:
     if found.cause is Cause.LONG_STEPS:
         return (
             f"{'had' if is_over else 'has'} more work in these than the others, or {'was' if is_over else 'is'} "
-            "interrupted (look at the size of its batches, and at what it alone does in these steps)"
+            "interrupted (look at the size of its batches, and at what only this rank does in these steps)"
         )
     return f"{'computed' if is_over else 'computes'} more slowly (look at its core and what else runs there)"
 

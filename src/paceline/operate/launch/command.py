@@ -76,7 +76,9 @@ def _run(options: argparse.Namespace) -> int:
         return run_on_hosts(options)
     choose_security(options)
     if options.print_token and options.nnodes[1] == 1:
-        raise OptionError("--print-token needs --nnodes N or MIN:MAX: how many machines are to join, this one included")
+        raise OptionError(
+            "--print-token needs --nnodes N or MIN:MAX: the number of machines that will join, including this one"
+        )
     job = job_of(options)
     _check_settings(options, job)
     if options.dry_run:
@@ -105,7 +107,7 @@ def choose_security(options: argparse.Namespace) -> None:
         os.environ[INSECURE_VARIABLE] = "1"
     level = chosen_level()
     if level == "none" and (getattr(options, "token", None) or options.print_token):
-        raise ValueError("a join token holds a secret, which --security none does without; leave one of them out")
+        raise ValueError("a join token contains a secret, which --security none does not use; leave one of them out")
     if level == "encrypt":
         identity_of(b"")
 
@@ -154,7 +156,9 @@ def _join(options: argparse.Namespace) -> int:
     from paceline.operate.launch.worker_group_launcher import run as run_job
 
     if options.hosts:
-        raise OptionError("--hosts starts a job on other machines, and `paceline join` takes part in one: leave it out")
+        raise OptionError(
+            "--hosts starts a job on other machines, and `paceline join` joins an existing job: leave --hosts out"
+        )
     choose_security(options)
     if options.token == "-":
         token = JoinToken.decode(read_token())
@@ -162,7 +166,7 @@ def _join(options: argparse.Namespace) -> int:
         token = JoinToken.decode(options.token)
         print(
             "paceline join: other users of this machine can read the token in its list of processes, and join the job "
-            "with it; `paceline join -` asks for it",
+            "with it; `paceline join -` prompts for it",
             file=sys.stderr,
         )
     host = f"[{token.host}]" if ":" in token.host else token.host

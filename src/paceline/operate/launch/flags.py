@@ -173,24 +173,25 @@ FLAGS = (
     Flag("nproc-per-node", "workers on this machine; gpu: one for each GPU, cpu: one for each core, auto: gpu if any",
          parse_workers, "1", "N|auto|gpu|cpu"),
     Flag("node-rank", "this machine's number, if machines have fixed numbers (--rdzv-backend static)", parse_from_0),
-    Flag("master-addr", "the address of machine 0, where the machines meet", str, metavar="ADDRESS"),
+    Flag("master-addr", "the address of machine 0, which hosts the rendezvous", str, metavar="ADDRESS"),
     Flag("master-port", "the port there; on one machine, MASTER_PORT of the workers (default: a free one)", parse_port,
          metavar="PORT"),
-    Flag("local-addr", "this machine's address for the others (default: the one on the route to the meeting)", str,
+    Flag("local-addr", "this machine's address for the others (default: the one on the route to the rendezvous)", str,
          metavar="ADDRESS"),
     Flag("rdzv-backend", "static: numbered machines; c10d: machines in any order", parse_backend, "static",
          "NAME"),
-    Flag("rdzv-endpoint", "where the machines meet; the one with this address serves", str, "", "HOST:PORT"),
+    Flag("rdzv-endpoint", "the address of the rendezvous; the machine with this address hosts it", str, "",
+         "HOST:PORT"),
     Flag("rdzv-id", "the job's name, the same on all machines", str, "none", "NAME"),
     Flag("rdzv-conf", "join_timeout, last_call_timeout, heartbeat_timeout, return_timeout (seconds), is_host (0 or 1)",
          parse_settings, "", "KEY=VALUE,..."),
     Flag("standalone", "use one machine, regardless of the other flags and the environment"),
     # restarts
     Flag("max-restarts", "how often failed workers are restarted (default: 0; with --elastic, how many workers each "
-         "machine replaces, without limit if not given)", parse_from_0),
-    Flag("monitor-interval", "accepted and ignored: the launcher notices at once when a worker ends", parse_seconds,
-         "0.1", "SECONDS"),
-    Flag("shutdown-timeout", "time from the request to end to SIGKILL (default: 30, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
+         "machine replaces, unlimited if not given)", parse_from_0),
+    Flag("monitor-interval", "accepted and ignored: the launcher detects the exit of a worker immediately",
+         parse_seconds, "0.1", "SECONDS"),
+    Flag("shutdown-timeout", "seconds from the stop signal to SIGKILL (default: 30, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
          parse_seconds, metavar="SECONDS"),
     Flag("signals-to-handle", "signals that end the job; the launcher passes them on to the workers", parse_signals,
          "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "NAMES"),
@@ -199,7 +200,7 @@ FLAGS = (
     Flag("no-python", "SCRIPT is a program, not a Python script"),
     Flag("run-path", "SCRIPT is run by runpy.run_path"),
     Flag("start-method", "spawn: a new interpreter each; fork, forkserver: forks of one that has imported torch; auto: "
-         "forks if SCRIPT imports torch and nothing speaks against it", str, "auto", "METHOD",
+         "forks if SCRIPT imports torch and forking is possible", str, "auto", "METHOD",
          choices=("auto", "spawn", "fork", "forkserver")),
     Flag("role", "ROLE_NAME of the workers", str, "default", "NAME"),
     Flag("virtual-local-rank", "each worker sees only its own GPU, as number 0, and LOCAL_RANK=0"),
@@ -210,8 +211,8 @@ FLAGS = (
     Flag("tee", "streams that go to files and to the console, in the form of --redirects", parse_streams, "0",
          "STREAMS", short="-t"),
     Flag("local-ranks-filter", "the local ranks that are shown on the console", parse_ranks, "", "0,1,..."),
-    Flag("log-line-prefix-template", "the prefix of each line on the console; ${role_name}, ${local_rank}, "
-         "${rank} and ${hostname} are replaced (default: '[rank ${rank}] ', or TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE)",
+    Flag("log-line-prefix-template", "prefix of each line on the console; ${role_name}, ${local_rank}, ${rank} and "
+         "${hostname} are replaced (default: '[rank ${rank}] ', or TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE)",
          str, "", "TEMPLATE"),
     Flag("duplicate-stdout-filters", "lines with one of these words also go to filtered_stdout.log", parse_words, "",
          "WORDS"),
@@ -237,8 +238,8 @@ FLAGS = (
          choices=LEVELS, variable=False, ours=True),
     Flag("insecure", "allow --security none between machines, on a network that only this job uses", variable=False,
          ours=True),
-    Flag("port", "the single TCP port of each machine, through which the others reach everything there "
-         "(default: PACELINE_PORT, or else each listener has its own port)", parse_port, metavar="PORT", ours=True),
+    Flag("port", "the single TCP port of each machine, through which the others reach all of its listeners (default: "
+         "PACELINE_PORT, or else each listener has its own port)", parse_port, metavar="PORT", ours=True),
     # machines by ssh
     Flag("hosts", "start the launchers on these machines by ssh: a list, or a host file of MPI", str,
          metavar="HOST:N,...|FILE", short="-H", ours=True),
@@ -255,11 +256,11 @@ FLAGS = (
          metavar="PORT", ours=True),
     Flag("dash-socket", "with --dash: a Unix socket in place of a port", str, metavar="PATH", ours=True),
     Flag("dash-prefix", "with --dash: the path under which a proxy serves the page", str, "", "PATH", ours=True),
-    Flag("dash-host", "with --dash: the names under which a proxy serves the page", str, "", "NAMES", ours=True),
+    Flag("dash-host", "with --dash: the host names under which a proxy serves the page", str, "", "NAMES", ours=True),
     Flag("dash-actions", "with --dash: the page may also act: capture the stacks of all ranks", ours=True),
     # miscellaneous
     Flag("compat", "torch: calls of torch.distributed on CPU tensors use Paceline's engine, whatever backend the "
-         "script names; horovod: `import horovod.torch` is paceline.horovod", parse_libraries, "", "torch,horovod",
+         "script specifies; horovod: `import horovod.torch` is paceline.horovod", parse_libraries, "", "torch,horovod",
          variable=False, ours=True),
     Flag("stall-after", "explain calls that last longer: which rank is absent, and why; 0: never", parse_seconds, "15",
          "SECONDS", variable=False, ours=True),
@@ -268,7 +269,7 @@ FLAGS = (
     Flag("print-completion", "print a script with which this shell completes `paceline`, and exit", str,
          metavar="SHELL", choices=SHELLS, variable=False, action=CompletionAction),
     Flag("dry-run", "print the workers that would start, with their variables, and exit", variable=False, ours=True),
-    Flag("print-token", "serve the meeting and print the token with which other machines join it", variable=False,
+    Flag("print-token", "host the rendezvous and print the token with which other machines join", variable=False,
          ours=True),
 )  # fmt: skip
 
@@ -289,8 +290,8 @@ def flags_after_script(script: str, arguments: Sequence[str]) -> Iterator[str]:
     if found:
         flags = ", ".join(dict.fromkeys(found))
         yield (
-            f"the script gets {flags}, which the launcher has too: the launcher's flags stand before the script, as in "
-            f"`paceline run {found[0]} ... {script}`"
+            f"the script gets {flags}, although the launcher has flags with these names: put the launcher's flags "
+            f"before the script, as in `paceline run {found[0]} ... {script}`"
         )
 
 

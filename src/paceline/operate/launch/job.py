@@ -139,7 +139,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
     workers = 1 if scheduler is not None and scheduler.is_one_a_rank else options.nproc_per_node
     if workers == 0:
         raise OptionError(
-            "there is no GPU on this machine that this process may use; give --nproc-per-node cpu, auto or a number"
+            "this process has no usable GPU on this machine; set --nproc-per-node to cpu, auto or a number"
         )
     if rendezvous.address is None and options.stdin is not None and options.stdin >= workers:
         raise OptionError(f"--stdin {options.stdin} is too large: the ranks are 0 to {workers - 1}")
@@ -184,7 +184,7 @@ def shutdown_timeout_s(options: argparse.Namespace, environment: Mapping[str, st
 
 def _kind(options: argparse.Namespace) -> CommandKind:
     if options.module and options.no_python:
-        raise OptionError("--module and --no-python exclude each other: a module is run by Python")
+        raise OptionError("--module and --no-python are mutually exclusive: modules are run by Python")
     if options.run_path:
         return CommandKind.PATH
     kind = CommandKind.MODULE if options.module else CommandKind.PROGRAM if options.no_python else CommandKind.SCRIPT
@@ -193,10 +193,10 @@ def _kind(options: argparse.Namespace) -> CommandKind:
     path = Path(options.script)
     if kind is CommandKind.SCRIPT and path.is_dir():
         if not any((path / name).is_file() for name in ("__main__.py", "__main__.pyc")):
-            raise OptionError(f"{options.script} is a directory without __main__.py; give the path of a script")
+            raise OptionError(f"{options.script} is a directory without __main__.py; pass the path of a script")
     elif kind is CommandKind.SCRIPT and not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
-        raise OptionError(f"{options.script} {what}; give the path of a script, or -m and the name of a module")
+        raise OptionError(f"{options.script} {what}; pass the path of a script, or -m and the name of a module")
     return kind
 
 
@@ -205,7 +205,7 @@ def _check_directory() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise OptionError(
-            "the current directory has been removed, so nothing can be found from it; cd to another"
+            "the current directory has been removed, so relative paths cannot be resolved; change to another directory"
         ) from None
 
 
@@ -217,7 +217,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
         least = most = scheduler.nodes
     conf = options.rdzv_conf
     if unknown := sorted(set(conf) - _SETTINGS - _IGNORED_SETTINGS):
-        raise OptionError(f"--rdzv-conf has {', '.join(unknown)}, which is not known; known: {sorted(_SETTINGS)}")
+        raise OptionError(f"--rdzv-conf has unknown settings: {', '.join(unknown)}; known: {sorted(_SETTINGS)}")
     if most == 1:
         return RendezvousOptions()  # a single machine does not need a rendezvous, even if an address is given
     is_dynamic = options.print_token or (options.rdzv_endpoint and options.node_rank is None)
@@ -227,7 +227,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
     if is_static:
         if least != most:
             raise OptionError(
-                f"--nnodes {least}:{most} needs machines that may come in any order: --rdzv-backend c10d and "
+                f"--nnodes {least}:{most} needs machines that can join in any order: --rdzv-backend c10d and "
                 "--rdzv-endpoint HOST:PORT instead of --master-addr"
             )
         if node_rank is None:
@@ -269,7 +269,7 @@ def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[
         return (host or "", options.master_port or options.port or 0), True
     if host is None:
         raise OptionError(
-            "several machines need a place to meet: --master-addr ADDRESS of machine 0 (with --node-rank), or "
+            "several machines need a rendezvous address: --master-addr ADDRESS of machine 0 (with --node-rank), or "
             "--rdzv-backend c10d --rdzv-endpoint HOST:PORT, or a token from `paceline run --print-token`"
         )
     return (host.strip("[]"), port), None
@@ -283,8 +283,8 @@ def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
     """
     if "," in text:
         raise OptionError(
-            f"--rdzv-endpoint {text!r} names several places; the machines meet at one, and when that is lost the job "
-            "ends: name the machine that is least likely to go"
+            f"--rdzv-endpoint {text!r} contains several addresses. The rendezvous has one host, and the job ends if "
+            "that host is lost: specify the most reliable machine"
         )
     if text.startswith("["):
         host, _, port = text[1:].partition("]")
@@ -293,7 +293,7 @@ def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
         host, _, port = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
     if not host or (port and (not port.isdecimal() or int(port) > 65535)):
         raise OptionError(
-            f"--rdzv-endpoint {text!r} is not HOST:PORT; an IPv6 address stands in brackets: [fd00::1]:29400"
+            f"--rdzv-endpoint {text!r} is not HOST:PORT; enclose an IPv6 address in brackets: [fd00::1]:29400"
         )
     return host, int(port) if port else otherwise
 
@@ -330,14 +330,14 @@ def dashboard_options_of(options: argparse.Namespace) -> DashboardOptions | None
     given = [name for name, value in others.items() if value]
     if not options.dash:
         if given:
-            raise OptionError(f"{given[0]} says how the live page is served, but there is none without --dash")
+            raise OptionError(f"{given[0]} configures the live page, which requires --dash")
         return None
     if options.dash_port and options.dash_socket:
-        raise OptionError("--dash-port and --dash-socket exclude each other: the page is served in one place")
+        raise OptionError("--dash-port and --dash-socket are mutually exclusive")
     prefix = options.dash_prefix.rstrip("/")
     if prefix and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", prefix):
         raise OptionError(f"--dash-prefix {options.dash_prefix!r} is not a path such as /user/ana/proxy/8080")
     hosts = tuple(host.strip().lower() for host in options.dash_host.split(",") if host.strip())
     if wrong := [host for host in hosts if not re.fullmatch(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]", host)]:
-        raise OptionError(f"--dash-host {wrong[0]!r} is not the name of a host; give names without ports")
+        raise OptionError(f"--dash-host {wrong[0]!r} is not the name of a host; pass names without ports")
     return DashboardOptions(options.dash_port or 0, options.dash_socket, prefix, hosts, options.dash_actions)

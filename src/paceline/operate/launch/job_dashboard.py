@@ -145,8 +145,8 @@ class JobDashboard:
         """Captures the stacks of running workers. Called on a dashboard thread."""
         self._is_asking = self._has_others
         count = self.local.take_stacks()
-        more = " and asked the other machines for theirs" if self._has_others else ""
-        return f"took the stacks of {count} workers of this machine{more}"
+        more = " and requested those of the other machines" if self._has_others else ""
+        return f"captured the stacks of {count} workers on this machine{more}"
 
     def over(self, outcome: str) -> None:
         """Displays the end of the job: "finished", "failed" or "stopped"."""
@@ -244,7 +244,7 @@ def _latest(lines: tuple[Line, ...]) -> tuple[Line, ...]:
     left_out = len(lines) - len(kept)
     if left_out:
         first = lines[0]
-        kept.append(Line(first.at_s, first.rank, 2, f"({left_out} lines of this machine's ranks are left out here)"))
+        kept.append(Line(first.at_s, first.rank, 2, f"({left_out} lines of this machine's ranks are omitted here)"))
     return tuple(reversed(kept))
 
 

@@ -41,7 +41,7 @@ def parse_workers(text: str) -> int:
     if text == "cpu":
         return allowed_cores()
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is neither a number from 1 nor auto, gpu or cpu")
+        raise ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor auto, gpu or cpu")
     return int(text)
 
 
@@ -50,21 +50,21 @@ def parse_nodes(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
     most = most if ":" in text else least
     if not (least.isdecimal() and most.isdecimal()) or not 1 <= int(least) <= int(most):
-        raise ArgumentTypeError(f"{text!r} is neither a number from 1 nor MIN:MAX with MIN at most MAX")
+        raise ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor MIN:MAX with MIN at most MAX")
     return int(least), int(most)
 
 
 def parse_from_0(text: str) -> int:
     """Parses an integer that is at least 0."""
     if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not a number from 0")
+        raise ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return int(text)
 
 
 def parse_from_1(text: str) -> int:
     """Parses an integer that is at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a number from 1")
+        raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
 
 
@@ -93,8 +93,8 @@ def parse_backend(text: str) -> str:
     if text in _SERVED_BY_US:
         return "c10d"
     raise ArgumentTypeError(
-        f"{text!r} is not known; the machines meet at one of themselves, with `c10d` in any order and with `static` "
-        "by their --node-rank. No etcd is needed"
+        f"{text!r} is not supported; the rendezvous runs on one of the machines: use `c10d` for machines in any order, "
+        "or `static` for machines numbered by --node-rank. etcd is not needed"
     )
 
 

@@ -82,11 +82,11 @@ class JoinToken:
             raw = base64.b32decode(text + "=" * (-len(text) % 8))
             body, check = raw[: -_CHECK.size], raw[-_CHECK.size :]
             if _CHECK.unpack(check)[0] != crc32(body):
-                raise TokenError("the join token is damaged or cut off; copy all of it")
+                raise TokenError("the join token is damaged or truncated; copy all of it")
             end = 1 + body[0]
             return cls(body[1:end].decode(), _PORT.unpack_from(body, end)[0], body[end + _PORT.size :])
         except (binascii.Error, struct.error, IndexError, UnicodeDecodeError):
-            raise TokenError("the join token is damaged or cut off; copy all of it") from None
+            raise TokenError("the join token is damaged or truncated; copy all of it") from None
 
 
 def read_token() -> str:
@@ -133,8 +133,8 @@ class SlurmSecret:
             except OSError as error:
                 refusals.append(f"{directory} ({error.strerror})")
         if not self._written:
-            tried = " and ".join(refusals) or f"{' and '.join(_DIRECTORIES)}, which name no directory"
-            raise OSError(f"the job's secret cannot be left for the other machines in {tried}; {_ADVICE}")
+            tried = " and ".join(refusals) or f"{' and '.join(_DIRECTORIES)}, which do not name a directory"
+            raise OSError(f"the job's secret cannot be stored for the other machines in {tried}; {_ADVICE}")
         return secret
 
     def await_from(self, host: str, timeout_s: float, say: Callable[[str], None]) -> bytes:
@@ -154,7 +154,7 @@ class SlurmSecret:
             waited_s = time.monotonic() - begun_s
             if waited_s >= timeout_s:
                 raise RendezvousTimeoutError(
-                    f"launcher 0, on {host}, left no secret within {timeout_s:.0f} s: expected {self._name} in "
+                    f"launcher 0, on {host}, stored no secret within {timeout_s:.0f} s: expected {self._name} in "
                     f"{places}. Look at its output; if the machines share neither directory, {_ADVICE}"
                 )
             if waited_s >= _PATIENCE_S and not has_said:
@@ -198,14 +198,14 @@ class SlurmSecret:
         except OSError as error:
             if isinstance(error, (FileNotFoundError, PermissionError)):
                 raise
-            raise ValueError(f"{path} is no plain file ({error.strerror}); remove it, or {_ADVICE}") from error
+            raise ValueError(f"{path} is not a regular file ({error.strerror}); remove it, or {_ADVICE}") from error
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise ValueError(
-                    f"{path} is not this user's alone (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}; "
-                    f"expected owner {os.geteuid()}, mode 600), so it is not taken for the job's secret; remove it, or "
-                    f"{_ADVICE}"
+                    f"{path} is not restricted to this user (owner {status.st_uid}, mode "
+                    f"{stat.S_IMODE(status.st_mode):o}; expected owner {os.geteuid()}, mode 600), so it is not used as "
+                    f"the job's secret; remove it, or {_ADVICE}"
                 )
             return file.read(_SECRET_BYTES)
 

@@ -146,9 +146,9 @@ def notebook_launch(
     torch = sys.modules.get("torch")
     if start_method == "fork" and torch is not None and torch.cuda.is_initialized():
         raise RuntimeError(
-            f"{fn.__qualname__} is to run in forks of this notebook (pid {os.getpid()}), but a cell has already used "
-            "CUDA here, and a fork of such a process cannot. Restart the notebook and do not touch a GPU before this "
-            "call, or put the function into a module"
+            f"{fn.__qualname__} was to run in forks of this notebook (pid {os.getpid()}), but a cell has already used "
+            "CUDA here, and forked processes cannot use CUDA after that. Restart the notebook and do not use a GPU "
+            "before this call, or put the function into a module"
         )
     sys.stdout.flush()
     if start_method == "fork":
@@ -250,10 +250,10 @@ class Spawned:
         host = socket.gethostname()
         first = min(self._reports, key=lambda rank: self._reports[rank].time_s) if self._reports else seen
         code = self._processes[first].exitcode
-        text = self._reports[first].text if self._reports else "it left no traceback, look at its output"
+        text = self._reports[first].text if self._reports else "it left no traceback; look at its output"
         head = (
             f"rank {first} ({host}, pid {self._processes[first].pid}, exit code {code}) failed first; the other ranks "
-            "were ended:"
+            "were terminated:"
         )
         parts = [head, text.rstrip(), why]
         raise WorkerError("\n".join(part for part in parts if part), rank=first, exit_code=code)

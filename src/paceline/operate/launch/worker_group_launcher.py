@@ -79,10 +79,10 @@ def _run(job: Job, listener: ListeningEndpoint | None, secret: bytes | None, cle
             except JobMovedError as error:
                 if time.monotonic() >= until_s:
                     raise RendezvousTimeoutError(
-                        f"a job runs already, but its coordinator could not be reached for "
+                        "a job is already running, but its coordinator could not be reached for "
                         f"{job.rendezvous.join_timeout_s:.0f} s ({error}). Check that no firewall blocks the connection"
                     ) from error
-                Console().say(f"the job that runs already cannot be reached ({error}); looking for it again")
+                Console().say(f"the job that is already running cannot be reached ({error}); looking for it again")
                 moved = None
             else:
                 if moved is None:
@@ -183,7 +183,7 @@ class WorkerGroupLauncher(Launcher):
                 self._was_told_to_stop = True
                 self._watcher.pause()
                 if not self._generation.failures:
-                    self._say(f"{reason}; ending the workers of this machine")
+                    self._say(f"{reason}; stopping the workers on this machine")
                 self._generation.end(after_s=CONSEQUENCES_S if is_failure else 0.0)
             case NotifyOrder(reason):
                 self._events.write("wait", reason=reason)
@@ -330,7 +330,7 @@ class WorkerGroupLauncher(Launcher):
         if running:
             self._say(
                 f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
-                "end (again to kill them)"
+                "exit (send it again to kill them)"
             )
         elif not self._generation.workers:
             self._say(f"{number.name}: the job ends before its workers have started")

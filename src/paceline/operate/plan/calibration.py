@@ -201,7 +201,7 @@ def decode(content: bytes, name: str = "the calibration") -> Calibration:
         version = msgspec.json.decode(content, type=dict[str, object]).get("version")
         if version != VERSION:
             raise CalibrationError(
-                f"{name} is of version {version}, and this version of Paceline reads {VERSION}; measure again with "
+                f"{name} has version {version}, but this version of Paceline reads {VERSION}; measure again with "
                 "`paceline plan --measure -- SCRIPT`"
             )
         found = msgspec.json.decode(content, type=Calibration)
@@ -218,7 +218,7 @@ def _problem(found: Calibration) -> str | None:
     if min(*vars(found.times).values(), *found.step_s, *sizes) < 0:
         return "a time or a size is negative"
     if not found.step_s or found.alone_s <= 0:
-        return "a step takes no time; step_s needs the seconds of at least one step"
+        return "step_s is empty or zero; it needs the seconds of at least one step"
     if not found.bucket_nbytes or min(found.bucket_nbytes) <= 0:
         return f"bucket_nbytes is {list(found.bucket_nbytes)}; it must hold positive numbers"
     return "forwards must be at least 1" if found.forwards < 1 else None
@@ -264,16 +264,16 @@ def network_of(links: Links, nodes: int, per_node: int, regions: int = 1) -> Net
     """
     if nodes < 1 or per_node < 1 or not 1 <= regions <= nodes:
         raise ValueError(
-            f"{nodes} nodes with {per_node} ranks each in {regions} regions are no network; every number must be at "
-            "least 1, and each region needs a node"
+            f"{nodes} nodes with {per_node} ranks each in {regions} regions are not a valid network; every number must "
+            "be at least 1, and each region needs a node"
         )
     if nodes > 1 and links.node is None:
         raise CalibrationError(
-            "the calibration knows no link between hosts; give one, such as --links node=25gbit,0.05ms, or measure it "
-            "with `paceline plan --measure --nnodes 2` on two machines"
+            "the calibration contains no link between hosts; specify one, such as --links node=25gbit,0.05ms, or "
+            "measure it with `paceline plan --measure --nnodes 2` on two machines"
         )
     if regions > 1 and links.region is None:
-        raise CalibrationError("the link between regions is not known; give it, such as --links region=1gbit,20ms")
+        raise CalibrationError("the link between regions is not known; specify it, such as --links region=1gbit,20ms")
     hosts = tuple(tuple(range(host * per_node, (host + 1) * per_node)) for host in range(nodes))
     groups: tuple[UplinkGroup, ...] = ()
     if regions > 1 and links.region is not None:

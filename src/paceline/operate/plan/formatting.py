@@ -18,8 +18,11 @@ def table_text(predictions: Sequence[JobPrediction]) -> str:
     rows = [_HEADS, *(_cells(each) for each in predictions)]
     per = f"{PER_SAMPLES:,} samples" if predictions[0].samples_per_s is not None else "1,000 steps"
     notes = (
-        "efficiency: of as many ranks that wait for nobody; memory: of a rank; traffic: what a host sends in a step;\n"
-        f"hidden: the share of communication behind computing; node-hours: for {per}\n\n{_unknowns(predictions[-1])}"
+        "efficiency: relative to the same number of ranks without waiting; memory: per rank; traffic: sent by a host "
+        "per step;\n"
+        f"hidden: the share of communication that overlaps with computing; node-hours: for {per}\n"
+        "\n"
+        f"{_unknowns(predictions[-1])}"
     )
     return f"{aligned(rows)}\n\n{notes}\n"
 
@@ -28,7 +31,7 @@ def _unknowns(prediction: JobPrediction) -> str:
     """Explains the interval of a prediction, and which parts of it are assumed."""
     parts = {
         "the measured variation between steps": prediction.variation,
-        "this machine's noise between runs, which is not known and assumed": prediction.machine,
+        "this machine's noise between runs, which is not known and is assumed": prediction.machine,
         "the network and calls on it, whose errors are not known and are assumed to be those of bench/plan.py":
             prediction.network,
     }  # fmt: skip
@@ -44,7 +47,7 @@ def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
     """Formats changes on `nodes` nodes as a table, largest gain first."""
     if not advice:
         return f"On {nodes} nodes, none of the changes that were tried gains 1 % or saves memory.\n"
-    rows = [("change", "rate", "step", "memory of a rank", "but")]
+    rows = [("change", "rate", "step", "memory per rank", "but")]
     for each in advice:
         saved = each.saved_nbytes
         rows.append(

@@ -190,8 +190,8 @@ def goodput_text(results: Sequence[Goodput], times: EventTimes) -> str:
     )  # fmt: skip
     rows = [heads, *map(_cells, results)]
     notes = (
-        "elastic, restarting: the share of its time in which a job makes steps as if nothing failed; in an elastic\n"
-        "job the others take the work of lost workers, and in one that restarts all begin again from a checkpoint"
+        "elastic, restarting: the share of its time in which a job makes progress; in an elastic job,\n"
+        "the others take over the work of lost workers, and in one that restarts, all start again from a checkpoint"
     )
     return f"{aligned(rows)}\n\n{notes}\n{_partitions(results[-1].nodes, times)}"
 
@@ -262,5 +262,5 @@ def _parts(text: str, names: Sequence[str], flag: str) -> Mapping[str, str]:
 def _seconds(value: str, text: str) -> float:
     match = _QUANTITY.fullmatch(value)
     if match is None:
-        raise ValueError(f"{value!r} in {text!r} is no time: give one like 90s, 10min, 12h or 30d")
+        raise ValueError(f"{value!r} in {text!r} is not a duration: use one such as 90s, 10min, 12h or 30d")
     return float(match[1]) * _UNITS[match[2]]

@@ -377,7 +377,7 @@ def changes(now: JobPrediction, calibration: Calibration) -> Iterator[Change]:
             )  # fmt: skip
         for times in (2, 4):
             yield Change(
-                f"accumulate {times * base.forwards} backwards in a step (no_sync)",
+                f"accumulate {times * base.forwards} backward passes per step (no_sync)",
                 f"the batch of a step is {times} times as large",
                 replace(base, forwards=times * base.forwards),
                 per_node,
@@ -390,13 +390,13 @@ def changes(now: JobPrediction, calibration: Calibration) -> Iterator[Change]:
             yield Change(f"ZeroRedundancyOptimizer, stage {stage}", "", replace(base, zero=stage), per_node)
     if base.wire is None and now.nodes > 1 and base.zero == 0:
         for wire in WIRES:
-            but = "gradients are rounded between hosts; the time of rounding is not counted"
+            but = "gradients are rounded between hosts; the time for rounding is not included"
             yield Change(f'wire="{wire}"', but, replace(base, wire=wire), per_node)
     if now.nodes > 1 and now.step.algorithm in ("ring", "hierarchical") and per_node > 1:
         other = "hierarchical" if now.step.algorithm == "ring" else "ring"
         yield Change(f'algorithm="{other}"', "", replace(base, algorithm=other), per_node)
     if per_node > 1 and now.nodes > 1:
-        but = "a rank is taken to compute as fast as before"
+        but = "this assumes that a rank computes as fast as before"
         yield Change(f"{per_node // 2} ranks per node", but, base, per_node // 2)
 
 

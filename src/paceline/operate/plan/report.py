@@ -31,8 +31,8 @@ RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """The link rates between hosts shown in the heat map, as multiples of the calibrated rate."""
 
 _PREDICTED = (
-    "nodes", "ranks", "step", "p5", "p95", "samples/s", "efficiency", "memory of a rank", "bottleneck", "algorithm",
-    "traffic of a node", "hidden", "node-hours",
+    "nodes", "ranks", "step", "p5", "p95", "samples/s", "efficiency", "memory per rank", "bottleneck", "algorithm",
+    "traffic per node", "hidden", "node-hours",
 )  # fmt: skip
 
 _STYLE = """
@@ -213,7 +213,7 @@ def report(
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     title = " ".join(calibration.origin.command) or "a script"
     sections = [
-        _section("How the rate grows with the ranks", scaling_curve(predictions)),
+        _section("The rate by the number of ranks", scaling_curve(predictions)),
         _section("Where a step's time goes, by the number of nodes", step_bars(predictions)),
     ]
     if heat:
@@ -281,7 +281,7 @@ def _advice(advice: Sequence[Advice]) -> str:
         )
         for each in advice
     ]
-    return _table(("change", "rate", "step", "memory of a rank", "but"), rows)
+    return _table(("change", "rate", "step", "memory per rank", "but"), rows)
 
 
 def _facts(calibration: Calibration) -> list[tuple[str, str]]:

@@ -80,12 +80,14 @@ class EventTimes:
     def problem(self) -> str | None:
         """Returns a message about a value that is out of range, or None."""
         if self.step_s <= 0:
-            return f"step_s is {self.step_s}; a step takes time"
+            return f"step_s is {self.step_s}; it must be positive"
         negative = next((name for name, value in vars(self).items() if value < 0), None)
         if negative is not None:
-            return f"{negative} is {getattr(self, negative)}; no time is negative"
+            return f"{negative} is {getattr(self, negative)}; times must not be negative"
         if self.slowness < 1 or self.replaying >= 1:
-            return f"slowness is {self.slowness} and replaying {self.replaying}; they are at least 1 and less than 1"
+            return (
+                f"slowness is {self.slowness} and replaying {self.replaying}; they must be at least 1 and less than 1"
+            )
         return None
 
 

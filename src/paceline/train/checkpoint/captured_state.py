@@ -178,10 +178,12 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise TypeError(f"{name!r} is a {kind} tensor; a checkpoint holds dense ones. Save tensor.to_dense() instead")
+        raise TypeError(
+            f"{name!r} is a {kind} tensor; a checkpoint can only contain dense tensors. Save tensor.to_dense() instead"
+        )
     if hasattr(tensor, "_local_tensor") or hasattr(tensor, "local_shards"):
         raise TypeError(
-            f"{name!r} is a {type(tensor).__name__}, which torch.distributed has spread over processes; save it with "
-            "torch.distributed.checkpoint, which paceline.load can read"
+            f"{name!r} is a {type(tensor).__name__}, which torch.distributed has distributed over processes; save it "
+            "with torch.distributed.checkpoint, which paceline.load can read"
         )
     name_of(tensor.dtype)

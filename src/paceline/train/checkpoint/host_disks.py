@@ -53,8 +53,8 @@ def found_disks(root: Root, channel: CollectiveChannel) -> Disks:
     storage = root.storage
     if not storage.renames:
         raise ValueError(
-            f"shared=False is for disks that hosts do not share; {storage.describe()} is an address, which all "
-            "hosts reach"
+            f"shared=False is for disks that hosts do not share; {storage.describe()} is an address, which all hosts "
+            "can reach"
         )
     token = channel.broadcast(secrets.token_hex(4).encode() if channel.rank == 0 else b"").decode()
     names = [f"{WRITING}rank-{token}-{rank}" for rank in range(channel.size)]
@@ -196,7 +196,7 @@ def newest_spread(
             spread, missing = _spread(root, disks, channel, (sequence, token), names)
             if missing is None:
                 return spread, skipped
-            skipped[token] = f"{missing} is on no disk that these ranks see"
+            skipped[token] = f"{missing} is on no disk that these ranks can access"
     if not skipped:
         return None, {}
     raise CheckpointError(

@@ -219,7 +219,7 @@ def _newest_undamaged(root: Root, channel: CollectiveChannel, damaged: dict[str,
             return b""
         faults = "; ".join(map(": ".join, damaged.items()))
         raise CheckpointError(
-            f"{root.storage.describe()} contains no complete checkpoint: {faults}. Remove its contents to begin anew"
+            f"{root.storage.describe()} contains no complete checkpoint: {faults}. Remove its contents to start over"
         )
 
     return result_of_first(choose, channel).decode() or None

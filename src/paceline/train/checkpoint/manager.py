@@ -149,7 +149,9 @@ class CheckpointManager:
             if not is_saved:
                 BACKGROUND.finish()
             if channel.rank == 0:  # prints before `close` waits for the copies in memory
-                sys.stderr.write(f"paceline: asked to end; the checkpoint of step {step} is in {self._where()}\n")
+                sys.stderr.write(
+                    f"paceline: received a request to stop; the checkpoint of step {step} is in {self._where()}\n"
+                )
             self.close()
             raise SystemExit(self._signals.exit_code)
         return is_saved
@@ -247,8 +249,8 @@ class CheckpointManager:
             self._has_warned = True
             warnings.warn(
                 f"{channel.me}: the checkpoint of step {step} is saved while the parameters {some(names)} have "
-                "gradients that no optimizer.step() has used, and a checkpoint does not hold gradients: a training "
-                "that continues from it does not have them. Save after optimizer.step() and before the next backward, "
+                "gradients that no optimizer.step() has used, and a checkpoint does not contain gradients: training "
+                "that resumes from it will not have them. Save after optimizer.step() and before the next backward, "
                 "or train with an ElasticState, whose checkpoints hold them. If the loop clears them anyway, nothing "
                 "is lost",
                 RuntimeWarning,
@@ -272,10 +274,12 @@ class CheckpointManager:
         """Saves in a separate round, which the remaining workers repeat if a worker dies during the round."""
         if isinstance(self._every, timedelta):
             raise ValueError(
-                "every is a timedelta, but the workers of an elastic job have no clock in common; give steps"
+                "every is a timedelta, but the workers of an elastic job do not share a clock; pass a number of steps"
             )
         if not self._shared:
-            raise ValueError("shared is False, but workers of an elastic job come and go with their disks; share one")
+            raise ValueError(
+                "shared is False, but workers of an elastic job join and leave with their disks; use a shared one"
+            )
         rounds = elastic.rounds
         assert rounds is not None
         self._is_elastic = True
@@ -301,7 +305,7 @@ class CheckpointManager:
         step, state = self._latest
         if not self._is_saved(step):
             self._write(step, state, SingleRank(), asynchronous=False, may_copy=False)
-            sys.stderr.write(f"paceline: the job is to end; the checkpoint of step {step} is in {self._where()}\n")
+            sys.stderr.write(f"paceline: the job is stopping; the checkpoint of step {step} is in {self._where()}\n")
 
     def _write_again(self) -> None:
         """Writes the latest step on this worker alone if it should have been saved but has no checkpoint."""

@@ -89,8 +89,8 @@ def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:
         divided = [index_in_model(parameter) is not None for parameter in parameters_of(value)]
         if any(divided) and not all(divided):
             raise TypeError(
-                f"{name!r} has parameters of a Pipeline and others that do not belong to it; give them optimizers of "
-                "their own"
+                f"{name!r} has parameters of a Pipeline and others that do not belong to it; give those a separate "
+                "optimizer"
             )
         if any(divided):
             outline[name] = _positions(value)
@@ -111,8 +111,8 @@ def agreed(outlines: Sequence[bytes]) -> dict[str, Numbering]:
                 found = "no such optimizer of a Pipeline" if seen is None else f"{len(seen)} parameter groups"
                 raise CheckpointError(
                     f"{name!r} is an optimizer of a Pipeline with {len(groups)} parameter groups on rank 0 of the "
-                    f"group, and rank {rank} has {found}; make it alike on all ranks, with empty groups where a rank "
-                    "has no such parameters, and call this on all ranks of the mesh"
+                    f"group, and rank {rank} has {found}; create it in the same way on all ranks, with empty groups "
+                    "where a rank has no such parameters, and call this on all ranks of the mesh"
                 )
         if more := sorted(outline.keys() - everyone[0].keys()):
             raise CheckpointError(
@@ -130,7 +130,7 @@ def _joined(name: str, everyone: Sequence[list[list[int]]]) -> list[list[int]]:
         twice = next(position for position in listed if listed.count(position) > 1)
         raise CheckpointError(
             f"parameter {twice} of the model is in several groups of the optimizer {name!r}, on different ranks; the "
-            "ranks that have the same layers must group their parameters alike"
+            "ranks that have the same layers must group their parameters in the same way"
         )
     return groups
 

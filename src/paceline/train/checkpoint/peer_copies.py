@@ -126,7 +126,7 @@ class PeerCopies:
         except _UNREACHABLE as error:
             sys.stderr.write(
                 f"paceline: {channels[0].me}: the checkpoint {replication.draft.name} has no copies in memory: "
-                f"{error}. This does not concern the one on the disk\n"
+                f"{error}. The checkpoint on disk is not affected\n"
             )
         else:
             self._whole = replication.draft.sequence, replication.draft.token
@@ -145,7 +145,7 @@ class PeerCopies:
     def _warn(self, why: str, channel: CollectiveChannel) -> None:
         if not self._has_warned and channel.rank == 0:
             sys.stderr.write(
-                "paceline: peer_copies: no copies are kept in memory, since not every rank reaches a launcher of "
+                "paceline: peer_copies: no copies are kept in memory, because not every rank reaches a launcher of "
                 f"`paceline run`, which would keep them ({why})\n"
             )
         self._has_warned = True

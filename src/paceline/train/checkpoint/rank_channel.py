@@ -194,8 +194,8 @@ class StoreChannel:
             raise self._lost(rank)
         if self._group.is_closed or self._group.failure() != OutcomeCode.OK:
             raise CheckpointError(
-                f"{self.me}: the process group has broken while a checkpoint was being written, so that it stays "
-                "unfinished; earlier ones are untouched"
+                f"{self.me}: the process group failed while a checkpoint was being written, so this checkpoint is "
+                "incomplete; earlier ones are untouched"
             )
         if time.monotonic() > deadline:
             raise CheckpointError(
@@ -206,8 +206,8 @@ class StoreChannel:
 
     def _lost(self, rank: int) -> CheckpointError:
         return CheckpointError(
-            f"{self.me}: {self._members[rank]} died while a checkpoint was being written, so that it stays unfinished; "
-            "earlier ones are untouched"
+            f"{self.me}: {self._members[rank]} died while a checkpoint was being written, so this checkpoint is "
+            "incomplete; earlier ones are untouched"
         )
 
     @contextlib.contextmanager
@@ -218,8 +218,8 @@ class StoreChannel:
             raise
         except StoreError as error:
             raise CheckpointError(
-                f"{self.me}: the ranks could not talk to each other while a checkpoint was being written, so that it "
-                f"stays unfinished; earlier ones are untouched. {error}"
+                f"{self.me}: the ranks could not communicate while a checkpoint was being written, so this checkpoint "
+                f"is incomplete; earlier ones are untouched. {error}"
             ) from error
 
 

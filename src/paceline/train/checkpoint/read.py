@@ -115,15 +115,15 @@ class LoadPlan:
         """
         if (saved := self.tensors.get(name)) is None:
             raise CheckpointError(
-                f"{name!r} is a tensor here, and something else in {self.checkpoint.describe()}; load it into what it "
-                "was saved from, or into None to be given what was saved"
+                f"{name!r} is a tensor here, and something else in {self.checkpoint.describe()}; load it into an "
+                "object of the saved type, or into None to get the saved value"
             )
         shape = tuple(target.shape) if shape is None else shape
         region = whole(shape) if region is None else region
         if shape != saved.shape:
             raise CheckpointError(
-                f"{name!r} has the shape {list(saved.shape)} in {self.checkpoint.describe()}, and "
-                f"{list(shape)} here; load it into the same model, or leave it out"
+                f"{name!r} has the shape {list(saved.shape)} in {self.checkpoint.describe()}, but {list(shape)} here; "
+                "load it into the same model, or leave it out"
             )
         dtype = type_of(saved.dtype)
         if target.dtype == dtype and target.is_cpu and target.is_contiguous():
@@ -245,7 +245,7 @@ def fill(plan: LoadPlan, channel: CollectiveChannel) -> None:
 
     if len(set(results_of_all(read, channel))) > 1:
         raise CheckpointError(
-            f"{channel.me}: the ranks load different things from {plan.checkpoint.describe()}; every rank must call "
+            f"{channel.me}: the ranks load different objects from {plan.checkpoint.describe()}; every rank must call "
             "load with the same modules, optimizers and names"
         )
     if isinstance(channel, GroupChannel):

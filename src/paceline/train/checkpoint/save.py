@@ -376,8 +376,8 @@ def _memory_of(nbytes: int) -> torch.Tensor:
         memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CheckpointError(
-            f"there is no memory for a copy of the {nbytes:,} bytes that this rank writes ({error.strerror}); with "
-            "asynchronous=False none is needed"
+            f"there is not enough memory for a copy of the {nbytes:,} bytes that this rank writes ({error.strerror}); "
+            "with asynchronous=False none is needed"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # the kernel may lack huge pages

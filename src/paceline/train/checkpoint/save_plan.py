@@ -381,6 +381,6 @@ def _require_fit(offers: Sequence[Sequence[Offer]]) -> None:
         if (fault := untiled(first[name][1].shape, list(ranks_of))) is not None:
             ranks = ", ".join(map(str, sorted(set(ranks_of.values()))))
             raise CheckpointError(
-                f"the parts of {name!r} on the ranks {ranks} of the group do not make it up: {fault}. All ranks of the "
-                "mesh must save together, and divide the model alike"
+                f"the parts of {name!r} on the ranks {ranks} of the group do not add up to the whole: {fault}. All "
+                "ranks of the mesh must save together, and divide the model in the same way"
             )

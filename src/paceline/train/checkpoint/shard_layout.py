@@ -177,7 +177,7 @@ class ShardLayout:
             return undivided
         if tuple(undivided.shape) != self.shape:
             raise CheckpointError(
-                f"{name!r} has the shape {list(undivided.shape)} in what was saved, and {list(self.shape)} here, on "
+                f"{name!r} has the shape {list(undivided.shape)} in the saved state, but {list(self.shape)} here, on "
                 "all ranks together; load it into the same model"
             )
         return undivided.narrow(cut.dim, cut.start, cut.stop - cut.start)
@@ -193,9 +193,9 @@ class ShardLayout:
         if tensor.numel() == 1:
             return False
         raise TypeError(
-            f"{name!r} has the shape {list(tensor.shape)}, and this rank's part of the parameter has "
-            f"{list(self.local_shape)}; of a parameter that parallelize_module divided, a checkpoint can hold what an "
-            "optimizer keeps for each element, as Adam does"
+            f"{name!r} has the shape {list(tensor.shape)}, but this rank's part of the parameter has "
+            f"{list(self.local_shape)}; for a parameter that parallelize_module divided, a checkpoint can only contain "
+            "optimizer state with a value for each element, such as Adam's"
         )
 
 
@@ -266,7 +266,7 @@ def require_undivided(name: str, module: nn.Module | None, value: object) -> Non
     if isinstance(holder, (nn.Module, Optimizer)) and is_divided(holder):
         raise TypeError(
             f"{name!r} belongs to a model that is divided by Pipeline or parallelize_module, in an ElasticState. An "
-            "elastic job continues with whichever workers are left, so each must have the whole model; save the model "
-            "and the optimizer of a divided one without ElasticState, and start again from the checkpoint with "
+            "elastic job continues with the remaining workers, so each must have the whole model; save the model and "
+            "the optimizer of a divided one without ElasticState, and start again from the checkpoint with "
             "--max-restarts"
         )

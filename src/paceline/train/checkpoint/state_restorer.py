@@ -78,8 +78,8 @@ class StateRestorer:
             return True
         if self._strict and not may_be_missing(value):
             raise CheckpointError(
-                f"{self._where} has no {name!r}; it has {', '.join(map(repr, self._plan.top_names()))}. Leave it "
-                "out of the state, or give strict=False"
+                f"{self._where} has no {name!r}; it has {', '.join(map(repr, self._plan.top_names()))}. Leave it out "
+                "of the state, or pass strict=False"
             )
         return False
 
@@ -139,12 +139,13 @@ class StateRestorer:
         found = {rest.partition("@")[0].partition(SEPARATOR)[0] for rest in self._plan.names_below(name)}
         if not found and self._plan.values.get(name, {}) != {}:
             raise CheckpointError(
-                f"{name!r} is a module here, and a plain value in {self._where}; load it into what it was saved from"
+                f"{name!r} is a module here, and a plain value in {self._where}; load it into an object of the saved "
+                "type"
             )
         if expected != found:
             raise CheckpointError(
-                f"{name!r} in {self._where} is another model's: it lacks {some(expected - found)}, and has "
-                f"{some(found - expected)} besides. Load it into the same model, or give strict=False"
+                f"{name!r} in {self._where} belongs to another model: it lacks {some(expected - found)}, and also has "
+                f"{some(found - expected)}. Load it into the same model, or pass strict=False"
             )
 
     def _request_local(self, name: str, target: torch.Tensor, layout: ShardLayout) -> None:
@@ -182,7 +183,7 @@ class OptimizerRestorer:
         if not self._plan.has(join(name, "param_groups")):
             raise CheckpointError(
                 f"{name!r} is an optimizer here, and something else in {self._plan.checkpoint.describe()}; load it "
-                "into what it was saved from, or into None to be given what was saved"
+                "into an object of the saved type, or into None to get the saved value"
             )
         numbering = self._numberings.get(name)
         if isinstance(optimizer, PartitionedOptimizer):
@@ -329,7 +330,7 @@ def _adopt_all(
             if strict and not may_be_missing(value):
                 raise CheckpointError(
                     f"{foreign.path} ({foreign.kind}) has no {name!r}; it has {', '.join(map(repr, tree))}. Leave it "
-                    "out of the state, or give strict=False"
+                    "out of the state, or pass strict=False"
                 )
             continue
         module, found = module_of(value), tree[name]
@@ -337,7 +338,7 @@ def _adopt_all(
         if not isinstance(found, Mapping) and _needs_dict(value, module):
             raise CheckpointError(
                 f"{full!r} is a {type(value).__name__} here, and a {type(found).__name__} in {foreign.path} "
-                f"({foreign.kind}); load it into what it was saved from"
+                f"({foreign.kind}); load it into an object of the saved type"
             )
         if module is not None:
             _adopt_module(module, found, strict)
@@ -382,8 +383,8 @@ def _own_part(module: nn.Module, found: Mapping[str, Any], strict: bool) -> dict
     expected = module.whole.keys if isinstance(module, Pipeline) else own.keys()
     if strict and expected != found.keys():
         raise CheckpointError(
-            f"what was saved is another model's: {some(expected - found.keys())} are not in it, and "
-            f"{some(found.keys() - expected)} are in it besides. Load it into the same model, or give strict=False"
+            f"the saved state belongs to another model: it lacks {some(expected - found.keys())}, and also has "
+            f"{some(found.keys() - expected)}. Load it into the same model, or pass strict=False"
         )
     parts = {}
     for key, value in own.items():

@@ -110,12 +110,14 @@ def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
     """
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"the state is a {type(state).__name__}; it must be a dict from names to objects, such as "
+            f"the state is a {type(state).__name__}; it must be a dict that maps names to objects, such as "
             '{"model": model, "optimizer": optimizer}'
         )
     for key, value in state.items():
         if not isinstance(key, str) or not (key or name):
-            raise TypeError(f"the state has the key {key!r} of type {type(key).__name__}; names are texts, not empty")
+            raise TypeError(
+                f"the state has the key {key!r} of type {type(key).__name__}; names must be non-empty strings"
+            )
         inner = join(name, key)
         if isinstance(value, ElasticState):
             for full, part in entries(value.parts(), inner):

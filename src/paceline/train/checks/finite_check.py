@@ -106,22 +106,24 @@ class NonFiniteGradients:
         else:
             which = f"of {len(self.gradients)} of {self.count} parameters"
         effect = (
-            "an optimizer has applied their average, which spoils" if applied else "if applied, their average spoils"
+            "an optimizer has applied their average, which corrupts"
+            if applied
+            else "if applied, their average corrupts"
         )
         first = self.gradients[0]
         reach = "" if first is last else f", and it spread to {first.describe()}"
         return (
-            f"rank {self.rank}: in step {self.step} this rank's own gradients have NaN or infinity: those {which}. "
-            f"The backward came first to {last.describe()}{reach}; {effect} the parameters of every rank. Look at this "
-            "rank's batch of that step, and run it again under torch.autograd.set_detect_anomaly(True)"
+            f"rank {self.rank}: in step {self.step} this rank's own gradients have NaN or infinity: those {which}. The "
+            f"backward pass first reached {last.describe()}{reach}; {effect} the parameters of every rank. Look at "
+            "this rank's batch of that step, and run it again under torch.autograd.set_detect_anomaly(True)"
         )
 
     def _spoiled_text(self) -> str:
         return (
             f"rank {self.rank}: {len(self.parameters)} of {self.count} parameters had NaN or infinity before the "
             f"backward of step {self.step}, first {self.parameters[0].describe()}, and no gradient that this rank "
-            "looked at had brought them in. See whether another rank names one; otherwise a step of the optimizer did, "
-            "or something else that writes to parameters. Check the learning rate, and what was loaded"
+            "checked had introduced them. Check whether another rank reports one; otherwise an optimizer step did, or "
+            "other code that writes to parameters. Check the learning rate, and what was loaded"
         )
 
 

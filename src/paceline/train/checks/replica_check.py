@@ -63,9 +63,9 @@ class DisagreeingRanks:
             odd, majority = self.odd, self.sides[0]
             return f"{_named(odd, ranks)} {'differs' if len(odd) == 1 else 'differ'} from {_named(majority, ranks)}"
         if all(len(side) == 1 for side in self.sides):
-            return f"{_named(self.odd, ranks)} differ, and no majority says which is right"
+            return f"{_named(self.odd, ranks)} differ, and there is no majority"
         sides = "; ".join(_named(side, ranks) for side in self.sides)
-        return f"ranks differ, and no majority says which are right: {sides}"
+        return f"ranks differ, and there is no majority: {sides}"
 
 
 def compare_digests(everyones: Sequence[RankDigests]) -> DisagreeingRanks | None:
@@ -74,7 +74,7 @@ def compare_digests(everyones: Sequence[RankDigests]) -> DisagreeingRanks | None
     >>> compare_digests([RankDigests(1, 7), RankDigests(1, 7), RankDigests(1, 8)]).describe([0, 1, 2])
     'rank 2 differs from ranks 0 and 1'
     >>> compare_digests([RankDigests(1, 7), RankDigests(1, 8)]).describe([0, 1])
-    'ranks 0 and 1 differ, and no majority says which is right'
+    'ranks 0 and 1 differ, and there is no majority'
     """
     by_shape: dict[int, dict[int, list[int]]] = {}
     for rank, digests in enumerate(everyones):
@@ -346,10 +346,10 @@ class ReplicaCheck:
         found = "; ".join(difference.describe(self._group.ranks) for difference in differences)
         before = f"at step {self._equal_step} all were equal" if self._equal_step else "this was the first comparison"
         return (
-            f"the replicas of {type(self._module).__name__} are not the same since step {step}: {found} ({before}). "
-            "The ranks train different models. Go on from a checkpoint, and look for what only some ranks do, such as "
-            "writing to parameters, another learning rate, or clipping under a condition; if there is nothing, suspect "
-            "a machine. paceline.check_replicas(model, optimizer) in every step finds the first one"
+            f"the replicas of {type(self._module).__name__} differ since step {step}: {found} ({before}). The ranks "
+            "train different models. Resume from a checkpoint, and look for operations that only some ranks perform, "
+            "such as writing to parameters, another learning rate, or clipping under a condition; if there is "
+            "nothing, suspect a machine. paceline.check_replicas(model, optimizer) in every step finds the first one"
         )
 
 
@@ -404,8 +404,8 @@ def check_replicas(
     if differences and raises:
         found = "; ".join(difference.describe(group.ranks) for difference in differences)
         raise ReplicasDifferError(
-            f"rank {group.me.rank}: the replicas of {type(inner).__name__} are not the same: {found}. Look for what "
-            "only some ranks do between the latest call that found no difference and this one",
+            f"rank {group.me.rank}: the replicas of {type(inner).__name__} differ: {found}. Look for operations that "
+            "only some ranks perform between the latest call that found no difference and this one",
             ranks=tuple(sorted({group.ranks[rank] for found in differences for rank in found.sides.odd})),
         )
     return differences

@@ -39,12 +39,12 @@ def require_readable(dataset: object, shuffle: bool | None, dataset_state: bool)
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
             f"StatefulLoader got a {kind}; it needs an IterableDataset, or a dataset with __len__ and __getitem__, "
-            "because samples are dealt out by their place in the stream or by their index"
+            "because samples are assigned by their position in the stream or by their index"
         )
     elif dataset_state:
         raise ValueError(
             f"StatefulLoader got dataset_state=True with a {kind}, which is not a stream; leave it out, because the "
-            "position is the whole state of an epoch of indices"
+            "position is the complete state of an epoch of indices"
         )
 
 

@@ -105,7 +105,7 @@ class DistributedSampler(Sampler[int]):
             warnings.warn(
                 f"rank {self.rank}: DistributedSampler goes through its samples again, in the order of epoch "
                 f"{self.epoch} as before. Call sampler.set_epoch(epoch) before each epoch to shuffle them differently; "
-                "where the same order is meant, as for evaluation, make it with shuffle=False",
+                "if the same order is intended, as for evaluation, create it with shuffle=False",
                 stacklevel=3,
             )
 
@@ -171,7 +171,7 @@ class DistributedEvalSampler(Sampler[int]):
         if values.shape[:1] != (len(self),):
             raise ValueError(
                 f"rank {self.rank}: gather got values of shape {tuple(values.shape)}; the first dimension must be "
-                f"{len(self)}, one entry for each sample that this sampler gives"
+                f"{len(self)}, one entry for each sample of this sampler"
             )
         chosen = resolve(group)
         if chosen is None or chosen.size() != self.num_replicas:

@@ -30,10 +30,10 @@ def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | N
     if device_mesh is None:
         return given_or_default(process_group)
     if process_group is not None:
-        raise RuntimeError("process_group and device_mesh were both given; give one of them")
+        raise RuntimeError("process_group and device_mesh were both given; pass one of them")
     if device_mesh.ndim != 1:
         raise RuntimeError(
-            f"device_mesh has {device_mesh.ndim} dimensions; give a mesh of one dimension, such as mesh['dp'], or "
+            f"device_mesh has {device_mesh.ndim} dimensions; pass a mesh with one dimension, such as mesh['dp'], or "
             "process_group=paceline.new_group(ranks)"
         )
     group = default_group()
@@ -53,8 +53,8 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
         return both, both
     if broadcast_buffers is not None:
         warnings.warn(
-            f"broadcast_buffers={broadcast_buffers} is ignored, since forward_sync_buffers={forward_sync_buffers} was "
-            "given too; leave broadcast_buffers out",
+            f"broadcast_buffers={broadcast_buffers} is ignored, because forward_sync_buffers={forward_sync_buffers} "
+            "was given too; leave broadcast_buffers out",
             FutureWarning,
             stacklevel=3,
         )
@@ -87,7 +87,7 @@ def choose_reduce_dtype(mixed_precision: _MixedPrecision | None) -> torch.dtype 
     if mixed_precision.param_dtype is not None or mixed_precision.buffer_dtype is not None:
         dtype = mixed_precision.param_dtype or mixed_precision.buffer_dtype
         raise ValueError(
-            f"mixed_precision asks for parameters of {mixed_precision.param_dtype} and buffers of "
+            f"mixed_precision requests parameters of {mixed_precision.param_dtype} and buffers of "
             f"{mixed_precision.buffer_dtype}; DistributedDataParallel does not cast the module. Run forward under "
             f"torch.autocast(device_type, {dtype}), and give mixed_precision=_MixedPrecision(reduce_dtype={dtype}) to "
             "average gradients in that dtype"
@@ -110,12 +110,13 @@ def require_whole_pairs(
     if deterministic != (logical_shards is not None) or (deterministic and device_ids):
         raise ValueError(
             f"deterministic is {deterministic}, logical_shards {logical_shards} and device_ids {device_ids}; "
-            "deterministic=True needs logical_shards, such as 8; give both or neither, and no device_ids with them"
+            "deterministic=True needs logical_shards, such as 8; pass both or neither, and do not pass device_ids "
+            "with them"
         )
     if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
         raise ValueError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce must be given together: the second one says "
-            "when the gradients of the first are averaged"
+            "delay_all_reduce_named_params and param_to_hook_all_reduce must be given together: the second one "
+            "determines when the gradients of the first are averaged"
         )
     if deterministic and delay_all_reduce_named_params is not None:
         raise ValueError(

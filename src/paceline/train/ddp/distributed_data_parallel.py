@@ -80,8 +80,8 @@ _OF_THIS_PROCESS = (
 )
 
 _INSIDES = {
-    "reducer": "there is no torch Reducer; use no_sync(), register_comm_hook() or static_graph=True",
-    "logger": "there is no torch Logger; use _get_ddp_logging_data() or communication_wait_s()",
+    "reducer": "no torch Reducer exists; use no_sync(), register_comm_hook() or static_graph=True",
+    "logger": "no torch Logger exists; use _get_ddp_logging_data() or communication_wait_s()",
 }
 
 
@@ -474,8 +474,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             "delay_all_reduce_named_params": self._delayed is not None,
             "a communication hook, or a reduce_dtype": self._averager.comm_hook is not None,
             "overlap=True; in an elastic job gradients are averaged when backward ends": self.asks_for_overlap,
-            "process_group; leave it out, since an elastic job has no other group": self.process_group.size() != 1,
-            "wire; workers that come and go average gradients exactly": self.wire is not None,
+            "process_group; leave it out, because an elastic job has no other group": self.process_group.size() != 1,
+            "wire; elastic jobs average gradients exactly": self.wire is not None,
             "sparse gradients; use sparse=False": bool(tracked.sparse),
             "SyncBatchNorm, whose forward needs all ranks": any(
                 isinstance(layer, nn.SyncBatchNorm) or type(layer).__name__ == "SyncBatchNorm"
@@ -484,14 +484,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         }
         if found := [option for option, is_used in refused.items() if is_used]:
             raise ValueError(
-                f"ElasticState got a DistributedDataParallel with {found[0]}: that needs ranks which stay, and those "
-                "of an elastic job come and go"
+                f"ElasticState got a DistributedDataParallel with {found[0]}: this requires a fixed set of ranks, but "
+                "the ranks of an elastic job change"
             )
 
     def _require_not_elastic(self, call: str, instead: str) -> None:
         if self._averages is not None:
             raise RuntimeError(
-                f"{call} was called on a DistributedDataParallel that an ElasticState holds, where ranks come and go; "
+                f"{call} was called on a DistributedDataParallel that an ElasticState holds, whose ranks change; "
                 f"{instead}"
             )
 
@@ -536,7 +536,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._delayed is not None:
             raise ValueError(
                 "Join got a module that was wrapped with delay_all_reduce_named_params; wrap it without, or give all "
-                "ranks as many inputs"
+                "ranks the same number of inputs"
             )
         self._steps.divides_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
         return DdpJoinHook(self._averager, self._reducer, self._watched, self._steps, self.forward_sync_buffers)

@@ -29,19 +29,19 @@ def missing_gradient_text(
     missing_and_frozen = [name for name in missing if name in frozen]
     if missing_and_frozen:
         return (
-            f"{which} gave no gradient to {and_more(missing_and_frozen, _MOST_NAMED)}, which were frozen "
-            "after the module was wrapped. Freeze parameters first and wrap the module afterwards (again, if need be)"
+            f"{which} produced no gradient for {and_more(missing_and_frozen, _MOST_NAMED)}, which were frozen after "
+            "the module was wrapped. Freeze parameters first and wrap the module afterwards (again, if necessary)"
         )
     if static_graph:
         return (
-            f"{which} gave no gradient to {and_more(missing, _MOST_NAMED)}, which had one in the first backward; "
-            "static_graph=True promises that all backwards are alike. Wrap with find_unused_parameters=True instead"
+            f"{which} produced no gradient for {and_more(missing, _MOST_NAMED)}, which had one in the first backward; "
+            "static_graph=True requires that all backward passes are the same. Wrap with find_unused_parameters=True "
+            "instead"
         )
     return (
-        f"{which} gave no gradient to {len(missing)} of {total} parameters "
-        f"({and_more(missing, _MOST_NAMED)}), so gradients were not averaged over the ranks. Every parameter must be "
-        "used by forward and every output of forward enter the loss; or wrap the module with "
-        "find_unused_parameters=True"
+        f"{which} produced no gradient for {len(missing)} of {total} parameters ({and_more(missing, _MOST_NAMED)}), so "
+        "gradients were not averaged over the ranks. Every parameter must be used by forward, and every output of "
+        "forward must contribute to the loss; or wrap the module with find_unused_parameters=True"
     )
 
 
@@ -49,21 +49,21 @@ def late_gradient_text(name: str, static_graph: bool) -> str:
     """Returns the error message about a parameter that received a gradient after reduction of its bucket started."""
     if static_graph:
         return (
-            f"parameter {name!r} got more gradients than in the first backward; "
-            "static_graph=True promises that all backwards are alike. Wrap with find_unused_parameters=True instead"
+            f"parameter {name!r} got more gradients than in the first backward; static_graph=True requires that all "
+            "backward passes are the same. Wrap with find_unused_parameters=True instead"
         )
     return (
-        f"parameter {name!r} got another gradient in a backward after its reduction had "
-        "begun, because it is used in several graphs (for example by reentrant activation checkpointing). "
-        "Wrap the module with static_graph=True, or use checkpoint(..., use_reentrant=False)"
+        f"parameter {name!r} got another gradient in a backward pass after its reduction had started, because it is "
+        "used in several graphs (for example by reentrant activation checkpointing). Wrap the module with "
+        "static_graph=True, or use checkpoint(..., use_reentrant=False)"
     )
 
 
 def averaging_context(module: str, reduction: int, forwards: int) -> str:
     """Returns a text to append to the error message from a call that averages gradients."""
     return (
-        f"This was where the gradients of {module} are averaged for the {ordinal(reduction)} time, after "
-        f"{forwards} forwards of this rank. Every rank must make the same forwards and backwards: a backward that one "
+        f"This call averages the gradients of {module} for the {ordinal(reduction)} time, after {forwards} forward "
+        "passes of this rank. Every rank must perform the same forward and backward passes: a backward pass that one "
         "rank skips (an empty or bad batch, a shorter loader) leaves the others waiting here. Call backward on such a "
         "rank too, with the loss times 0, or train within model.join()"
     )
@@ -72,12 +72,12 @@ def averaging_context(module: str, reduction: int, forwards: int) -> str:
 def sending_buffers_context(module: str, forward: int, awaits_backward: bool) -> str:
     """Returns a text to append to the error message from a call that copies buffers before a forward pass."""
     skipped = (
-        " The forward before it has had no backward on this rank: call backward() on what it returned, or make it "
-        "under torch.no_grad() or model.no_sync() on every rank."
+        " The preceding forward pass had no backward pass on this rank: call backward() on its result, or run it under "
+        "torch.no_grad() or model.no_sync() on every rank."
         if awaits_backward
-        else " Every rank must make the same forwards and backwards."
+        else " Every rank must perform the same forward and backward passes."
     )
-    return f"This was where buffers are copied before the {ordinal(forward)} forward of {module}.{skipped}"
+    return f"This call copies buffers before the {ordinal(forward)} forward pass of {module}.{skipped}"
 
 
 def add_context(error: Exception, context: str) -> None:

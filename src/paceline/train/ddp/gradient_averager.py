@@ -489,7 +489,7 @@ def choose_wire(
     given = [name for name, is_given in excluded.items() if is_given]
     if wire is not None and given:
         raise ValueError(
-            f"wire={wire!r} was given with {given[0]}, which decides how gradients travel; give one of them"
+            f"wire={wire!r} was given with {given[0]}, which determines how gradients are sent; pass one of them"
         )
     chosen = group.wire if wire is None else checked_kind(wire)
     unfit = [name for name, param in params.items() if param.dtype not in QUANTISED_TYPES or not param.is_cpu]
@@ -656,11 +656,11 @@ def require_delayed(
         if known.get(name) is not param:
             raise ValueError(
                 f"delay_all_reduce_named_params has a pair of {name!r} and a parameter that is not the module's "
-                "parameter of this name; give pairs from module.named_parameters()"
+                "parameter of this name; pass pairs from module.named_parameters()"
             )
     if not trigger.requires_grad:
         raise ValueError(
-            "param_to_hook_all_reduce requires no gradient, so the delayed parameters would never be averaged; give a "
+            "param_to_hook_all_reduce requires no gradient, so the delayed parameters would never be averaged; pass a "
             "parameter that is trained"
         )
     return pairs

@@ -113,7 +113,7 @@ class ModuleMonitor:
                 raise RuntimeError(
                     f"{self._me()}: parameter {name!r} did not require a gradient when the module was wrapped and does "
                     "now; its gradient would not be averaged over the ranks. Unfreeze parameters first and wrap the "
-                    "module afterwards (again, if need be)"
+                    "module afterwards (again, if necessary)"
                 )
         if not self._structure.is_unchanged():
             self._accept_change()
@@ -134,7 +134,7 @@ class ModuleMonitor:
             raise RuntimeError(
                 f"{self._me()}: the module changed after wrapping: parameters were added, removed or replaced "
                 f"({'; '.join(changes)}), and the gradients of new ones would not be averaged over the ranks. Change "
-                "the module first and wrap it afterwards (again, if need be)"
+                "the module first and wrap it afterwards (again, if necessary)"
             )
         self._untrained.update(unknown)
         self._structure.accept()

@@ -56,8 +56,8 @@ def take_over_steps(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
             continue
         if not hasattr(param, _HOOK):
             raise TypeError(
-                f"parameter {name!r} has an optimizer in backward that would step before gradients are averaged; put "
-                "it there with paceline.apply_optimizer_in_backward instead"
+                f"parameter {name!r} has an optimizer in backward that would step before gradients are averaged; "
+                "install it with paceline.apply_optimizer_in_backward instead"
             )
         getattr(param, _HOOK).remove()
         stepped.append(param)

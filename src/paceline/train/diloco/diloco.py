@@ -65,8 +65,8 @@ def wrong_optimizers_text(inner: Optimizer | None, outer: Optimizer, params: Seq
     for name, given in (("inner", inner), ("outer", outer)):
         if given is not None and not isinstance(given, Optimizer):
             return (
-                f"the {name} optimizer is a {type(given).__name__}; it must be a torch.optim.Optimizer that was made "
-                "with the model's parameters"
+                f"the {name} optimizer is a {type(given).__name__}; it must be a torch.optim.Optimizer that was "
+                "created with the model's parameters"
             )
     if isinstance(inner, SharedModelOptimizer):
         return (
@@ -74,14 +74,14 @@ def wrong_optimizers_text(inner: Optimizer | None, outer: Optimizer, params: Seq
             "the ranks of DiLoCo need parameters of their own"
         )
     if inner is outer:
-        return "the inner and the outer optimizer are the same object; make two"
+        return "the inner and the outer optimizer are the same object; create two"
     if outer.state:
-        return "the outer optimizer has made steps already; make a new one, and load its state with load_state_dict"
+        return "the outer optimizer has already made steps; create a new one, and load its state with load_state_dict"
     known = {id(param) for param in params}
     has = {id(param) for group in outer.param_groups for param in group["params"]}
     if missing := known - has:
         return (
-            f"the outer optimizer lacks {len(missing)} of the {len(known)} parameters that are trained; make it with "
+            f"the outer optimizer lacks {len(missing)} of the {len(known)} parameters that are trained; create it with "
             "model.parameters()"
         )
     if inner is not None:
@@ -103,12 +103,14 @@ def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: objec
         wire: the format to which outer gradients are rounded between hosts, or None.
     """
     if wire is not None and wire not in get_args(WireKind):
-        return f"wire is {wire!r}; it must be one of {', '.join(get_args(WireKind))}, or None to send what there is"
+        return (
+            f"wire is {wire!r}; it must be one of {', '.join(get_args(WireKind))}, or None to send the values unchanged"
+        )
     for name, param in named:
         if not param.is_floating_point():
             return f"the parameter {name!r} has {param.dtype}; only floating-point parameters can be exchanged"
         if param.is_meta:
-            return f"the parameter {name!r} is on the meta device; give the model memory before"
+            return f"the parameter {name!r} is on the meta device; materialize the model first"
         if wire is not None and param.dtype == torch.float64:
             return f"the parameter {name!r} has double precision, which wire={wire!r} cannot round; leave wire out"
     return None

@@ -210,7 +210,7 @@ class WaitForAll:
             return participants_after_waiting(numbers.tolist())
         except ValueError as error:
             raise CollectiveMismatchError(
-                f"rank {self._group.me.rank}: the ranks hold different exchanges; {error}. Make DiLoCo with the same "
+                f"rank {self._group.me.rank}: the ranks hold different exchanges; {error}. Create DiLoCo with the same "
                 "arguments, load the same state on every rank, and call step() after each inner step"
             ) from None
 
@@ -543,7 +543,7 @@ class BackgroundExchanges:
         except Exception as error:
             if isinstance(error, CollectiveError):
                 fragment = self._fragment_of(number)
-                add_context(error, f"This was exchange {number} of outer gradients, of fragment {fragment}")
+                add_context(error, f"This was exchange {number} of outer gradients, for fragment {fragment}")
             mailbox.end(error)
 
     def _begin(self, mailbox: ExchangeMailbox, number: int, takes_part: bool) -> tuple[list[Work], Tensors]:
@@ -558,6 +558,7 @@ class BackgroundExchanges:
             return self._opened()[0].await_outcome(number, limit_s)
         except TimeoutError:
             raise CollectiveTimeoutError(
-                f"rank {self._group.me.rank}: exchange {number} of outer gradients was not over after {limit_s:.0f} s, "
-                f"twice the group's timeout. Rank {self._group.ranks[0]}, which says who takes part, may be stopped"
+                f"rank {self._group.me.rank}: exchange {number} of outer gradients had not completed after "
+                f"{limit_s:.0f} s, twice the group's timeout. Rank {self._group.ranks[0]}, which determines the "
+                "participants, may be stopped"
             ) from None

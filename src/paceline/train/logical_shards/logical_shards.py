@@ -114,7 +114,7 @@ class LogicalShards:
         rank, size = self._group.rank(), self._group.size()
         if isinstance(module, DistributedDataParallel):
             raise TypeError(
-                "LogicalShards got a DistributedDataParallel, which averages over ranks; give it the module inside"
+                "LogicalShards got a DistributedDataParallel, which averages over ranks; pass the module inside"
             )
         if count < size:
             raise ValueError(

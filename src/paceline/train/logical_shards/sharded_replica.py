@@ -82,12 +82,12 @@ class ShardedReplica:
         size = group.size()
         if count < size or count & (count - 1) or size & (size - 1):
             raise ValueError(
-                f"rank {group.me.rank}: logical_shards is {count} with {size} ranks; both must be powers "
-                "of two, and no more ranks than shards. LogicalShards takes other numbers"
+                f"rank {group.me.rank}: logical_shards is {count} with {size} ranks; both must be powers of two, and "
+                "no more ranks than shards. LogicalShards supports other numbers"
             )
         if tracked.sparse:
             raise TypeError(
-                f"parameter {min(tracked.sparse)!r} has sparse gradients, which are not added in a fixed order; make "
+                f"parameter {min(tracked.sparse)!r} has sparse gradients, which are not added in a fixed order; create "
                 "its layer with sparse=False, or leave deterministic=True out"
             )
         self._module, self._tracked = module, tracked
@@ -155,8 +155,8 @@ class ShardedReplica:
         samples = tensor.shape[self._dim]
         if samples % self._local:
             raise ValueError(
-                f"rank {self._group.me.rank}: a batch of {samples} samples cannot be dealt out to "
-                f"the {self._local} shards of a rank; use a batch_size that {self._local} divides, and drop_last=True"
+                f"rank {self._group.me.rank}: a batch of {samples} samples cannot be divided among the {self._local} "
+                f"shards of a rank; use a batch_size that {self._local} divides, and drop_last=True"
             )
         apart: torch.Tensor = tensor.unflatten(self._dim, (samples // self._local, self._local))
         return apart.select(self._dim + 1, shard).clone(memory_format=torch.contiguous_format)

@@ -65,7 +65,7 @@ def agreed_rows(
             )
         if seen == _UNEVEN:
             raise ValueError(
-                f"{who} are no tensors with the same number of samples along dimension 0; pass such tensors"
+                f"{who} are not tensors with the same number of samples along dimension 0; pass such tensors"
             )
     if wanted not in (_NOT_NEEDED, rows):
         raise ValueError(
@@ -105,7 +105,7 @@ def into_stages(layers: Sequence[nn.Module], stages: int, split: Sequence[int] |
     if split is not None:
         if len(split) != stages or sum(split) != len(layers) or min(split) < 1:
             raise ValueError(
-                f"Pipeline: split={list(split)} must be {stages} numbers of at least 1, one a stage, whose sum is "
+                f"Pipeline: split={list(split)} must be {stages} numbers of at least 1, one per stage, whose sum is "
                 f"{len(layers)}, the number of layers"
             )
         ends = list(accumulate(split))
@@ -206,7 +206,7 @@ class Pipeline(nn.Module):
         super().__init__()
         chosen = resolve(group)
         if chosen is None:
-            raise ValueError("Pipeline: this rank is not in the group; make the pipeline on the group's ranks only")
+            raise ValueError("Pipeline: this rank is not in the group; create the pipeline on the group's ranks only")
         self._group: ProcessGroup = chosen
         self._replicas = None if data_parallel_group is None else resolve(data_parallel_group)
         self._loss: LossFunction = partial(loss)  # `partial` keeps a loss module from being registered as a submodule
@@ -438,7 +438,7 @@ def describe_undivided(names: Sequence[str], layers: Sequence[nn.Module], whole:
     keys = {_within(paths[name], key) for name, layer in zip(names, layers, strict=True) for key in layer.state_dict()}
     if whole is not None and (missing := sorted(whole.state_dict().keys() - keys)):
         raise ValueError(
-            f"Pipeline: none of the layers has {missing[0]!r} of the whole model; give all of its layers, in the order "
+            f"Pipeline: none of the layers has {missing[0]!r} of the whole model; pass all of its layers, in the order "
             "in which they run"
         )
     for number, parameter in enumerate(parameters):
@@ -457,8 +457,8 @@ def _found(names: Sequence[str], layers: Sequence[nn.Module], whole: nn.Module) 
     for name, layer in zip(names, layers, strict=True):
         if id(layer) not in paths and layer.state_dict():
             raise ValueError(
-                f"Pipeline: layer {name}, a {type(layer).__name__}, is no module of the whole model; take the layers "
-                "from it"
+                f"Pipeline: layer {name}, a {type(layer).__name__}, is not a module of the whole model; take the "
+                "layers from it"
             )
     return {name: paths.get(id(layer), name) for name, layer in zip(names, layers, strict=True)}
 

@@ -170,7 +170,7 @@ def make_pipeline_schedule(name: str, ranks: int, micro_batches: int, stages_per
         ValueError: the name is unknown, or the schedule does not support one of the numbers.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"pipeline: there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
+        raise ValueError(f"pipeline: unknown schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
     for what, number in (("ranks", ranks), ("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
         if number < 1:
             raise ValueError(f"pipeline: {what} is {number}; it must be at least 1")
@@ -187,7 +187,7 @@ def _alternated(forwards: list[Task], backwards: list[Task], ahead: int) -> tupl
 def _require_single(stages_per_rank: int, name: str) -> None:
     if stages_per_rank != 1:
         raise ValueError(
-            f"pipeline: the schedule {name!r} has one stage a rank, not {stages_per_rank}; use 'interleaved'"
+            f"pipeline: the schedule {name!r} has one stage per rank, not {stages_per_rank}; use 'interleaved'"
         )
 
 
@@ -346,7 +346,7 @@ def _require_all_tasks(plan: PipelineSchedule) -> None:
             forward, backward, of_input, weight = (Task(stage, micro_batch, phase) for phase in PipelinePhase)
             for task in (forward, backward, of_input, weight):
                 if counted[task] > 1:
-                    raise PipelineFaultError(f"{plan.name}: task {task} is there {counted[task]} times")
+                    raise PipelineFaultError(f"{plan.name}: task {task} occurs {counted[task]} times")
                 if counted[task] and task not in plan.orders[rank]:
                     raise PipelineFaultError(f"{plan.name}: task {task} is not on rank {rank}, which has its stage")
             whole, parts = counted[backward], (counted[of_input], counted[weight])
@@ -367,7 +367,7 @@ def _require_all_messages(program: PipelineProgram) -> None:
         tasks = [step for step in steps if isinstance(step, Task)]
         wanted = Counter(transfer for task in tasks for transfer in _transfers(task, plan))
         if tuple(tasks) != plan.orders[rank]:
-            raise PipelineFaultError(f"{plan.name}: rank {rank} computes other tasks than the plan says")
+            raise PipelineFaultError(f"{plan.name}: rank {rank} computes different tasks than the plan")
         for transfer in (done - wanted) + (wanted - done):
             raise PipelineFaultError(
                 f"{plan.name}: rank {rank} has '{transfer.action.value}' {done[transfer]} times for "
@@ -417,7 +417,7 @@ def _run(program: PipelineProgram, blocks: bool) -> None:
         moves = _deliver(ranks, arrived, blocks) or moves
     stuck = [f"rank {number} at {_step_text(step)}" for number, rank in enumerate(ranks) if (step := rank.next)]
     if stuck:
-        raise PipelineFaultError(f"{plan.name}: the ranks wait for one another: {'; '.join(stuck)}")
+        raise PipelineFaultError(f"{plan.name}: the ranks wait for each other: {'; '.join(stuck)}")
 
 
 def _deliver(ranks: list[_Rank], arrived: set[StageMessage], blocks: bool) -> bool:

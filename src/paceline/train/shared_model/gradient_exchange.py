@@ -54,7 +54,7 @@ def groups_by_host(group: ProcessGroup) -> HostGroups:
     ranks = host_ranks(group)
     if ranks is None:
         raise ValueError(
-            f"{group.me}: the group's backend is {group.backend!r}, which gives ranks no memory that they share; a "
+            f"{group.me}: the group's backend is {group.backend!r}, which does not provide shared memory; a "
             "SharedModelOptimizer needs the engine 'paceline'"
         )
     everyone = {tuple(json.loads(data)) for data in group.all_gather_bytes(json.dumps(ranks.here).encode())}
@@ -282,7 +282,7 @@ class GradientExchange:
                 indices = [i for i, param in enumerate(self._params) if present[i] and param.dtype == dtype]
                 if indices:
                     params = [param for i in indices if isinstance(param := self._params[i], nn.Parameter)]
-                    assert len(params) == len(indices), "the optimizer has tensors that are no parameters"
+                    assert len(params) == len(indices), "the optimizer has tensors that are not parameters"
                     self._buckets.append((indices, BucketGradients(params, [self._names[i] for i in indices])))
         self._addresses = [0] * len(self._params)
         self._kept = []

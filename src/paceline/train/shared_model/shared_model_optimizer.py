@@ -192,8 +192,8 @@ class SharedModelOptimizer(PartitionedOptimizer):
         if self._join_config.enable:
             raise RuntimeError(
                 f"rank {self.process_group.me.rank}: clip_grad_norm_() and GradScaler need the averages of all ranks' "
-                "gradients before step(), and within Join a rank without inputs takes part only in step(); leave them "
-                "out"
+                "gradients before step(), and within Join a rank without inputs only participates in step(); leave "
+                "them out"
             )
         if not self._has_averages or self._exchange.is_outdated():
             self._agree()

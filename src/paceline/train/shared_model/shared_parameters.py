@@ -53,8 +53,8 @@ _version = attrgetter("_version")
 _of_modules: weakref.WeakKeyDictionary[nn.Module, SharedParameters] = weakref.WeakKeyDictionary()
 
 _TORN = (
-    "The parameters that the ranks of this host share are therefore updated only in part, and are those of no step; "
-    "load a checkpoint in a new group of ranks"
+    "The parameters that the ranks of this host share are therefore only partly updated, and belong to no step; load a "
+    "checkpoint in a new group of ranks"
 )
 
 
@@ -191,8 +191,8 @@ class SharedParameters:
                 raise ValueError(
                     f"rank {self._group.me.rank}: within full_parameters(), parameter {name!r} became {tensor.dtype} "
                     f"of shape {list(tensor.shape)} and strides {list(tensor.stride())}; it was {shared.dtype} of "
-                    f"shape {list(shared.shape)} and strides {list(shared.stride())}, and must stay so. Change the "
-                    "module before the SharedModelOptimizer is made"
+                    f"shape {list(shared.shape)} and strides {list(shared.stride())}, and must not change. Change the "
+                    "module before the SharedModelOptimizer is created"
                 )
 
     def _first_difference(self, now: Sequence[object], before: Sequence[object]) -> str:
@@ -228,11 +228,11 @@ def named_with(module: nn.Module, others: Sequence[torch.Tensor]) -> dict[str, t
 def unshareable_reason(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Exception | None:
     """Returns an error if the parameters cannot be shared, or None."""
     for name in collect_tracked(module).sparse:
-        return ValueError(f"{name!r} has sparse gradients, of which no rank can own a slice; use sparse=False")
+        return ValueError(f"{name!r} has sparse gradients, which cannot be divided into slices; use sparse=False")
     ends: list[tuple[int, int, str]] = []
     for name, param in named.items():
         if nn.parameter.is_lazy(param):
-            return ValueError(f"{name!r} has no shape yet; call the module once, then make the SharedModelOptimizer")
+            return ValueError(f"{name!r} has no shape yet; call the module once, then create the SharedModelOptimizer")
         if not param.is_cpu:
             return ValueError(f"{name!r} is on {param.device}; a host's ranks share only memory of CPU tensors")
         if not is_dense(param):

@@ -185,7 +185,7 @@ class PrepareModuleInput(ParallelStyle):
         if len(self._layouts) != len(self._desired):
             raise ValueError(
                 f"PrepareModuleInput: there are {len(self._layouts)} input_layouts and {len(self._desired)} "
-                "desired_input_layouts; give one of each for every positional argument"
+                "desired_input_layouts; pass one of each for every positional argument"
             )
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
@@ -220,7 +220,7 @@ class PrepareModuleOutput(ParallelStyle):
         if len(self._layouts) != len(self._desired):
             raise ValueError(
                 f"PrepareModuleOutput: there are {len(self._layouts)} output_layouts and {len(self._desired)} "
-                "desired_output_layouts; give one of each for every output"
+                "desired_output_layouts; pass one of each for every output"
             )
 
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
@@ -336,8 +336,8 @@ def parallelize_module(
         if own is None or own.dim != dim:
             raise ValueError(
                 "parallelize_module: two modules share a weight, and the plan divides it along different dimensions; "
-                "choose styles that divide it alike, such as RowwiseParallel for an embedding and ColwiseParallel for "
-                "the linear layer that it is tied to"
+                "choose styles that divide it in the same way, such as RowwiseParallel for an embedding and "
+                "ColwiseParallel for the linear layer that it is tied to"
             )
         return part
 
@@ -345,7 +345,7 @@ def parallelize_module(
         found = [(name, submodule) for name, submodule in module.named_modules() if _matches(name, pattern)]
         if not found:
             raise ValueError(
-                f"parallelize_module: no module is called {pattern!r}; the names are those of model.named_modules()"
+                f"parallelize_module: no module has the name {pattern!r}; the names are those of model.named_modules()"
             )
         for name, submodule in found:
             style.apply(submodule, name, group, divide)

@@ -79,7 +79,7 @@ class ClippingWatch:
                     f"{self._me}: the gradient of {name!r} was changed between backward and step(), where it is "
                     f"{self._description}. If torch.nn.utils.clip_grad_norm_ did that, each rank has clipped by "
                     "another norm: call optimizer.clip_grad_norm_(max_norm) instead, which clips by that of the "
-                    "averages. Only a factor that is the same on every rank does no harm",
+                    "averages. Only a factor that is the same on every rank is harmless",
                     RuntimeWarning,
                     stacklevel=2,
                 )

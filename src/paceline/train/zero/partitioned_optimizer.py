@@ -62,7 +62,8 @@ def require_fit(group: ProcessGroup, stage: int, module: nn.Module | None, optim
     if stage == 3 and len(devices) > 1:
         raise ValueError(
             f"{me}: stage=3 got a module with parameters on {' and '.join(map(str, devices))}; autograd would gather "
-            "and reduce the layers of several devices in another order on each rank. Use stage=2, or one device a rank"
+            "and reduce the layers of several devices in another order on each rank. Use stage=2, or one device per "
+            "rank"
         )
     require_one_evaluation(optimizer_class, group)
 

@@ -278,8 +278,8 @@ class ShardedParameters:
             if (other := int(unit)) != number:
                 ranks, names = self._group.ranks, [unit.name or "the module itself" for unit in self._units]
                 raise CollectiveMismatchError(
-                    f"rank {ranks[self._group.rank()]} runs layer {names[number]!r} where rank {ranks[owner]} runs "
-                    f"{names[other]!r}. With stage=3 every rank must go through the same layers in the same order"
+                    f"rank {ranks[self._group.rank()]} runs layer {names[number]!r} while rank {ranks[owner]} runs "
+                    f"{names[other]!r}. With stage=3 every rank must run the same layers in the same order"
                 )
 
     @eager

@@ -153,9 +153,9 @@ class Shard:
             if self.param.shape != self.shape or self.param.stride() != self.strides:
                 raise RuntimeError(
                     f"a parameter had the shape {list(self.shape)} and the strides {list(self.strides)} when the "
-                    f"ZeroRedundancyOptimizer was made, and has the shape {list(self.param.shape)} and the strides "
-                    f"{list(self.param.stride())} now. Change the module first, for example with module.to(), and make "
-                    "the optimizer afterwards"
+                    f"ZeroRedundancyOptimizer was created, but has the shape {list(self.param.shape)} and the strides "
+                    f"{list(self.param.stride())} now. Change the module first, for example with module.to(), and "
+                    "create the optimizer afterwards"
                 )
             assert self.updated is not None
             self.updated.data = self.run(self.param.data)

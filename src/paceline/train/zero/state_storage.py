@@ -52,7 +52,7 @@ class FileMemory:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{me}: offload: no file can be made in {self._directory}: {error.strerror}; give a directory on a "
+                f"{me}: offload: no file can be created in {self._directory}: {error.strerror}; pass a directory on a "
                 "local disk that this process may write to",
             ) from error
         weakref.finalize(self, self._file.close)
@@ -92,8 +92,9 @@ class FileMemory:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{self._me}: offload: the optimizer needs {length / 1e6:.0f} MB more in {self._directory}, besides "
-                f"{self._nbytes / 1e6:.0f} MB that it has: {error.strerror}; make room, or give another directory",
+                f"{self._me}: offload: the optimizer needs {length / 1e6:.0f} MB more in {self._directory}, in "
+                f"addition to {self._nbytes / 1e6:.0f} MB that it has: {error.strerror}; free some space, or pass "
+                "another directory",
             ) from error
         mapped = mmap.mmap(self._file.fileno(), length, mmap.MAP_SHARED, offset=self._nbytes)
         self._nbytes += length
@@ -131,7 +132,7 @@ class StateStorage:
         """Creates the file if needed; returns an error if that fails or the settings do not suit the parameters."""
         if self._offload == _CPU and any(param.is_cpu for param in params):
             return ValueError(
-                f"{self._me}: offload='cpu' has no meaning for parameters that are on the CPU; give a directory, to "
+                f"{self._me}: offload='cpu' has no meaning for parameters that are on the CPU; pass a directory to "
                 "keep the optimizer's state in a file"
             )
         try:

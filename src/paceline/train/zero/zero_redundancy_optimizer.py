@@ -232,7 +232,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         if self.stage == 3:
             raise ValueError(
                 f"rank {self.process_group.me.rank}: Join got a ZeroRedundancyOptimizer with stage=3, whose parameters "
-                "are gathered in forward, and a rank without inputs makes no forward; use stage=2"
+                "are gathered in forward, and a rank without inputs runs no forward pass; use stage=2"
             )
         return super().join_hook(**kwargs)
 

@@ -56,7 +56,7 @@ def test_attempts_have_growing_pauses_until_the_deadline(clock, opened):
 
 def test_another_error_is_raised_at_once(clock):
     def refused(_: float) -> socket.socket:
-        raise ConnectionRefusedError("nobody listens there")
+        raise ConnectionRefusedError("no process listens there")
 
     with pytest.raises(ConnectionRefusedError):
         bootstrap.dial(refused, b"k" * 32, PeerHello("links"), clock.now_s + TIMEOUT_S)

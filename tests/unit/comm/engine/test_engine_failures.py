@@ -80,7 +80,7 @@ def _impatient(monkeypatch):
 def test_a_silent_rank_elsewhere_did_not_come():
     failure, text = finds(dist.HashStore(), members(ProcessIdentity.mine(), ELSEWHERE))
     assert failure.code == OutcomeCode.TIMED_OUT and failure.missing == [1]
-    assert "rank 1 (host, pid 101) did not come" in text
+    assert "rank 1 (host, pid 101) did not reach the call" in text
 
 
 def test_a_silent_rank_elsewhere_did_not_answer_rather_than_die():
@@ -118,7 +118,10 @@ def test_a_rank_does_not_name_itself_when_the_store_is_gone():
     assert failure.gone == [0]
     assert "rank 0 (host, pid 100) did not answer" in text
     failure, text = finds(Gone(), members(ELSEWHERE, ProcessIdentity.mine()), rank=1)
-    assert failure.code == OutcomeCode.TIMED_OUT and "the engine cannot tell who did not come" in text
+    assert (
+        failure.code == OutcomeCode.TIMED_OUT
+        and "the engine cannot identify the ranks that did not reach the call" in text
+    )
 
 
 def test_a_process_that_ended_with_the_store_is_not_called_dead():

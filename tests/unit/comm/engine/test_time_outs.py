@@ -26,7 +26,7 @@ def timed_out(**seen: object) -> CallFailure:
 def test_those_who_did_not_come_are_named():
     message = told(timed_out(missing=[2]))
     assert message.startswith("rank 0 (host, pid 100): barrier() timed out after 2.0 s; rank 2 (host, pid 102) did not")
-    assert "wait in" not in message and "took another way through the program" in message
+    assert "wait in" not in message and "took a different path through the program" in message
 
 
 @pytest.mark.parametrize("name", [3, 5])
@@ -34,35 +34,45 @@ def test_a_rank_that_waits_is_named_with_what_it_waits_for(name):
     """Whether that one is in the group or not."""
     message = told(timed_out(missing=[2], waiting=[2], held_by=[name]))
     culprit = EVERYBODY[name]
-    assert f"rank 2 (host, pid 102) did not come because it waits in another call, which {culprit} holds up" in message
+    assert (
+        f"rank 2 (host, pid 102) did not reach the call because it waits in another call, which is delayed by {culprit}"
+        in message
+    )
     assert f"Look at {culprit} first" in message and "stopped" in message
 
 
 def test_ranks_that_wait_are_told_from_the_one_that_is_to_blame():
     message = told(timed_out(missing=[1, 2, 3], waiting=[1, 2]))
-    assert "; rank 3 (host, pid 103) did not come; rank 1 (host, pid 101), rank 2 (host, pid 102) did not" in message
-    assert "because they wait in another call, which rank 3 (host, pid 103) holds up" in message
+    assert (
+        "; rank 3 (host, pid 103) did not reach the call; rank 1 (host, pid 101), rank 2 (host, pid 102) did not"
+        in message
+    )
+    assert "because they wait in another call, which is delayed by rank 3 (host, pid 103)" in message
     assert "Look at rank 3 (host, pid 103) first" in message
 
 
 def test_ranks_that_wait_for_each_other_are_told_so():
     message = told(timed_out(missing=[1], waiting=[1]))
-    assert "rank 1 (host, pid 101) did not come because it waits in another call for ranks that wait as well" in message
+    assert (
+        "rank 1 (host, pid 101) did not reach the call because it waits in another call for ranks that are waiting too"
+    ) in message
     assert "The ranks wait for each other" in message
 
 
 def test_a_rank_that_was_missed_is_told_so_and_what_kept_it():
     late = told(timed_out(missing=[2, 3], waiting=[2]), 2)
-    assert "on rank 0 (host, pid 100), which had waited for this rank in vain; rank 3 (host, pid 103) did not" in late
-    assert "; this rank waited in another call, which rank 3 (host, pid 103) holds up" in late
+    assert "on rank 0 (host, pid 100), which was waiting for this rank; rank 3 (host, pid 103) did not" in late
+    assert "; this rank waited in another call, which is delayed by rank 3 (host, pid 103)" in late
     guilty = told(timed_out(missing=[2, 3], waiting=[2]), 3)
-    assert "rank 2 (host, pid 102) did not come because it waits in another call, which this rank holds up" in guilty
+    assert (
+        "rank 2 (host, pid 102) did not reach the call because it waits in another call, which is delayed by this rank"
+    ) in guilty
     assert "Look at" not in guilty
 
 
 def test_a_rank_that_came_and_was_stopped_is_named():
     message = told(timed_out(missing=[2], came=True))
-    assert "; rank 2 (host, pid 102) came to the call but did not complete it" in message
+    assert "; rank 2 (host, pid 102) reached the call but did not complete it" in message
 
 
 def test_a_rank_that_left_after_a_time_out_says_because_of_whom():

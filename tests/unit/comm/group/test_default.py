@@ -8,11 +8,11 @@ import paceline as dist
 
 
 def test_an_unknown_backend_and_a_missing_group_are_named():
-    with pytest.raises(ValueError, match="backend 'telepathy' is not known; there are paceline"):
+    with pytest.raises(ValueError, match="backend 'telepathy' is not known; the backends are paceline"):
         dist.init_process_group("telepathy")
-    with pytest.raises(ValueError, match="mpi takes tensors on cpu, not on cuda; one engine for each type"):
+    with pytest.raises(ValueError, match="mpi takes tensors on cpu, not on cuda; to choose one engine per device type"):
         dist.init_process_group("cuda:mpi")
-    with pytest.raises(ValueError, match="names two engines for cpu"):
+    with pytest.raises(ValueError, match="specifies two engines for cpu"):
         dist.init_process_group("cpu:paceline,paceline")
     with pytest.raises(ValueError, match="call paceline.init_process_group"):
         dist.get_rank()
@@ -47,7 +47,9 @@ def test_explain_takes_names_and_lists_them_for_an_unknown_one():
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.explain("all_reduce", 1024).startswith("all_reduce of 1,024 bytes on 1 ranks, 1 host")
-        with pytest.raises(ValueError, match=r"explain: there is no operation 'all_reduc'; there are all_reduce, br"):
+        with pytest.raises(
+            ValueError, match=r"explain: unknown operation 'all_reduc'; the operations are all_reduce, br"
+        ):
             dist.explain("all_reduc", 1024)
     finally:
         dist.destroy_process_group()

@@ -84,7 +84,7 @@ def test_all_numbers_can_be_held():
     numbers: NumberTable[int] = NumberTable()
     for holder in range(FIRST, LAST + 1):
         numbers.take(0, holder)
-    with pytest.raises(OSError, match="all numbers from 1024 to 28999 are held"):
+    with pytest.raises(OSError, match="all numbers from 1024 to 28999 are in use"):
         numbers.take(0, 0)
     numbers.release(FIRST + 7)
     assert numbers.take(0, 0) == FIRST + 7

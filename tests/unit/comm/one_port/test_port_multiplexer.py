@@ -109,7 +109,7 @@ def test_nobody_holds_a_number_that_was_given_back(gate):
         return False
 
     wait_until(is_free)  # the gate is told by the end of a connection
-    with pytest.raises(ConnectionRefusedError, match=f"of {HERE} waits for connections to number 7 behind port {gate}"):
+    with pytest.raises(ConnectionRefusedError, match=f"on {HERE} accepts connections to number 7 of port {gate}"):
         dialer.dial((HERE, 7), DEADLINE_S)
 
 
@@ -119,7 +119,7 @@ def test_a_taken_number_is_refused_until_its_holder_ends(gate, monkeypatch):
         listen_at_number(HERE, 29500, gate)
     assert caught.value.errno == errno.EADDRINUSE
     monkeypatch.setattr("paceline.comm.store.tcp_store.is_loopback", lambda _: False)
-    with pytest.raises(PortInUseError, match=f"share port {gate} of {HERE}.*number 29500.*choose another one"):
+    with pytest.raises(PortInUseError, match=f"share port {gate} of {HERE}.*number 29500.*choose another port"):
         listen(HERE, 29500, b"s" * 32)
     first.close()
     listen_at_number(HERE, 29500, gate).close()  # the next one need not wait until the gate has noticed
@@ -169,7 +169,7 @@ def test_silent_strangers_keep_nobody_out(gate):
 
 def test_who_does_not_know_of_the_port_is_told(gate):
     listening = listen_at_number(HERE, 5, gate)
-    refused = pytest.raises(AuthenticationError, match="one port leads to all listeners .* the same PACELINE_PORT")
+    refused = pytest.raises(AuthenticationError, match="one port serves all listeners .* the same PACELINE_PORT")
     with socket.create_connection((HERE, gate), DEADLINE_S) as connection, refused:
         prove(connection, KEY, PeerHello("node"), DEADLINE_S)
     listening.close()

@@ -77,7 +77,7 @@ def test_a_scheme_has_one_handler(scheme):
 
 @pytest.mark.parametrize("scheme", ["", "7up", "a b", "tcp://"])
 def test_what_is_no_scheme_is_refused(scheme):
-    with pytest.raises(ValueError, match="is not a scheme"):
+    with pytest.raises(ValueError, match="is not a valid scheme"):
         register_rendezvous_handler(scheme, lambda *_, **__: iter(()))
 
 
@@ -99,7 +99,7 @@ def test_a_handler_that_is_wrong_is_named(given, said):
 
 def test_a_rank_that_is_given_twice_is_refused():
     register_rendezvous_handler("lobby", lambda *_, **__: iter([(HashStore(), 0, 1)]))
-    with pytest.raises(ValueError, match=r"rank stands in .* and is an argument as well"):
+    with pytest.raises(ValueError, match=r"rank is in .* and is also an argument"):
         rendezvous("lobby://twice-given?rank=0", None, -1, 0, 1)
 
 

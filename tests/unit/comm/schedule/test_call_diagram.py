@@ -56,12 +56,12 @@ def test_the_command_writes_a_file_or_prints(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--draw", "rign"], "there is no algorithm 'rign'"),
-        (["--draw", "ring", "--operation", "sum"], "there is no operation 'sum'"),
-        (["--draw", "ring", "--ranks", "65"], "a picture of 65 ranks could not be read"),
+        (["--draw", "rign"], "unknown algorithm 'rign'"),
+        (["--draw", "ring", "--operation", "sum"], "unknown operation 'sum'"),
+        (["--draw", "ring", "--ranks", "65"], "a diagram of 65 ranks would not be legible"),
         (["--draw", "ring", "--ranks", "9", "--per-node", "2"], "9 ranks cannot be divided"),
         (["--draw", "ring", "--ranks", "60"], "7,080 messages"),
-        (["--draw", "ring", "--links", "region=1gbit"], "says nothing of the nodes' links"),
+        (["--draw", "ring", "--links", "region=1gbit"], "does not describe the links between nodes"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_with_the_reason(flags, why, capsys):

@@ -20,7 +20,7 @@ def test_links_are_read_as_people_write_them():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "names no link"),
+        ("", "specifies no link"),
         ("node=fast", "'fast' is neither a rate like 25gbit"),
         ("node=0.05ms", "the link 'node' .* has no rate"),
         ("node=1gbit,loss=high", "'loss=high' is neither"),
@@ -35,11 +35,11 @@ def test_what_is_no_link_is_refused_with_the_reason(text, why):
 
 
 def test_a_network_lists_every_rank_once():
-    with pytest.raises(ValueError, match="hosts must list each rank from 0 on once"):
+    with pytest.raises(ValueError, match="hosts must list each rank exactly once"):
         Network(((0, 1), (1, 2)), LINK, LINK)
-    with pytest.raises(ValueError, match="each in one group at most"):
+    with pytest.raises(ValueError, match="each in at most one group"):
         Network(((0,), (1,)), LINK, LINK, groups=(UplinkGroup("a", (0, 1), LINK), UplinkGroup("b", (1,), LINK)))
-    with pytest.raises(ValueError, match="name hosts from 0 to 1"):
+    with pytest.raises(ValueError, match="refer to hosts 0 to 1"):
         Network(((0,), (1,)), LINK, LINK, nodes={2: LINK})
 
 

@@ -129,7 +129,7 @@ def test_an_operation_with_results_of_each_rank_is_refused():
 
 
 def test_a_rank_that_waits_for_ever_is_named():
-    with pytest.raises(ScheduleError, match=r"rank 0, step 0 .*waits for ever"):
+    with pytest.raises(ScheduleError, match=r"rank 0, step 0 .*waits forever"):
         require_equal_bits(two_ranks([receive(1, OWN_OUTPUT)], [receive(0, OWN_OUTPUT)]))
 
 
@@ -137,8 +137,8 @@ def test_a_rank_that_waits_for_ever_is_named():
     ("steps", "said"),
     [
         ([send(1, BufferSlice(Buffer.WIRE, 0, 2))], "one by one"),
-        ([copy(OWN_OUTPUT, SLOT)], "COPY takes no blocks of WIRE"),
-        ([combine(1, SLOT, SLOT)], "REDUCE takes no blocks of WIRE"),
+        ([copy(OWN_OUTPUT, SLOT)], "COPY cannot use blocks of WIRE"),
+        ([combine(1, SLOT, SLOT)], "REDUCE cannot use blocks of WIRE"),
         ([pack(OWN_OUTPUT, SLOT)], "PACK writes into WIRE"),
         ([unpack(SLOT, OWN_OUTPUT)], "UNPACK and ADD read from there"),
         ([add(SLOT, SLOT)], "UNPACK and ADD read from there"),
@@ -156,7 +156,7 @@ def test_a_packed_block_is_not_kept_where_another_was():
     blocks = [BufferSlice(Buffer.OUTPUT, 0), BufferSlice(Buffer.OUTPUT, 1)]
     steps = [pack(SLOT, blocks[0]), pack(SLOT, blocks[1])]
     schedules = [schedule._replace(blocks=2) for schedule in two_ranks(steps, [])]
-    with pytest.raises(ScheduleError, match="is kept where another block was"):
+    with pytest.raises(ScheduleError, match="is stored in place of another block"):
         verify(schedules)
 
 

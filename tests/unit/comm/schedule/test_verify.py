@@ -111,7 +111,7 @@ def test_a_contribution_counted_twice_is_found():
 
 def test_a_cycle_of_waits_is_found():
     relay = [receive(1, OWN_OUTPUT), send(1, OWN_OUTPUT)], [receive(0, OWN_OUTPUT), send(0, OWN_OUTPUT)]
-    with pytest.raises(ScheduleError, match=r"rank 0, step 1 \(SEND OUTPUT\[0\] to 1\): waits for ever"):
+    with pytest.raises(ScheduleError, match=r"rank 0, step 1 \(SEND OUTPUT\[0\] to 1\): waits forever"):
         verify(by_hand(Operation.BROADCAST, *relay, root=0))
 
 
@@ -120,12 +120,12 @@ def test_a_cycle_that_only_a_buffering_link_would_break_is_found():
         [send(1, OWN_OUTPUT), combine(1, OWN_OUTPUT, OWN_OUTPUT, final=True)],
         [send(0, OWN_OUTPUT), combine(0, OWN_OUTPUT, OWN_OUTPUT, final=True)],
     ]
-    with pytest.raises(ScheduleError, match="waits for ever"):
+    with pytest.raises(ScheduleError, match="waits forever"):
         verify(by_hand(Operation.ALL_REDUCE, *exchange))
 
 
 def test_a_cycle_of_waits_in_a_barrier_is_found():
-    with pytest.raises(ScheduleError, match="waits for ever"):
+    with pytest.raises(ScheduleError, match="waits forever"):
         verify(
             by_hand(Operation.BARRIER, [receive(1, NOTHING), send(1, NOTHING)], [receive(0, NOTHING), send(0, NOTHING)])
         )
@@ -133,7 +133,7 @@ def test_a_cycle_of_waits_in_a_barrier_is_found():
 
 def test_a_barrier_that_lets_a_rank_leave_early_is_found():
     steps = [send(1, NOTHING)], [receive(0, NOTHING), send(2, NOTHING)], [receive(1, NOTHING)]
-    with pytest.raises(ScheduleError, match="rank 0 may leave before rank 2 has come"):
+    with pytest.raises(ScheduleError, match="rank 0 may leave before rank 2 has arrived"):
         verify(by_hand(Operation.BARRIER, *steps))
 
 
@@ -144,7 +144,7 @@ def test_a_barrier_does_not_pass_for_news_that_come_by_chance():
         [send(0, NOTHING), receive(0, NOTHING)],
         [send(0, NOTHING), receive(0, NOTHING)],
     )
-    with pytest.raises(ScheduleError, match="rank 1 may leave before rank 2 has come"):
+    with pytest.raises(ScheduleError, match="rank 1 may leave before rank 2 has arrived"):
         verify(by_hand(Operation.BARRIER, *steps))
 
 
@@ -176,17 +176,17 @@ def test_different_numbers_of_blocks_are_found():
 
 def test_blocks_in_exchanged_places_are_found():
     broadcast = [send(1, BufferSlice(Buffer.OUTPUT, 0))], [receive(0, BufferSlice(Buffer.OUTPUT, 1))]
-    with pytest.raises(ScheduleError, match=r"block 0 is kept in OUTPUT\[1\]"):
+    with pytest.raises(ScheduleError, match=r"block 0 is stored in OUTPUT\[1\]"):
         verify(by_hand(Operation.BROADCAST, *broadcast, root=0, blocks=2))
 
 
 def test_a_relay_in_all_to_all_is_found():
-    """Blocks of another pair have another size."""
+    """Blocks of another pair have a different size."""
     exchange = (
         [copy(OWN_OUTPUT, OWN_INPUT), send(1, BufferSlice(Buffer.INPUT, 1)), receive(1, BufferSlice(Buffer.OUTPUT, 1))],
         [receive(0, BufferSlice(Buffer.OUTPUT, 1)), send(0, BufferSlice(Buffer.OUTPUT, 1))],
     )
-    with pytest.raises(ScheduleError, match="another size"):
+    with pytest.raises(ScheduleError, match="a different size"):
         verify(by_hand(Operation.ALL_TO_ALL, *exchange, blocks=2))
 
 

@@ -175,7 +175,7 @@ def test_another_secret_is_refused_at_once(door):
 
 def test_a_plain_member_learns_what_is_missing(door, caplog):
     with door.connect() as plain, caplog.at_level(logging.WARNING):
-        with pytest.raises(AuthenticationError, match="takes encrypted connections only.*--security encrypt"):
+        with pytest.raises(AuthenticationError, match="accepts only encrypted connections.*--security encrypt"):
             prove(plain, derive_key(SECRET, CHANNEL), PeerHello(CHANNEL))
         assert plain.recv(1) == b""
     assert "connected without encryption" in caplog.text

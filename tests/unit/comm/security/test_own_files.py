@@ -75,10 +75,10 @@ def test_a_store_follows_no_link(tmp_path):
     precious.write_text("precious")
     precious.chmod(0o600)
     link.symlink_to(precious)
-    with pytest.raises(StoreError, match=rf"{link} is a link"):
+    with pytest.raises(StoreError, match=rf"{link} is a symbolic link"):
         FileStore(link)
     os.link(precious, tmp_path / "name")
-    with pytest.raises(StoreError, match=r"is one of 2 names of a file"):
+    with pytest.raises(StoreError, match=r"is one of 2 hard links to a file"):
         FileStore(tmp_path / "name")
     assert precious.read_text() == "precious"
 
@@ -88,7 +88,7 @@ def test_a_file_that_is_no_store_keeps_its_content(tmp_path, content):
     path = tmp_path / "precious"
     path.write_text(content)
     path.chmod(0o600)
-    with pytest.raises(StoreError, match="holds something else than a store"):
+    with pytest.raises(StoreError, match="the file is not a store"):
         FileStore(path)
     assert path.read_text() == content
 
@@ -135,7 +135,7 @@ def test_a_directory_for_meetings_is_this_users(tmp_path, monkeypatch):
     Path(own_directory()).rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / f"paceline-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RendezvousError, match="is not a directory of user 0 alone"):
+    with pytest.raises(RendezvousError, match="is not a directory that only user 0 can access"):
         own_directory()
 
 
@@ -148,7 +148,7 @@ def test_a_job_is_not_recorded_in_a_directory_of_another_user(tmp_path, monkeypa
     assert directory.path is None and os.listdir(tmp_path / "runs") == []
     assert directory.remark is not None and directory.remark.startswith("`paceline runs` will not list this job: ")
     assert directory.remark.endswith(
-        f" belongs to user {SOMEBODY}, who could replace what is in it; choose a directory of user 0"
+        f" belongs to user {SOMEBODY}, who could replace its contents; choose a directory of user 0"
     )
 
 

@@ -92,7 +92,7 @@ def test_another_file_of_that_number_is_no_secret(
     taken = os.open(other, os.O_RDONLY)
     os.dup2(taken, inherited.fd)
     os.close(taken)
-    with pytest.raises(ValueError, match=f"is another file, {other}.*pass_fds.*set PACELINE_SECRET"):
+    with pytest.raises(ValueError, match=f"is a different file, {other}.*pass_fds.*set PACELINE_SECRET"):
         job_secret()
     monkeypatch.setenv("PACELINE_SECRET", "v" * 32)
     assert job_secret() == b"v" * 32
@@ -102,7 +102,7 @@ def test_a_memory_file_of_another_job_is_no_secret(inherited: SecretFile) -> Non
     other = SecretFile.create(b"o" * 32)
     os.dup2(other.fd, inherited.fd)
     os.close(other.fd)
-    with pytest.raises(ValueError, match="another file, /memfd:paceline-secret"):
+    with pytest.raises(ValueError, match="a different file, /memfd:paceline-secret"):
         job_secret()
 
 
@@ -111,7 +111,7 @@ def test_a_secret_whose_maker_has_ended_is_refused(inherited: SecretFile, monkey
     ended.wait()
     monkeypatch.setenv("PACELINE_SECRET_FD", _as_made_by(inherited, ended.pid))
     os.close(inherited.fd)
-    with pytest.raises(ValueError, match="here is closed; .* cannot be opened"):
+    with pytest.raises(ValueError, match="this descriptor is closed; .* cannot be opened"):
         job_secret()
 
 
@@ -213,7 +213,7 @@ def test_a_proof_cannot_be_reflected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("channel", "generation", "said"), [("mesh", 0, "another protocol"), ("store", 1, "generation 0")]
+    ("channel", "generation", "said"), [("mesh", 0, "a protocol other than"), ("store", 1, "generation 0")]
 )
 def test_another_service_or_generation_is_refused(channel: str, generation: int, said: str) -> None:
     server = _both(lambda s: prove(s, KEY, PeerHello("store")), lambda s: verify(s, KEY, channel, generation))[1]

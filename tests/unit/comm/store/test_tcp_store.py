@@ -57,7 +57,7 @@ def test_the_master_waits_for_its_workers() -> None:
 
 
 def test_workers_that_do_not_come_are_counted() -> None:
-    with pytest.raises(TimeoutError, match="for 3 clients; 1 came"):
+    with pytest.raises(TimeoutError, match="for 3 clients; 1 connected"):
         TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=timedelta(seconds=0.3))
 
 
@@ -84,7 +84,7 @@ def test_nobody_there_is_said_with_host_time_and_attempts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(
-        StoreConnectionError, match=rf"no store at 127.0.0.1:{port} after 0\.\d s and \d+ attempts; .*refused"
+        StoreConnectionError, match=rf"no store responded at 127.0.0.1:{port} after 0\.\d s and \d+ attempts; .*refused"
     ):
         TCPStore("127.0.0.1", port, timeout=timedelta(seconds=0.3))
 

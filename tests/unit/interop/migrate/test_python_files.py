@@ -245,7 +245,7 @@ def test_the_plugin_is_named_where_no_backend_is(call, new):
         ("import torch.multiprocessing as mp\nc = mp.spawn(f, nprocs=2, join=False)", "pids()"),
         ("import torch.distributed as d\nd.init_process_group('gloo', pg_options=o)", "pg_options"),
         ("import torchmetrics, torch.distributed as d\nd.init_process_group('cpu:gloo,cuda:nccl')", "2.14"),
-        ("import torchmetrics, torch.distributed as d\nd.init_process_group(); m.cuda()", "name the backend"),
+        ("import torchmetrics, torch.distributed as d\nd.init_process_group(); m.cuda()", "specify the backend"),
         ("import horovod.torch as hvd\nhvd.elastic.run(f)", "paceline.ElasticState"),
         ("import horovod.torch as hvd\nhvd.start_timeline('f')", "no start_timeline"),
         ("import horovod.tensorflow as hvd", "another library"),

@@ -85,8 +85,8 @@ def test_during_a_hang_the_page_shows_owed_calls():
     board = DashboardAggregator()
     board.take(JobSample(21.0, JobInfo("job", world_size=4), ranks))
     assert board.state().owed == (
-        "ranks 1, 3 owe ranks 0, 2 all_reduce(float32, 5) call 9, for 20 s",
-        "rank 0 owes rank 3 recv(int64, 1, peer 0) call 3, for 16 s",
+        "ranks 0, 2 wait for ranks 1, 3 in all_reduce(float32, 5) call 9, for 20 s",
+        "rank 3 waits for rank 0 in recv(int64, 1, peer 0) call 3, for 16 s",
     )
     board.take(JobSample(22.0, JobInfo("job", world_size=4, outcome="stopped"), ranks))
     assert board.state().owed == ()

@@ -122,7 +122,7 @@ def test_of_much_output_the_latest_is_sent():
     lines = tuple(Line(float(number), 1, 1, f"line {number}") for number in range(3000))
     told = decode_update(encode_update(JobSample(1.0, JobInfo(""), lines=lines), 0.0)).lines
     assert told[-1].text == "line 2999" and len(told) == 501
-    assert told[0].text == "(2500 lines of this machine's ranks are left out here)"
+    assert told[0].text == "(2500 lines of this machine's ranks are omitted here)"
     long = tuple(Line(1.0, 1, 1, "x" * 2000) for _ in range(400))
     body = encode_update(JobSample(1.0, JobInfo(""), lines=long), 0.0)
     assert len(encode_message(DashboardUpdate(body))) < 1 << 20

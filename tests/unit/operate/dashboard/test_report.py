@@ -89,7 +89,7 @@ def test_a_directory_that_is_not_a_jobs_is_refused_at_once(tmp_path, capsys, com
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: (looked_at.append(str(path)), scandir(path))[1])
     assert main([command, str(tmp_path)]) == 2
-    assert f"{tmp_path} has no recording (*.record) of a job" in capsys.readouterr().err
+    assert f"{tmp_path} contains no recording (*.record) of a job" in capsys.readouterr().err
     assert str(deep.parent) not in looked_at, "a wrong directory is not crawled"
     assert main([command, str(tmp_path / "nowhere")]) == 2
     assert "nowhere is not a directory" in capsys.readouterr().err
@@ -102,7 +102,8 @@ def test_the_directory_of_several_jobs_is_refused(tmp_path, capsys):
         (tmp_path / job / "job.json").write_text(json.dumps(facts))
     assert main(["report", str(tmp_path)]) == 2
     assert (
-        f"contains 2 jobs; give the directory of one of them, such as {tmp_path / 'first'}" in capsys.readouterr().err
+        f"contains 2 jobs; specify the directory of one of them, such as {tmp_path / 'first'}"
+        in capsys.readouterr().err
     )
 
 

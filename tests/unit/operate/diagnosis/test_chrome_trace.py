@@ -130,4 +130,4 @@ def test_a_profile_of_torch_is_on_the_same_axis():
 
 def test_the_command_says_where_it_found_nothing(tmp_path, capsys):
     assert main(["trace", str(tmp_path)]) == 1
-    assert f"{tmp_path} has no recording" in capsys.readouterr().err
+    assert f"{tmp_path} contains no recording" in capsys.readouterr().err

@@ -137,8 +137,8 @@ def test_the_sentence_has_who_waits_where_and_since_when():
     scene = play([loop(_HEADERS[:1], _STEPS) for _ in range(4)], stopped=(3, 5), like=like)
     scene = replace(scene, now_s=scene.ranks[3].since_s + 14)
     assert diagnose(scene).sentence == (
-        "step 6: ranks 0-2 wait in all_reduce(float32, 4096) call 6 (train.py:88); rank 3 is not there: it is in "
-        "DataLoader.__next__ (train.py:71), for 14 s"
+        "step 6: ranks 0-2 wait in all_reduce(float32, 4096) call 6 (train.py:88); rank 3 has not reached this call: "
+        "it is in DataLoader.__next__ (train.py:71), for 14 s"
     )
 
 
@@ -202,14 +202,14 @@ def test_a_rank_that_computes_beside_its_call_is_no_deadlock():
         (ProcessActivity(ProcessState.SLEEPS, cores=0.05, waited_share=0.9), "it waits for a core 90% of the time"),
         (ProcessActivity(ProcessState.SLEEPS, disk_bytes_s=1e6), "it reads or writes files"),
         (ProcessActivity(ProcessState.WAITS_FOR_DISK), "it reads or writes files"),
-        (ProcessActivity(ProcessState.SLEEPS, moves=True), "it goes from line to line"),
+        (ProcessActivity(ProcessState.SLEEPS, moves=True), "it moves from line to line"),
     ],
 )
 def test_a_rank_that_works_is_not_accused(process, why):
     like = RankState(0, place=StackLocation("evaluate", "train.py:90"), process=process)
     verdict = diagnose(play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(0, 4), like=like))
     assert (verdict.cause, verdict.is_fault) == (Cause.BUSY, False)
-    assert f"works there ({why})" in verdict.sentence
+    assert f"is working ({why})" in verdict.sentence
 
 
 _SUBPROCESS = StackLocation("subprocess.run", "train.py:7", activity="waits for a child process")
@@ -230,7 +230,7 @@ def test_a_rank_whose_work_shows_little_is_not_accused(place, process, why):
     like = RankState(0, place=place, process=process)
     verdict = diagnose(play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(0, 4), like=like))
     assert (verdict.cause, verdict.is_fault) == (Cause.BUSY, False)
-    assert f"works there ({why})" in verdict.sentence
+    assert f"is working ({why})" in verdict.sentence
 
 
 @pytest.mark.parametrize("place", [_SUBPROCESS, _COMPILE, _DOWNLOAD])
@@ -245,7 +245,7 @@ def test_a_rank_that_waits_for_input_is_named_so():
     like = RankState(0, place=StackLocation("", "train.py:6"), process=process)
     verdict = diagnose(play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(0, 4), like=like))
     assert (verdict.cause, verdict.blamed) == (Cause.INPUT, (0,))
-    assert "rank 0 is not there: it waits for input at train.py:6" in verdict.sentence
+    assert "rank 0 has not reached this call: it waits for input at train.py:6" in verdict.sentence
 
 
 def _between_calls(**places: RankState) -> JobSnapshot:
@@ -311,7 +311,7 @@ def test_a_loop_that_ran_fewer_times_is_found():
     verdict = diagnose(play(plans))
     assert (verdict.cause, verdict.blamed) == (Cause.LEFT, (2,))
     assert verdict.sentence.startswith(
-        "rank 2 ended too early, with exit code 0 after all_reduce(float32, 4096) call 7"
+        "rank 2 exited too early, with exit code 0 after all_reduce(float32, 4096) call 7"
     )
 
 

@@ -43,12 +43,14 @@ def stalled(tmp_path):
 
 def test_a_stall_is_a_note_once_the_job_has_finished(stalled):
     verdict = stalled("finished")
-    assert verdict.sentence.startswith("the job stalled and went on; seen then: rank 0 waits in all_reduce")
-    assert "rank 1 is not there: it is stopped by a signal" in verdict.sentence
+    assert verdict.sentence.startswith(
+        "the job stalled and later continued; observed during the stall: rank 0 waits in all_reduce"
+    )
+    assert "rank 1 has not reached this call: it is stopped by a signal" in verdict.sentence
     assert verdict.blamed == (1,) and not verdict.is_fault
 
 
 def test_a_stall_in_which_the_job_was_stopped_is_its_fault(stalled):
     verdict = stalled("stopped")
-    assert verdict.sentence.startswith("seen before the job ended: rank 0 waits in all_reduce")
+    assert verdict.sentence.startswith("observed before the job ended: rank 0 waits in all_reduce")
     assert verdict.is_fault

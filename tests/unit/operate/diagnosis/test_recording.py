@@ -118,7 +118,7 @@ STEPS.begin(loop, "mine")
 
 def test_a_value_that_is_no_number_is_refused(tmp_path):
     done = run("import paceline; paceline.log(loss='much')", tmp_path)
-    assert "paceline.log: loss is a str that cannot be one number" in done.stderr
+    assert "paceline.log: loss is a str that cannot be converted to one number" in done.stderr
 
 
 def test_a_forked_child_records_nothing_into_its_parents(tmp_path):
@@ -198,7 +198,7 @@ def test_files_that_are_no_recordings_are_passed_over(tmp_path):
     (tmp_path / "empty.record").touch()
     (tmp_path / "other.record").write_bytes(b"x" * 100)
     assert [each.rank for each in read_directory(tmp_path)] == [3, 3]
-    with pytest.raises(NoRecordingError, match=r"other.record holds no recording of Paceline"):
+    with pytest.raises(NoRecordingError, match=r"other.record is not a Paceline recording"):
         read(tmp_path / "other.record")
 
 

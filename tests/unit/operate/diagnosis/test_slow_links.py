@@ -43,8 +43,8 @@ def test_the_slow_way_is_named_with_its_ranks():
     assert way is not None
     assert (way.hosts, way.ranks) == (("h1", "h2"), ((1,), (2,)))
     assert way.sentence == (
-        "the slowest link is that from h1 to h2 (rank 1 to rank 2): 12 MB/s while data was under way, where the others "
-        "did 950 MB/s; a round trip takes 31 ms and 4.0% of its segments were sent again"
+        "the slowest link is that from h1 to h2 (rank 1 to rank 2): 12 MB/s while data was in transit, compared with "
+        "950 MB/s; a round trip takes 31 ms and 4.0% of its segments were sent again"
     )
 
 
@@ -106,7 +106,7 @@ def test_a_call_to_which_the_last_has_just_come_may_have_ended():
 
     assert diagnose(scene(-1.0)) is None
     verdict = diagnose(scene(-12.0))
-    assert verdict is not None and "all 4 have come, and it has not ended for 12 s" in verdict.sentence
+    assert verdict is not None and "all 4 have reached the call, and it has not completed for 12 s" in verdict.sentence
 
 
 def measured(at_s: float, sent: int, group: int = 1, peer: int = 4, **facts) -> Measured:

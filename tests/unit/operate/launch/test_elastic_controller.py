@@ -215,7 +215,7 @@ def test_scripts_that_say_nothing_and_end_well_end_the_job_well():
     play.report("here", WorkerStarted("0.0.0"), WorkerExited("0.0.0", "exit code 0", 0), Slots(0))
     assert JobEnded(0) in play.asked("here")
     play.join("late")
-    assert play.asked("late") == [JobEnded(1, "the job is over")]
+    assert play.asked("late") == [JobEnded(1, "the job has ended")]
 
 
 def test_the_job_ends_with_the_machine_that_serves():
@@ -345,7 +345,7 @@ def test_no_view_is_given_while_another_job_seeks():
         play.take(play.steering.tick(play.now_s))
     told = play.asked("a")
     assert [each.text for each in told if isinstance(each, NotifyOrder)].count(
-        "a job of this address runs already, and looks for a coordinator; waiting for it"
+        "a job with this address is already running, and is looking for a coordinator; waiting for it"
     ) == 1
     assert not any(isinstance(each, SendOrder) for each in told)
     play.now_s += 5.0
@@ -361,7 +361,7 @@ def test_a_machine_of_another_job_is_a_stranger():
     play.report("b", Follow(MachineReport(1, "b", 1, 1, ReplicatedJobState(job="other"))))
     assert play.asked("b") == [Answered(False, -1, is_stranger=True), Dropped()]
     assert play.asked("a") == [
-        NotifyOrder("a job of this address runs already, and looks for a coordinator; waiting for it")
+        NotifyOrder("a job with this address is already running, and is looking for a coordinator; waiting for it")
     ]
     assert not play.steering.is_here(1)
 
@@ -372,6 +372,6 @@ def test_who_was_to_join_a_job_ends_as_it_ended():
     play.report("a", WorkerStarted("0.0.0"), WorkerExited("0.0.0", "exit code 0", 0), Slots(0))
     assert JobEnded(0) in play.asked("a")
     play.join("b", job=play.steering.identity)
-    assert play.asked("b") == [JobEnded(0, "the job is over")]
+    assert play.asked("b") == [JobEnded(0, "the job has ended")]
     play.join("c")
-    assert play.asked("c") == [JobEnded(1, "the job is over")]
+    assert play.asked("c") == [JobEnded(1, "the job has ended")]

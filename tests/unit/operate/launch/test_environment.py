@@ -10,7 +10,7 @@ from paceline.operate.launch.workers.environment import check_variables, misspel
 WRONG = [
     ("PACELINE_ALGORITHM", "fastest", "the algorithm is 'fastest' (an argument, or PACELINE_ALGORITHM)"),
     ("PACELINE_CHECKS", "often", "PACELINE_CHECKS is 'often'; it must be on, off, or"),
-    ("PACELINE_COMPAT", "mpi", "PACELINE_COMPAT: 'mpi' is not a library that Paceline stands in for"),
+    ("PACELINE_COMPAT", "mpi", "PACELINE_COMPAT: 'mpi' is not a library that Paceline can replace"),
     ("PACELINE_COSTS", "cheap", "PACELINE_COSTS is 'cheap'; it must be JSON like"),
     ("PACELINE_INSECURE", "yes", "PACELINE_INSECURE is 'yes'; it must be 1 or 0"),
     (
@@ -52,8 +52,8 @@ def test_a_wrong_value_ends_the_launcher_in_one_line(monkeypatch, capsys, tmp_pa
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("PACELINE_IFACE", "eth77", "there is no interface 'eth77' on"),
-        ("PACELINE_CONGESTION", "lightspeed", "PACELINE_CONGESTION is 'lightspeed', which this kernel refuses"),
+        ("PACELINE_IFACE", "eth77", "has no interface 'eth77'"),
+        ("PACELINE_CONGESTION", "lightspeed", "PACELINE_CONGESTION is 'lightspeed', which this kernel rejects"),
     ],
 )
 def test_what_several_machines_need_is_checked_there(name, value, said):

@@ -21,7 +21,7 @@ def test_ranks_that_failed_as_the_first_did_share_a_line():
     other = failure(4, "ValueError: rank 4 found no host", time_s=9.0)
     assert report([*alike, other]).splitlines()[:3] == [
         "rank 4 (h0, pid 104), failed too: ValueError: rank 4 found no host",
-        "ranks 2-3, 5 failed likewise",
+        "ranks 2-3, 5 failed in the same way",
         "rank 1 failed first (h0, pid 101, exit code 1):",
     ]
 
@@ -53,8 +53,8 @@ def test_a_traceback_above_is_not_printed_again(printer, end):
         "DistBackendError: NCCL error in: ... ncclRemoteError: A call failed possibly due to a network error",
         "ConnectionResetError: [Errno 104] Connection reset by peer",
         "PeerLostError: rank 1 was lost",
-        "paceline.errors.GroupAbortedError: rank 0 (h0, pid 1): all_reduce() as call 7 ended without a result, because "
-        "rank 1 (h0, pid 2) aborted the group. Its tensors may hold anything",
+        "paceline.errors.GroupAbortedError: rank 0 (h0, pid 1): all_reduce() as call 7 did not complete because rank 1 "
+        "(h0, pid 2) aborted the group. Its tensors are undefined",
         "DistStoreError: failed to recv, got 0 bytes",
     ],
 )
@@ -69,7 +69,7 @@ def test_what_another_ranks_death_brings_about_is_a_consequence(text):
 @pytest.mark.parametrize(
     "text",
     [
-        "rank 0 (h0, pid 1): barrier() as call 7 ended without a result, because this process aborted the group. Its",
+        "rank 0 (h0, pid 1): barrier() as call 7 did not complete because this process aborted the group. Its",
         "rank 0: <ProcessGroup> was aborted by this process; continue with shrink_group",
     ],
 )
@@ -139,4 +139,4 @@ def test_the_kernels_log_counts_from_the_launchers_start(tmp_path):
 
 def test_without_a_cgroup_nothing_is_claimed(tmp_path):
     assert MemoryWatch(MemoryCgroup.mine(tmp_path)).explain(2**30, None) is None
-    assert "if nobody killed it by hand" in describe(failure(0, None, -9))
+    assert "if it was not killed manually" in describe(failure(0, None, -9))

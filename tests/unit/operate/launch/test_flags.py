@@ -158,8 +158,8 @@ def test_torchruns_flags_are_all_there():
     [
         (["--elastic", "--preload", "a,b-c"], "'b-c' is not the name of a module"),
         (["--nnodes", "3:2"], "MIN at most MAX"),
-        (["--nproc-per-node", "many"], "neither a number from 1 nor auto"),
-        (["--rdzv-backend", "etcd"], "No etcd is needed"),
+        (["--nproc-per-node", "many"], "neither a number of at least 1 nor auto"),
+        (["--rdzv-backend", "etcd"], "etcd is not needed"),
         (["--redirects", "4"], "neither 0 (none)"),
         (["--tee", "0:x"], "neither 0 (none)"),
         (["--master-port", "99999"], "not a port"),
@@ -170,7 +170,7 @@ def test_torchruns_flags_are_all_there():
         (["--monitor-interval", "soon"], "not a number of seconds"),
         (["--stdin", "first"], "neither a rank nor none"),
         (["--start-method", "thread"], "invalid choice"),
-        (["--min-workers", "0"], "not a number from 1"),
+        (["--min-workers", "0"], "not a number of at least 1"),
         (["--chaos", "maim:2s"], "neither KIND:SECONDS"),
         (["--export", "a b"], "neither NAME nor NAME=VALUE"),
     ],
@@ -184,8 +184,8 @@ def test_what_is_wrong_with_a_value_is_said(arguments, complaint, capsys):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--module", "--no-python"], "exclude each other"),
-        (["--nnodes", "2"], "need a place to meet"),
+        (["--module", "--no-python"], "are mutually exclusive"),
+        (["--nnodes", "2"], "need a rendezvous address"),
         (["--nnodes", "2", "--master-addr", "h0"], "needs --node-rank"),
         (["--nnodes", "2", "--master-addr", "h0", "--node-rank", "2"], "0 to 1"),
         (["--nnodes", "1:2", "--master-addr", "h0"], "--rdzv-backend c10d"),
@@ -196,9 +196,12 @@ def test_what_is_wrong_with_a_value_is_said(arguments, complaint, capsys):
         (["--elastic", "--min-workers", "2"], "more than the 1 workers of this machine"),
         (["--elastic", "--nproc-per-node", "2", "--chaos", "cut:2s"], "--chaos cut needs several machines"),
         (["--elastic", "--chaos", "kill:2s"], "--chaos needs two workers or more"),
-        (["--rdzv-conf", "speed=1"], "speed, which is not known"),
+        (["--rdzv-conf", "speed=1"], "unknown settings: speed"),
         (["--nnodes=2", "--rdzv-endpoint", "h0:port"], "is not HOST:PORT"),
-        (["--nnodes=2", "--rdzv-endpoint", "h0:29400,h1:29400"], "names several places; the machines meet at one"),
+        (
+            ["--nnodes=2", "--rdzv-endpoint", "h0:29400,h1:29400"],
+            "contains several addresses. The rendezvous has one host",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_together_are_refused(arguments, complaint):
@@ -231,7 +234,7 @@ def test_workers_by_kind(monkeypatch):
 def test_gpus_may_be_on_other_machines_only(monkeypatch):
     monkeypatch.setattr("paceline.operate.launch.option_types.count_gpus", lambda: 0)
     assert parse("--hosts", "a", "--nproc-per-node", "gpu").nproc_per_node == 0
-    with pytest.raises(OptionError, match="there is no GPU on this machine"):
+    with pytest.raises(OptionError, match="no usable GPU on this machine"):
         job("--nproc-per-node", "gpu")
 
 

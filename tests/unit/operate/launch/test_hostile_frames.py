@@ -354,7 +354,7 @@ def test_what_is_no_picture_is_an_error_of_the_page_that_sent_it(name):
         thread = threading.Thread(target=answer)
         thread.start()
         try:
-            with pytest.raises(PageUnreachableError, match="is not the page of a job"):
+            with pytest.raises(PageUnreachableError, match="is not from the page of a job"):
                 picture(PageAddress("token", "127.0.0.1", listener.getsockname()[1]))
         finally:
             thread.join(DEADLINE_S)

@@ -92,7 +92,7 @@ def test_the_node_that_serves_has_the_first_ranks_if_asked(meeting_first):
     assert firsts == ({"b": 0, "a": 1, "c": 3} if meeting_first else {"a": 0, "b": 2, "c": 3})
 
 
-@pytest.mark.parametrize(("version", "told"), [("9.8.7", "9.8.7"), ("", "of a version before 0.1.0")])
+@pytest.mark.parametrize(("version", "told"), [("9.8.7", "9.8.7"), ("", "older than 0.1.0")])
 def test_a_machine_with_another_version_is_told_both(version, told):
     play = Play(policy(2, 2))
     play.join("a")
@@ -159,7 +159,7 @@ def test_too_few_machines_end_the_wait_with_their_names():
     play = Play(policy(2, 2, join_timeout_s=10))
     play.join("a")
     play.wait(9)
-    assert play.hear("a") == [NotifyOrder("1 of 2 machines are here; waiting for the others")]
+    assert play.hear("a") == [NotifyOrder("1 of 2 machines have joined; waiting for the others")]
     play.wait(1)
     end = play.last("a")
     assert end.code == 1

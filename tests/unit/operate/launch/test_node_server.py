@@ -94,7 +94,7 @@ def test_what_came_while_the_server_thought_was_no_silence(meeting, monkeypatch)
 
 def test_a_server_that_hears_nobody_suspects_its_machine():
     me = socket.gethostname()
-    cut_off = f", nor of any other machine: {me}, where they meet, may be the one that is cut off"
+    cut_off = f", nor from any other machine: {me}, which hosts the rendezvous, may be the one that is cut off"
     assert serving.explain_silence(2.13, [2.13, 1.9], 2.0) == f"nothing was received from it for 2.1 s{cut_off}"
     assert serving.explain_silence(2.13, [2.13], 2.0) == f"nothing was received from it for 2.1 s{cut_off}"
     assert serving.explain_silence(2.13, [2.13, 0.2], 2.0) == "nothing was received from it for 2.1 s"

@@ -59,7 +59,7 @@ def test_a_name_is_looked_up_until_it_is_known(resolver, served):
         assert asked.asked == 4
     (line,) = said
     assert f"waiting up to 60 s for a launcher at {NAME}:{served}" in line
-    assert f"no machine is known by the name {NAME} yet: Name or service not known" in line
+    assert f"the name {NAME} cannot be resolved yet: Name or service not known" in line
 
 
 def test_a_name_that_leads_elsewhere_now_is_followed(resolver, served):
@@ -68,12 +68,12 @@ def test_a_name_that_leads_elsewhere_now_is_followed(resolver, served):
     said: list[str] = []
     with connect_in_time((NAME, served), SECRET, 60, said.append) as connection:
         assert connection.getpeername()[0] == "127.0.0.1"
-    assert len(said) == 2 and "no machine is known" in said[0] and "refused" in said[1]
+    assert len(said) == 2 and "cannot be resolved yet" in said[0] and "refused" in said[1]
 
 
 def test_a_name_that_stays_unknown_ends_at_the_deadline(resolver):
     resolver(None)
-    with pytest.raises(RendezvousTimeoutError, match=f"(?s)no machine is known by the name {NAME}.*publishNotReady"):
+    with pytest.raises(RendezvousTimeoutError, match=f"(?s)the name {NAME} cannot be resolved.*publishNotReady"):
         connect_in_time((NAME, 29500), SECRET, 0.1, lambda _: None)
 
 

@@ -105,7 +105,7 @@ def test_a_host_file_may_name_users(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "names no machine"),
+        ("", "lists no machine"),
         ("a:0", "has no workers"),
         ("a:many", "neither HOST nor HOST:N"),
         ("-oProxyCommand=x", "neither HOST nor HOST:N"),
@@ -121,7 +121,7 @@ def test_what_names_no_machines_is_refused(text, said):
 
 @pytest.mark.parametrize(
     ("lines", "said"),
-    [("", "names no machine"), ("a\nb gpus=2", ":2: 'gpus=2' is not known"), ("a slots=none", ":1: 'slots=none'")],
+    [("", "lists no machine"), ("a\nb gpus=2", ":2: 'gpus=2' is not known"), ("a slots=none", ":1: 'slots=none'")],
 )
 def test_a_wrong_line_of_a_host_file_has_a_number(tmp_path, lines, said):
     file = tmp_path / "hosts"
@@ -153,7 +153,7 @@ def test_what_only_begins_like_a_message_is_printed():
     assert sieve.feed(b"X\n") == ([], MARK[:5] + b"X\n")
     assert sieve.feed(b"see " + MARK + b"\n") == ([], b"see " + MARK + b"\n")
     assert sieve.feed(MARK[:5]) == ([], b"") and sieve.close() == MARK[:5]
-    with pytest.raises(ValueError, match="not a message of a far end"):
+    with pytest.raises(ValueError, match="not a message from a remote launcher"):
         sieve.feed(MARK + b"{}\n")
 
 
@@ -161,7 +161,7 @@ def test_what_only_begins_like_a_message_is_printed():
 def test_what_a_far_end_is_told_is_one_line(message):
     line = encode_to_launcher(message)
     assert line.count(b"\n") == 1 and decode_to_launcher(line) == message
-    with pytest.raises(ValueError, match="not a message of a starter"):
+    with pytest.raises(ValueError, match="not a message from a launching process"):
         decode_to_launcher(b"ls")
 
 
@@ -301,8 +301,8 @@ def test_an_elastic_job_goes_on_without_a_machine():
         (255, "No ED25519 host key is known for b\nHost key verification failed.", "compare it and accept it once"),
         (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "ssh-keygen -R b"),
         (255, "anna@b: Permission denied (publickey,password).", "ssh-copy-id anna@b"),
-        (255, "ssh: Could not resolve hostname b: Name or service not known", "its name leads to no address"),
-        (255, "ssh: connect to host b port 22: Connection refused", "nothing serves ssh there"),
+        (255, "ssh: Could not resolve hostname b: Name or service not known", "its name cannot be resolved"),
+        (255, "ssh: connect to host b port 22: Connection refused", "no ssh server listens there"),
         (255, "ssh: connect to host b port 22: No route to host", "it cannot be reached"),
         (255, "kex_exchange_identification: read: reset", "ssh failed (kex_exchange_identification: read: reset)"),
         (1, "/usr/bin/python3: No module named paceline", "has no paceline 1.2; install it: ssh anna@b"),
@@ -312,7 +312,7 @@ def test_an_elastic_job_goes_on_without_a_machine():
             "pip install",
         ),
         (127, "sh: 1: exec: /usr/bin/python3: not found", "there is no /usr/bin/python3 there"),
-        (1, "ImportError: libstdc++.so.6", "ended with code 1 before it answered: ImportError: libstdc++.so.6"),
+        (1, "ImportError: libstdc++.so.6", "exited with code 1 before it answered: ImportError: libstdc++.so.6"),
     ],
 )
 def test_why_a_machine_did_not_come_says_what_to_do(code, errors, said):
@@ -335,7 +335,7 @@ def test_settings_are_taken_along_and_secrets_are_not():
         "PACELINE_SECURITY": "encrypt", "PET_MAX_RESTARTS": "3", "OMP_NUM_THREADS": "2", "WANDB_MODE": "offline",
         "LR": "0.1",
     }  # fmt: skip
-    with pytest.raises(OptionError, match="--export NAME: there is no such variable"):
+    with pytest.raises(OptionError, match="--export NAME: this variable is not set here"):
         forwarded_variables({}, {"NAME": None})
 
 

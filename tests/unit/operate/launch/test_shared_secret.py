@@ -88,14 +88,14 @@ def test_a_stale_file_of_the_same_name_is_replaced(tmp_path):
 
 
 def test_without_launcher_0_the_error_names_the_place(tmp_path):
-    with pytest.raises(RendezvousTimeoutError, match=f"on node0, left no secret .* in {tmp_path}.*PACELINE_SECRET"):
+    with pytest.raises(RendezvousTimeoutError, match=f"on node0, stored no secret .* in {tmp_path}.*PACELINE_SECRET"):
         _read(_step(tmp_path))
 
 
 def test_a_file_that_others_can_read_is_refused(tmp_path):
     SlurmSecret(_step(tmp_path)).make()
     _files(tmp_path)[0].chmod(0o640)
-    with pytest.raises(ValueError, match="not this user's alone .*mode 640; expected .*mode 600"):
+    with pytest.raises(ValueError, match="not restricted to this user .*mode 640; expected .*mode 600"):
         _read(_step(tmp_path))
 
 
@@ -112,10 +112,10 @@ def test_a_link_is_not_followed(tmp_path):
     path = _files(tmp_path)[0]
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="no plain file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         _read(_step(tmp_path))
 
 
 def test_no_place_to_leave_it_is_explained(tmp_path):
-    with pytest.raises(OSError, match=r"cannot be left .*missing \(No such file.*PACELINE_SECRET"):
+    with pytest.raises(OSError, match=r"cannot be stored .*missing \(No such file.*PACELINE_SECRET"):
         SlurmSecret(_step(tmp_path / "missing")).make()

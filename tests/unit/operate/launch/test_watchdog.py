@@ -158,7 +158,10 @@ def test_the_other_nodes_look_and_the_one_that_serves_tells():
     assert sightings.reported("b", of_node(seen, [2, 3]), 1.0) == [("a", RequestSnapshot())]
     [(node, told)] = sightings.reported("a", of_node(seen, [0, 1], clock_s=5000.0, is_stalled=False), 2.0)
     assert node == "a"
-    assert "ranks 0-2 wait in all_reduce(float32, 4096) call 6 (train.py:88); rank 3 is not there" in told.text
+    assert (
+        "ranks 0-2 wait in all_reduce(float32, 4096) call 6 (train.py:88); rank 3 has not reached this call"
+        in told.text
+    )
     assert "DataLoader.__next__ (train.py:71), for 21 s" in told.text, "the picture of b is a second old"
 
 
@@ -179,7 +182,7 @@ def test_a_node_that_does_not_look_is_not_waited_for():
     assert sightings.tick(1.0 + PATIENCE_S) == [], "what is missing may be the cause"
     assert sightings.deadline_s == 1.0 + LAST_PATIENCE_S
     [(_, told)] = sightings.tick(1.0 + LAST_PATIENCE_S)
-    assert "ranks 2, 3 did not come and left nothing to read" in told.text
+    assert "ranks 2, 3 did not reach this call and left no recording" in told.text
 
 
 def test_a_node_that_is_slow_to_look_is_not_accused():
@@ -187,7 +190,7 @@ def test_a_node_that_is_slow_to_look_is_not_accused():
     sightings.reported("a", of_node(seen, [0, 1]), 1.0)
     assert sightings.tick(1.0 + PATIENCE_S) == []
     [(_, told)] = sightings.reported("b", of_node(seen, [2, 3]), 7.0)
-    assert "rank 3 is not there: it is in DataLoader.__next__" in told.text and told.blamed == (3,)
+    assert "rank 3 has not reached this call: it is in DataLoader.__next__" in told.text and told.blamed == (3,)
 
 
 def test_a_cause_that_is_known_needs_no_other_node():
@@ -195,7 +198,7 @@ def test_a_cause_that_is_known_needs_no_other_node():
     sightings.reported("a", of_node(seen, [0, 1]), 1.0)
     sightings.reported("b", of_node(seen, [2, 3]), 2.0)
     [(_, told)] = sightings.tick(1.0 + PATIENCE_S)
-    assert "rank 3 is not there: it is in DataLoader.__next__" in told.text
+    assert "rank 3 has not reached this call: it is in DataLoader.__next__" in told.text
 
 
 def test_the_end_of_a_stall_is_told_once():
@@ -262,7 +265,7 @@ def test_a_rank_that_left_early_is_told_before_the_job_ends():
     assert sightings.reported("b", SnapshotReport(finished(seen, [2, 3], 3, 0), is_failure=True), 1.1) == []
     [(_, told)] = sightings.tick(1.1 + HOLD_S)
     assert told.text.startswith(
-        "step 6: rank 3 ended too early, with exit code 0 after all_reduce(float32, 4096) call 5"
+        "step 6: rank 3 exited too early, with exit code 0 after all_reduce(float32, 4096) call 5"
     )
     assert told.blamed == (3,)
     (_, last), _ = sightings.ended("b", "", 60.0)

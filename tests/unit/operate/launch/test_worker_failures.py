@@ -56,7 +56,7 @@ def test_the_first_failure_is_the_one_that_explains_the_others():
 
 def test_a_failure_reads_with_rank_pid_and_signal():
     assert "rank 1 failed first (" in describe(failure(1, 0.0, "ValueError"))
-    assert "pid 1001, killed by SIGKILL); if nobody killed it by hand, the machine ran out of memory" in describe(
+    assert "pid 1001, killed by SIGKILL); if it was not killed manually, the machine ran out of memory" in describe(
         failure(1, 0.0, None, -signal.SIGKILL)
     )
 
@@ -114,7 +114,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch):
     file.write(b"two")
     file.close()
     assert said == [
-        f"{tmp_path}/stdout.log: No space left on device; the rest of the output is not kept there; the job continues"
+        f"{tmp_path}/stdout.log: No space left on device; the rest of the output is not stored there; the job continues"
     ]
 
 
@@ -141,9 +141,9 @@ def test_arguments_after_the_script_are_the_scripts():
 def test_a_number_of_workers_that_is_none_is_refused(number, capsys):
     with pytest.raises(SystemExit):
         parser().parse_args(["run", f"--nproc-per-node={number}", "x.py"])
-    assert "neither a number from 1 nor auto" in capsys.readouterr().err
+    assert "neither a number of at least 1 nor auto" in capsys.readouterr().err
 
 
 def test_a_script_that_is_not_there_is_named(capsys):
     assert main(["run", "nowhere.py"]) == 2
-    assert "nowhere.py does not exist; give the path of a script" in capsys.readouterr().err
+    assert "nowhere.py does not exist; pass the path of a script" in capsys.readouterr().err

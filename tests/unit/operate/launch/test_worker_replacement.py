@@ -73,13 +73,13 @@ def test_a_worker_killed_after_taking_part_is_always_replaced():
 def test_a_script_that_fails_at_its_start_is_given_up():
     decisions = follow(SlotHistory(), *[(FAILED, WorkerHistory(), t) for t in range(MOST_FAILED_STARTS)])
     assert decisions[:-1] == [ReplaceWorker(0.0), ReplaceWorker(0.25), ReplaceWorker(0.5)]
-    assert decisions[-1] == CloseSlot("4 of its workers in a row failed before they took part")
+    assert decisions[-1] == CloseSlot("4 of its workers in a row failed before they joined")
 
 
 def test_a_worker_killed_at_its_start_is_not_replaced_for_ever():
     decisions = follow(SlotHistory(), *[(KILLED, WorkerHistory(), t) for t in range(MOST_KILLED_STARTS)])
     assert all(isinstance(each, ReplaceWorker) for each in decisions[:-1])
-    assert decisions[-1] == CloseSlot("10 of its workers in a row were killed before they took part")
+    assert decisions[-1] == CloseSlot("10 of its workers in a row were killed before they joined")
 
 
 def test_taking_part_forgives_failed_starts():
@@ -91,7 +91,7 @@ def test_taking_part_forgives_failed_starts():
 def test_failures_soon_after_taking_part_count():
     decisions = follow(SlotHistory(), *[(FAILED, part(t), t + SOON_S - 1) for t in (0.0, 100.0, 200.0)])
     assert decisions[:2] == [ReplaceWorker(0.0), ReplaceWorker(0.25)]
-    assert decisions[2] == CloseSlot(f"{MOST_SOON} of its workers in a row failed within 60 s of taking part")
+    assert decisions[2] == CloseSlot(f"{MOST_SOON} of its workers in a row failed within 60 s of joining")
 
 
 def test_a_worker_that_failed_late_forgives_earlier_ones():
@@ -114,7 +114,7 @@ def test_those_that_are_done_or_left_are_not_replaced():
 
 def test_what_follows_the_loop_is_not_done_again():
     (decision,) = follow(SlotHistory(), (KILLED, part(has_finished=True), 1.0))
-    assert decision == CloseSlot("it had finished its loop, and what follows cannot be done again")
+    assert decision == CloseSlot("it had finished its loop, and the code after the loop cannot be repeated")
 
 
 def test_pauses_double_up_to_the_longest():
@@ -149,7 +149,7 @@ def test_closed_places_are_filled_no_more():
     places.ended(2, FAILED, WorkerHistory(), 1.0)
     places.close({0, 1})
     assert places.count == 2 and places.due(100.0) == [] and places.deadline_s is None
-    assert places.ended(0, KILLED, part(), 2.0) == CloseSlot("no worker is replaced any more")
+    assert places.ended(0, KILLED, part(), 2.0) == CloseSlot("workers are no longer replaced")
     assert places.ended(2, KILLED, part(), 2.0) == CloseSlot(None)
 
 
@@ -200,8 +200,8 @@ def test_the_ledger_tells_pauses_and_replacements():
     assert ledger.pauses_s == pytest.approx([0.3]) and ledger.replaced_s == pytest.approx([1.0])
     told = "\n".join(ledger.summary("kill:1s,seed=0", 110.0))
     assert "chaos (kill:1s,seed=0): 1 acts in 10.0 s (kill 1)" in told
-    assert "1 workers replaced; until each took part: median 1.00 s, longest 1.00 s" in told
-    assert "the others were together again; after each loss: median 0.30 s" in told
+    assert "1 workers replaced; until each participated: median 1.00 s, longest 1.00 s" in told
+    assert "the others resumed; after each loss: median 0.30 s" in told
 
 
 def test_the_ledger_does_not_wait_for_the_dead():
@@ -210,7 +210,7 @@ def test_the_ledger_does_not_wait_for_the_dead():
     ledger.lost(2, {"a"}, 1.1)  # c, before it had recovered
     ledger.entered(0, "a", False, 1.5)
     assert ledger.pauses_s == pytest.approx([0.5, 0.4])
-    assert "nobody had taken the place of the last worker of slot 1, 2" in "\n".join(ledger.summary("x", 2.0))
+    assert "the last worker of slot 1, 2" in "\n".join(ledger.summary("x", 2.0))
 
 
 def test_who_is_stopped_for_long_is_frozen():

@@ -38,7 +38,7 @@ def test_a_calibration_survives_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ('"version": 1', '"version": 2', "is of version 2, and this version of Paceline reads 1; measure again"),
+        ('"version": 1', '"version": 2', "has version 2, but this version of Paceline reads 1; measure again"),
         ('"forward_s": 0.015', '"forward_s": "fast"', r"Expected `float`, got `str` - at `\$.times.forward_s`"),
         ('"forward_s": 0.015', '"forward_s": -1', "a time or a size is negative"),
         ('"forwards": 1', '"forwards": 0', "forwards must be at least 1"),
@@ -82,9 +82,9 @@ def test_steps_are_summed_up_by_their_medians():
 
 
 def test_a_script_that_does_not_train_is_named():
-    with pytest.raises(TooFewStepsError, match="0 steps of an optimizer were seen"):
+    with pytest.raises(TooFewStepsError, match="0 optimizer steps were observed"):
         times_of([])
-    with pytest.raises(TooFewStepsError, match="1 steps of an optimizer were seen, and none had a forward"):
+    with pytest.raises(TooFewStepsError, match="1 optimizer steps were observed, but none included a forward"):
         times_of([StepNotes(0.0, 1.0)])
 
 
@@ -140,7 +140,7 @@ def test_the_report_needs_nothing_else():
 
 def test_a_plan_without_a_calibration_says_so(capsys, tmp_path):
     assert main(["plan"]) == 2
-    assert "give one calibration" in capsys.readouterr().err
+    assert "pass one calibration" in capsys.readouterr().err
     assert main(["plan", "--measure"]) == 2
     assert "the script to measure follows the flags" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "none.json")]) == 2

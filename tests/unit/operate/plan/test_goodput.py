@@ -123,7 +123,7 @@ def test_times_between_failures_are_read():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("machine=30", "'30' in 'machine=30' is no time"),
+        ("machine=30", "'30' in 'machine=30' is not a duration"),
         ("disk=3d", "names worker, machine, job"),
         ("machine", "NAME=TIME"),
     ],
@@ -148,4 +148,4 @@ def test_the_command_says_what_failures_cost(tmp_path, capsys):
     facts = json.loads(capsys.readouterr().out)["failures"]
     assert [each["nodes"] for each in facts] == [2, 4] and all(0.9 < each["elastic_share"] <= 1 for each in facts)
     assert main([*words[:-1], "machine=never"]) == 2
-    assert "is no time" in capsys.readouterr().err
+    assert "is not a duration" in capsys.readouterr().err

@@ -248,7 +248,7 @@ def test_advice_is_ranked_by_what_it_gains():
     best = advice[0]
     assert best.change.what.startswith("DiLoCo")
     assert best.gain == pytest.approx(work_rate(best.prediction) / work_rate(now) - 1)
-    assert {'wire="int4"', "accumulate 4 backwards in a step (no_sync)"} <= {each.change.what for each in advice}
+    assert {'wire="int4"', "accumulate 4 backward passes per step (no_sync)"} <= {each.change.what for each in advice}
 
 
 def test_no_change_is_the_job_as_it_is():
@@ -266,12 +266,12 @@ def test_regions_share_their_uplinks():
 
 
 def test_a_network_needs_the_links_that_it_uses():
-    with pytest.raises(CalibrationError, match=r"no link between hosts; give one, such as --links node=25gbit"):
+    with pytest.raises(CalibrationError, match=r"no link between hosts; specify one, such as --links node=25gbit"):
         network_of(replace(LINKS, node=None), 2, 1)
     assert len(network_of(replace(LINKS, node=None), 1, 2).hosts) == 1
-    with pytest.raises(CalibrationError, match=r"between regions is not known; give it, such as --links region="):
+    with pytest.raises(CalibrationError, match=r"between regions is not known; specify it, such as --links region="):
         network_of(LINKS, 4, 1, regions=2)
-    with pytest.raises(ValueError, match="2 nodes with 1 ranks each in 3 regions are no network"):
+    with pytest.raises(ValueError, match="2 nodes with 1 ranks each in 3 regions are not a valid network"):
         network_of(LINKS, 2, 1, regions=3)
 
 

@@ -47,7 +47,9 @@ def test_files_of_torch_save_are_read(tmp_path, is_zip):
 
 def test_a_file_with_objects_is_refused(tmp_path):
     torch.save({"model": nn.Linear(2, 2)}, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match=r"model.pt holds more than tensors and plain values.*Save state_dicts"):
+    with pytest.raises(
+        CheckpointError, match=r"model.pt contains more than tensors and plain values.*Save state_dicts"
+    ):
         open_foreign(tmp_path / "model.pt")
 
 
@@ -65,7 +67,9 @@ def test_safetensors_files_are_read(tmp_path):
     found = open_foreign(tmp_path / "m.safetensors")
     assert found is not None and same(dict(sorted(state_of(found).items())), tensors)
     os.truncate(tmp_path / "m.safetensors", (tmp_path / "m.safetensors").stat().st_size - 1)
-    with pytest.raises(CheckpointDamagedError, match=r"m.safetensors is cut: it has \d+ bytes, and its tensors end at"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"m.safetensors is truncated: it has \d+ bytes, but its tensors end at"
+    ):
         open_foreign(tmp_path / "m.safetensors")
 
 
@@ -93,7 +97,7 @@ def test_dcp_metadata_that_wants_more_is_refused(tmp_path):
             return os.mkdir, (str(tmp_path / "made"),)
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match=r"\.metadata was not read: it names posix.mkdir"):
+    with pytest.raises(CheckpointError, match=r"\.metadata was not read: it refers to posix.mkdir"):
         open_foreign(tmp_path)
     assert not (tmp_path / "made").exists()
 

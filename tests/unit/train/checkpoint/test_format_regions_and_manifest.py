@@ -92,18 +92,18 @@ def test_slices_along_a_dimension_tile(data, shape):
     second = Box(offset, (*shape[:axis], shape[axis] - cut, *shape[axis + 1 :]))
     assert untiled(shape, [second, first]) is None
     if cut < shape[axis]:
-        assert "nobody holds" in str(untiled(shape, [first]))
+        assert "no rank holds" in str(untiled(shape, [first]))
 
 
 @pytest.mark.parametrize(
     ("held", "fault"),
     [
-        ([Flat(0, 4), Flat(5, 6)], "nobody holds the elements 4 to 5"),
+        ([Flat(0, 4), Flat(5, 6)], "no rank holds the elements 4 to 5"),
         ([Flat(0, 4), Flat(3, 6)], "the elements 3 to 4 are held twice"),
         ([Flat(0, 7)], "elements 0 to 7 of a tensor of 6"),
         ([Box((0, 0), (2, 2)), Box((0, 1), (2, 2))], "the blocks at [0, 0] and at [0, 1] overlap"),
         ([Box((0, 0), (2, 4))], "0 to 4 of 3 in dimension 1"),
-        ([], "nobody holds the elements 0 to 6"),
+        ([], "no rank holds the elements 0 to 6"),
     ],
 )
 def test_what_is_missing_or_held_twice_is_named(held, fault):
@@ -143,12 +143,12 @@ def test_values_keep_the_types_that_json_does_not_have():
 
 
 def test_a_value_that_cannot_be_held_is_named_by_its_place():
-    with pytest.raises(TypeError, match=r"state\['a'\]\[1\] is a builtins.object, which a checkpoint cannot hold"):
+    with pytest.raises(TypeError, match=r"state\['a'\]\[1\] is a builtins.object, which a checkpoint cannot contain"):
         encode({"a": [1, object()]}, "state")
 
 
 def test_a_tag_of_a_newer_version_is_refused():
-    with pytest.raises(ValueError, match=r"the tag '\$decimal' is not known; known are \$bytes"):
+    with pytest.raises(ValueError, match=r"the tag '\$decimal' is not known; the known tags are \$bytes"):
         decode({"$decimal": "1.5"})
 
 
@@ -207,7 +207,7 @@ def test_a_manifest_comes_back_as_it_was():
 def test_a_manifest_that_is_cut_or_flipped_anywhere_is_noticed():
     text = manifest_to_bytes(MANIFEST)
     for at in range(len(text)):
-        with pytest.raises(CheckpointDamagedError, match="m (is cut or was changed|was changed|is empty)"):
+        with pytest.raises(CheckpointDamagedError, match="m (is truncated or was changed|was changed|is empty)"):
             manifest_from_bytes(text[:at], "m")
         with pytest.raises(CheckpointError, match=r"^m "):
             manifest_from_bytes(text[:at] + bytes([text[at] ^ 4]) + text[at + 1 :], "m")

@@ -109,7 +109,7 @@ def test_without_a_host_the_newest_that_is_whole_is_taken(tmp_path, capfd):
     (newest,) = (tmp_path / "b").glob("step_*2-*")
     shutil.rmtree(newest)
     assert restored(tmp_path, "aabb", LAYOUTS[1], expected) == [1] * 4
-    assert "rank_00002_000.safetensors is on no disk that these ranks see" in capfd.readouterr().err
+    assert "rank_00002_000.safetensors is on no disk that these ranks can access" in capfd.readouterr().err
     with pytest.raises(
         dist.CheckpointError, match=r"contains no complete checkpoint on .*is on no disk .*Start on the hosts"
     ):
@@ -157,7 +157,7 @@ def test_damage_on_another_host_is_named_and_the_older_taken(tmp_path, capfd):
 def test_an_address_that_all_hosts_reach_is_refused():
     pytest.importorskip("fsspec")
     with pytest.raises(
-        ValueError, match=r"shared=False is for disks that hosts do not share; memory://.*all hosts reach"
+        ValueError, match=r"shared=False is for disks that hosts do not share; memory://.*all hosts can reach"
     ):
         dist.save({"a": 1}, "memory://run", shared=False)
 

@@ -109,13 +109,13 @@ def set_in(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 
 HOSTILE_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a file above": (lambda found: rename_file(found, f"../{FILE}"), "is no name of a file beside it"),
-    "an absolute file": (lambda found: rename_file(found, f"/tmp/{FILE}"), "is no name of a file beside it"),
-    "a file below": (lambda found: rename_file(found, f"a/{FILE}"), "is no name of a file beside it"),
-    "the directory": (lambda found: rename_file(found, ".."), "is no name of a file beside it"),
-    "the manifest": (lambda found: rename_file(found, "manifest.json"), "is no name of a file beside it"),
-    "a name with a NUL": (lambda found: rename_file(found, "a\0b"), "is no name of a file beside it"),
-    "no name": (lambda found: rename_file(found, ""), "is no name of a file beside it"),
+    "a file above": (lambda found: rename_file(found, f"../{FILE}"), "is not the name of a file"),
+    "an absolute file": (lambda found: rename_file(found, f"/tmp/{FILE}"), "is not the name of a file"),
+    "a file below": (lambda found: rename_file(found, f"a/{FILE}"), "is not the name of a file"),
+    "the directory": (lambda found: rename_file(found, ".."), "is not the name of a file"),
+    "the manifest": (lambda found: rename_file(found, "manifest.json"), "is not the name of a file"),
+    "a name with a NUL": (lambda found: rename_file(found, "a\0b"), "is not the name of a file"),
+    "no name": (lambda found: rename_file(found, ""), "is not the name of a file"),
     "an unlisted file": (lambda found: first_piece(found).update(file="other"), "in other, which is not listed"),
     "the header": (lambda found: first_piece(found).update(at=0), "have the same bytes of"),
     "bytes before the file": (lambda found: first_piece(found).update(at=-8), "the bytes -8 to 16 of"),
@@ -123,22 +123,22 @@ HOSTILE_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another's bytes": (share_bytes, "have the same bytes of"),
     "too many elements": (lambda found: first_piece(found).update(flat=[0, 7]), "elements 0 to 7 of a tensor of 6"),
     "negative elements": (lambda found: first_piece(found).update(flat=[-1, 5]), "elements -1 to 5 of"),
-    "a negative shape": (set_in("tensors", "model/0.weight", "shape", [-2, -3]), "none that can be"),
-    "a huge shape": (set_in("tensors", "model/0.weight", "shape", [1 << 61, 1 << 61]), "none that can be"),
+    "a negative shape": (set_in("tensors", "model/0.weight", "shape", [-2, -3]), "is invalid"),
+    "a huge shape": (set_in("tensors", "model/0.weight", "shape", [1 << 61, 1 << 61]), "is invalid"),
     "a large tensor": (grow, "the bytes .* of .* are named, which has"),
     "a type of another size": (set_in("tensors", "model/0.weight", "dtype", "F64"), "digests|same bytes|named"),
     "an unknown type": (set_in("tensors", "model/0.weight", "dtype", "X9"), "the type X9 is unknown"),
     "no digests": (lambda found: first_piece(found).update(digests=[]), "a piece of 24 bytes has 0 digests"),
-    "blocks of nothing": (set_in("block_nbytes", 0), "none that can be"),
-    "negative blocks": (set_in("block_nbytes", -5), "none that can be"),
+    "blocks of nothing": (set_in("block_nbytes", 0), "is invalid"),
+    "negative blocks": (set_in("block_nbytes", -5), "is invalid"),
     "a negative header": (set_in("files", FILE, "header_nbytes", -1), "bytes, -1 of them as its header"),
     "a header beyond the file": (set_in("files", FILE, "header_nbytes", 1 << 30), "of them as its header"),
     "a negative file": (set_in("files", FILE, "nbytes", -1), "has -1 bytes"),
     "a sequence without end": (set_in("sequence", (1 << 64) - 1), "its sequence is"),
-    "a date out of time": (set_in("written_at_s", 1e300), "none that can be"),
-    "no ranks": (set_in("world_size", 0), "none that can be"),
+    "a date out of time": (set_in("written_at_s", 1e300), "is invalid"),
+    "no ranks": (set_in("world_size", 0), "is invalid"),
     "a value without its tensor": (set_in("values", "values", {"$tensor": "x"}), "the tensor x, which is not listed"),
-    "unlisted here": (set_in("here", ["../x"]), "is said to be here, but is not listed"),
+    "unlisted here": (set_in("here", ["../x"]), "is listed as local, but is not among the files"),
     "deep values": (set_in("values", "deep", "DEEP"), "is not a manifest of Paceline"),
 }  # fmt: skip
 
@@ -198,7 +198,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, file: str, kind: str) -> 
     newer = "step_0000000002"
     other_kinds(tmp_path / newer / file, kind)
     with deadline():
-        with pytest.raises(CheckpointDamagedError, match=f"{file} is {KINDS[kind]}, and a checkpoint consists of"):
+        with pytest.raises(CheckpointDamagedError, match=f"{file} is {KINDS[kind]}, but a checkpoint consists of"):
             dist.load(state(2), tmp_path / newer)
         into = state(2)
         assert dist.load(into, tmp_path) == 1
@@ -222,7 +222,7 @@ def test_a_pointer_that_is_no_regular_file_is_not_read(tmp_path: Path, kind: str
 def test_a_manifest_of_any_size_is_not_read_into_memory(tmp_path: Path) -> None:
     dist.save(state(), tmp_path, step=1)
     os.truncate(tmp_path / STEP / "manifest.json", 1 << 40)
-    with pytest.raises(CheckpointDamagedError, match="too many for what it should be"):
+    with pytest.raises(CheckpointDamagedError, match="which is more than it can have"):
         dist.load(state(), tmp_path / STEP)
 
 
@@ -358,13 +358,13 @@ def torch_file(path: Path, change: Callable[[bytes], bytes], compression: int = 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda text: text.replace(b"K\x04", b"K\x40"), "a tensor of 256 bytes is said to be in its record 0"),
-        (lambda text: text.replace(b"K\x04t", b"K\x03t"), "a tensor of 12 bytes is said to be in its record 0"),
-        (lambda text: text.replace(b"FloatStorage", b"DoubleStorage"[:12]), "cannot be read|holds more than"),
+        (lambda text: text.replace(b"K\x04", b"K\x40"), "a tensor of 256 bytes is listed in its record 0"),
+        (lambda text: text.replace(b"K\x04t", b"K\x03t"), "a tensor of 12 bytes is listed in its record 0"),
+        (lambda text: text.replace(b"FloatStorage", b"DoubleStorage"[:12]), "cannot be read|contains more than"),
         (lambda text: text.replace(b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x001"), "which has another size"),
         (lambda text: text.replace(b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x009"), "which has another size"),
-        (lambda text: text[:30], "cannot be read|holds more than tensors"),
-        (lambda text: b"\x80\x02]q\x00h\x00a.", "nested too deeply, or holds something that holds itself"),
+        (lambda text: text[:30], "cannot be read|contains more than tensors"),
+        (lambda text: b"\x80\x02]q\x00h\x00a.", "nested too deeply, or contains an object that contains itself"),
         (lambda text: b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".", "nested too deeply|cannot be read"),
     ],
 )
@@ -384,7 +384,7 @@ def test_compressed_and_overlapping_records_are_refused(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "m.pt").read_bytes())
     data[at + 28 : at + 30] = struct.pack("<H", 60)  # the length of the extra field, by which the data begin later
     (tmp_path / "m.pt").write_bytes(data)
-    with pytest.raises(CheckpointDamagedError, match="contradicts itself: its record"):
+    with pytest.raises(CheckpointDamagedError, match="is inconsistent: its record"):
         open_foreign(tmp_path / "m.pt")
 
 
@@ -418,7 +418,7 @@ def test_foreign_files_are_regular_ones(tmp_path: Path, name: str, kind: str) ->
         if kind == "directory":
             assert open_foreign(tmp_path / name) is None
         else:
-            with pytest.raises(CheckpointDamagedError, match=f"{name} is {KINDS[kind]}, and a checkpoint consists of"):
+            with pytest.raises(CheckpointDamagedError, match=f"{name} is {KINDS[kind]}, but a checkpoint consists of"):
                 open_foreign(tmp_path / name)
 
 

@@ -120,6 +120,6 @@ def test_large_pieces_are_written_in_large_writes(tmp_path: Path) -> None:
 def test_a_copy_that_does_not_fit_is_refused() -> None:
     wanted = torch.zeros(1).expand(1 << 46)
     with pytest.raises(
-        CheckpointError, match=r"no memory for a copy of the 281,474,976,710,656 bytes .*asynchronous=False"
+        CheckpointError, match=r"not enough memory for a copy of the 281,474,976,710,656 bytes .*asynchronous=False"
     ):
         Staging().copied([whole_of("w", wanted)])

@@ -45,7 +45,7 @@ def test_copies_of_roots_left_behind_make_room() -> None:
             vault.begin(BeginCopy(root, "1", 1, 1, None, 10))
         vault.begin(BeginCopy("/third", "1", 1, 1, None, 500))
         assert [len(vault.look(root)) for root in ("/first", "/second", "/third")] == [0, 0, 1]
-        with pytest.raises(RefusedError, match="take fewer hosts for peer_copies, or none"):
+        with pytest.raises(RefusedError, match="use fewer hosts for peer_copies, or none"):
             vault.begin(BeginCopy("/third", "2", 2, 2, "1", 500))
 
 
@@ -157,7 +157,7 @@ def test_the_last_save_on_sigterm_is_copied(
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(SystemExit):
             manager.save(3, state_of(3))
-        assert f"asked to end; the checkpoint of step 3 is in {path}" in capsys.readouterr().err
+        assert f"received a request to stop; the checkpoint of step 3 is in {path}" in capsys.readouterr().err
         next(path.glob("step_*/manifest.json")).write_text("{}")
         state = state_of(0)
         with CheckpointManager(path, peer_copies=1) as manager:

@@ -207,15 +207,15 @@ def test_blocks_that_do_not_cover_a_tensor_once_are_refused(shape, blocks):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"at": -8}, r"the place of a in '__0_0.distcp' is not made of sizes"),
-        ({"nbytes": -1}, r"the place of a in '__0_0.distcp' is not made of sizes"),
-        ({"nbytes": 1 << 70}, r"the place of a in '__0_0.distcp' is not made of sizes"),
+        ({"at": -8}, r"the location of a in '__0_0.distcp' does not consist of sizes"),
+        ({"nbytes": -1}, r"the location of a in '__0_0.distcp' does not consist of sizes"),
+        ({"nbytes": 1 << 70}, r"the location of a in '__0_0.distcp' does not consist of sizes"),
         ({"file": "a\0b"}, r"the file of a is not text"),
         ({"file": 7}, r"the file of a is not text"),
-        ({"dtype": "load"}, r"a has no type that is known"),
-        ({"path": ()}, r"the place of a is no tuple of keys"),
-        ({"path": ("a",) * 1000}, r"the place of a is no tuple of keys"),
-        ({"path": (None,)}, r"the place of a is no tuple of keys"),
+        ({"dtype": "load"}, r"a has an unknown type"),
+        ({"path": ()}, r"the path of a is not a tuple of keys"),
+        ({"path": ("a",) * 1000}, r"the path of a is not a tuple of keys"),
+        ({"path": (None,)}, r"the path of a is not a tuple of keys"),
     ],
 )
 def test_a_number_or_name_that_leads_elsewhere_is_refused(change, message):

@@ -198,7 +198,7 @@ def test_a_failed_save_leaves_nothing_behind(tmp_path):
     root = Root(tmp_path)
     draft = root.begin(1)
     part = write(root, draft, 1, 0)
-    with pytest.raises(CheckpointError, match="needs one part of each; there are 1, and none of rank 1"):
+    with pytest.raises(CheckpointError, match="needs one part from each; there are 1, and none from rank 1"):
         root.publish(draft, [part], None, world_size=2)
     root.abandon(draft)
     assert os.listdir(tmp_path) == []
@@ -231,8 +231,8 @@ class Refusing(Disk):
     ("operation", "code", "said"),
     [
         ("write", errno.ENOSPC, r"No space left on device \(.* are free\), after .* bytes. Free some space"),
-        ("sync", errno.EIO, r"Input/output error, after .* bytes. The disk or its connection fails"),
-        ("create", errno.EACCES, "Permission denied. Give this user the right to write there"),
+        ("sync", errno.EIO, r"Input/output error, after .* bytes. The disk or its connection is failing"),
+        ("create", errno.EACCES, "Permission denied. Grant this user write permission there"),
         ("create", errno.EROFS, "Read-only file system. The file system is mounted read-only"),
     ],
 )

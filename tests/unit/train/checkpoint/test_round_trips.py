@@ -209,11 +209,15 @@ def test_subclasses_of_plain_values_are_saved_as_their_values(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "into", "said"),
     [
-        (3, torch.zeros(()), r"'x' is a tensor here, and something else in .*step_0000000001; load it into what"),
+        (
+            3,
+            torch.zeros(()),
+            r"'x' is a tensor here, and something else in .*step_0000000001; load it into an object of the saved type",
+        ),
         (nn.Linear(1, 1), torch.zeros(1), r"'x' is a tensor here, and something else in"),
         (3, optimizer_of(torch.optim.SGD, 0), r"'x' is an optimizer here, and something else in .*; load it into"),
         (nn.Linear(1, 1), optimizer_of(torch.optim.SGD, 0), r"'x' is an optimizer here, and something else in"),
-        (3, nn.ReLU(), r"'x' is a module here, and a plain value in .*; load it into what it was saved from"),
+        (3, nn.ReLU(), r"'x' is a module here, and a plain value in .*; load it into an object of the saved type"),
         (nn.Linear(1, 1), nn.ReLU(), r"has \['bias', 'weight'\] besides"),
         (nn.ReLU(), nn.Linear(1, 1), r"it lacks \['bias', 'weight'\]"),
         ({}, {"a": torch.zeros(1)}, r"has no 'x/a'; it has 'x'"),
@@ -234,5 +238,5 @@ def test_what_does_not_fit_in_a_foreign_file_is_named(tmp_path: Path, into: Any)
 
 @pytest.mark.parametrize("key", ["", 3])
 def test_names_that_cannot_be_told_apart_are_refused(tmp_path: Path, key: Any) -> None:
-    with pytest.raises(dist.CheckpointError, match=r"the state has the key .* names are texts, not empty"):
+    with pytest.raises(dist.CheckpointError, match=r"the state has the key .* names must be non-empty strings"):
         dist.save({key: {"x": torch.ones(1)}, "x": torch.zeros(1)}, tmp_path)

@@ -198,7 +198,7 @@ def test_what_cannot_be_put_together_is_refused(tmp_path):
         return {"optimizer": optimizer}, tmp_path
 
     said = refusal(Layout(1, 1, 2), tmp_path, factored)
-    assert "what an optimizer keeps for each element" in said
+    assert "optimizer state with a value for each element" in said
 
     def elastic(state, world, groups):
         shards = dist.LogicalShards.__new__(dist.LogicalShards)
@@ -217,7 +217,9 @@ def test_a_group_without_all_ranks_of_the_mesh_is_refused(tmp_path):
     def program(world: ThreadGroup, groups: list[ThreadGroup]) -> None:
         state = divided(Layout(1, 2, 2), groups)
         _, stages, parts = groups
-        with pytest.raises(dist.CheckpointError, match="do not make it up: nobody holds .* All ranks of the mesh"):
+        with pytest.raises(
+            dist.CheckpointError, match="do not add up to the whole: no rank holds .* All ranks of the mesh"
+        ):
             dist.save({"model": state["model"]}, tmp_path / f"a{world.rank()}", group=stages)
         with pytest.raises(dist.CheckpointError, match="have 3 of the 5 layers|have 2 of the 5 layers"):
             dist.save({"model": state["model"]}, tmp_path / f"b{world.rank()}", group=parts)
@@ -236,7 +238,7 @@ def test_a_list_of_other_layers_is_refused():
             group=group,
             whole=model,
         )
-    with pytest.raises(ValueError, match="layer 0, a Linear, is no module of the whole model"):
+    with pytest.raises(ValueError, match="layer 0, a Linear, is not a module of the whole model"):
         dist.Pipeline(
             [nn.Linear(2, 2), *model.layers()], nn.functional.mse_loss, micro_batches=1, group=group, whole=model
         )

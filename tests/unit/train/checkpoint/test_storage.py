@@ -93,7 +93,7 @@ def test_an_address_is_opened_like_a_path(address):
 
 
 def test_an_address_of_an_unknown_kind_is_refused():
-    with pytest.raises(CheckpointError, match=r"nowhere://x is no address that fsspec knows"):
+    with pytest.raises(CheckpointError, match=r"nowhere://x is not an address that fsspec supports"):
         open_storage("nowhere://x")
 
 

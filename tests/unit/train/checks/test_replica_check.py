@@ -183,7 +183,7 @@ def test_the_message_names_rank_step_and_parameters():
     text = NonFiniteGradients(2, 8, [first, last], 4).text(applied=True)
     assert "rank 2: in step 8" in text
     assert "of 2 of 4 parameters" in text
-    assert "came first to 'c' (1 NaN and 2 infinite of 4 numbers)" in text
+    assert "first reached 'c' (1 NaN and 2 infinite of 4 numbers)" in text
     assert "spread to 'a' (3 NaN" in text
     assert "an optimizer has applied" in text
     assert "of all 2 parameters, so the loss" in NonFiniteGradients(2, 8, [first, last], 2).text(applied=False)
@@ -225,8 +225,8 @@ def digests(*totals: int) -> list[RankDigests]:
     [
         ((5, 5, 6), "rank 12 differs from ranks 10 and 11"),
         ((7, 5, 5, 6), "ranks 10 and 13 differ from ranks 11 and 12"),
-        ((5, 6), "ranks 10 and 11 differ, and no majority says which is right"),
-        ((5, 6, 5, 6), "ranks differ, and no majority says which are right: ranks 10 and 12; ranks 11 and 13"),
+        ((5, 6), "ranks 10 and 11 differ, and there is no majority"),
+        ((5, 6, 5, 6), "ranks differ, and there is no majority: ranks 10 and 12; ranks 11 and 13"),
     ],
 )
 def test_the_majority_is_taken_for_the_truth(totals, text):

@@ -83,7 +83,7 @@ def test_results_are_replayed_until_the_donors_are_gone(sender):
     threading.Timer(0.2, senders[1].snapshot.log, result(8, value)).start()
     assert torch.equal(replay.take(8)[1][0], value)
     senders[1].snapshot.close()
-    with pytest.raises(SendersLostError, match="nobody serves the result of round 9"):
+    with pytest.raises(SendersLostError, match="no worker serves the result of round 9"):
         replay.take(9)
 
 

@@ -202,7 +202,7 @@ def test_the_last_one_leaves_when_nobody_comes():
     play = running("a0")
     play.say("a0", Leaving("SIGTERM"))
     play.wait(10.0)
-    assert play.told("a0")[-1] == Dismissed("asked to end: SIGTERM")
+    assert play.told("a0")[-1] == Dismissed("asked to leave: SIGTERM")
     play.kill("a0", code=0)
     assert play.end().code == 1 and "asked to leave" in play.end().reason
 
@@ -282,7 +282,7 @@ def test_the_only_worker_with_the_state_may_be_stopped():
     play.ready("b1")
     stopped(play, "a0")
     told = [order.text for order in play.orders if isinstance(order, NotifyOrder)][-1]
-    assert told == "waiting for a0: it is stopped, and nobody else holds the job's state; send it SIGCONT"
+    assert told == "waiting for a0: it is stopped, and no other worker holds the job's state; send it SIGCONT"
     assert play.coordinator.deadline_s is None
     play.wait(1000.0)
     assert fenced(play) == [] and not any(isinstance(order, EndOrder) for order in play.orders)

@@ -156,7 +156,7 @@ def test_a_worker_taken_for_dead_is_told_to_end():
     coordinator, _ = running(m0=2, m1=1)
     coordinator.machine_left("1", "its launcher has ended", 0.0)
     orders = coordinator.machine_returned(report(1), 1.0)
-    assert Dismissed("the others have gone on without it") in [
+    assert Dismissed("the others have continued without it") in [
         each.message for each in orders if isinstance(each, SendOrder)
     ]
 
@@ -182,7 +182,7 @@ def test_one_that_others_have_not_missed_yet_is_waited_for():
     seeker = CoordinatorSearch(2, 120.0, lambda: 0.0)
     seeker.lost(0, ConnectionLoss.ENDED, 0.0)
     assert seeker.next([0, 1, 2], 0.0) == TryMachine(0)
-    assert seeker.tried(0, ContactResult.ENDED), "nobody listens there any more"
+    assert seeker.tried(0, ContactResult.ENDED), "no process listens there any more"
     assert seeker.next([1, 2], 0.0) == TryMachine(1)
     seeker.tried(1, ContactResult.ELSEWHERE, 0)
     assert seeker.next([1, 2], 0.0) == Pause(0.1)

@@ -49,9 +49,9 @@ def test_late_workers_are_dismissed_when_one_has_finished():
     play = running("a0", "a1")
     play.ready("a2")
     play.say("a0", LoopFinished(9))
-    assert play.told("a2") == [Dismissed("the job is done")]
+    assert play.told("a2") == [Dismissed("the job has finished")]
     play.ready("a3")
-    assert play.told("a3") == [Dismissed("the job is done")]
+    assert play.told("a3") == [Dismissed("the job has finished")]
 
 
 def test_the_majority_goes_on_without_a_machine():

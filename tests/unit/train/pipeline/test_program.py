@@ -96,7 +96,7 @@ def test_ranks_that_wait_for_one_another_are_named():
     plan = make_pipeline_schedule("gpipe", 2, 2, 1)
     forwards, backwards = plan.orders[0][:2], plan.orders[0][2:]
     hanging = faulty(plan, 0, [forwards[0], backwards[0], forwards[1], backwards[1]])
-    with pytest.raises(PipelineFaultError, match="wait for one another: rank 0 at await the gradient .* rank 1 at"):
+    with pytest.raises(PipelineFaultError, match="wait for each other: rank 0 at await the gradient .* rank 1 at"):
         verify_program(program_of(hanging))
 
 
@@ -106,7 +106,7 @@ def test_an_early_receive_hangs_only_where_messages_block():
     others = [step for step in program.steps[1] if step not in posts]
     early = PipelineProgram(program.plan, (program.steps[0], (*reversed(posts), *others)))
     verify_program(early)
-    with pytest.raises(PipelineFaultError, match="wait for one another"):
+    with pytest.raises(PipelineFaultError, match="wait for each other"):
         verify_program(early, blocks=True)
 
 
@@ -127,7 +127,7 @@ def test_a_message_that_is_left_out_is_found(plan, data):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("2f2b", 2, 4, 1), "no schedule '2f2b'; there are gpipe, 1f1b"),
+        (("2f2b", 2, 4, 1), "unknown schedule '2f2b'; the schedules are gpipe, 1f1b"),
         (("1f1b", 2, 0, 1), "micro_batches is 0; it must be at least 1"),
         (("interleaved", 4, 6, 2), "needs a multiple of 4 micro-batches"),
         (("1f1b", 2, 4, 2), "use 'interleaved'"),

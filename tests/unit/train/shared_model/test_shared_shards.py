@@ -93,7 +93,7 @@ def test_elastic_jobs_refuse_shared_parameters(no_secret):
     try:
         model = nn.Linear(2, 2)
         optimizer = dist.SharedModelOptimizer(model, torch.optim.SGD, lr=0.1)
-        with pytest.raises(ValueError, match="half updated for those that live"):
+        with pytest.raises(ValueError, match="half updated for those that survive"):
             dist.ElasticState(dist.LogicalShards(model, 2), optimizer=optimizer)
         with pytest.raises(ValueError, match="the model of a SharedModelOptimizer, with which all workers"):
             dist.ElasticState(dist.LogicalShards(model, 2))

@@ -286,7 +286,7 @@ def test_a_rank_whose_directory_is_missing_tells_the_others(tmp_path: Path) -> N
     def program(world: ThreadGroup, groups: list[ThreadGroup]) -> None:
         directory = tmp_path / "missing" if world.rank() else tmp_path
         kind = OSError if world.rank() else CollectiveMismatchError
-        with pytest.raises(kind, match=r"rank 1: offload: no file can be made in .*missing.*give a directory"):
+        with pytest.raises(kind, match=r"rank 1: offload: no file can be created in .*missing.*pass a directory"):
             made(Net(torch.bfloat16), "adamw", world, offload=directory)
 
     ThreadMesh(2).run(program)
@@ -299,7 +299,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     memory = FileMemory(tmp_path, "rank 3")
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
-        OSError, match=r"rank 3: offload: the optimizer needs 17 MB more in .*: No space left .* make room"
+        OSError, match=r"rank 3: offload: the optimizer needs 17 MB more in .*: No space left .* free some space"
     ):
         memory.zeros(torch.Size([5]), (1,), torch.float32)
 

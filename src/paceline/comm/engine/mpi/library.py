@@ -54,7 +54,7 @@ def initialised() -> Any:
         atexit.register(_finalize)
     if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         raise ValueError(
-            "backend 'mpi' needs an MPI library that several threads may call: initialise it with "
+            "backend 'mpi' requires an MPI library that several threads may call: initialize it with "
             "MPI.Init_thread(MPI.THREAD_MULTIPLE), or let init_process_group do so"
         )
     return mpi

@@ -313,7 +313,7 @@ def join(
         if late := formation.absent([f"engine/{r}" for r in range(world_size)], deadline):
             named = and_more([f"rank {key.rpartition('/')[2]}" for key in late], _MOST_NAMED)
             raise RendezvousTimeoutError(
-                f"rank {rank} waited {timeout_s:.0f} s for {named} to say where to connect; look at the output there"
+                f"rank {rank} waited {timeout_s:.0f} s for {named} to publish an address; look at the output there"
             )
         nonce, *answers = store.multi_get(["engine/nonce", *(f"engine/{r}" for r in range(world_size))])
         members, peers = read_ranks(answers, rank)
@@ -327,7 +327,8 @@ def join(
         local = topology.local_ranks
         if len(local) > MAX_RANKS_OF_HOST:
             raise RendezvousError(
-                f"{members[rank]}: {len(local)} ranks are on this host; at most {MAX_RANKS_OF_HOST} are connected there"
+                f"{members[rank]}: {len(local)} ranks are on this host, but at most {MAX_RANKS_OF_HOST} can be "
+                "connected on one host"
             )
         names = {r: str(peers[r]["socket"]) for r in local}
         return topology, join_host_mesh(formation, topology, names, listener, deadline)

@@ -196,7 +196,7 @@ class _Links:
         host, port = self.addresses[peer]
         own_end = self.own_end
         if peer_failed is None and host in self.closed:
-            self._request(peer, f"{host} accepted no connection")
+            self._request(peer, f"{host} did not accept a connection")
             return
         try:
             for lane in self.lanes:

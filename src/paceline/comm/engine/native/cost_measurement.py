@@ -272,7 +272,7 @@ def agree_on_costs(
         _answer_all(formation, topology, links, deadline)
         if formation.absent(_KEYS, deadline):
             raise RendezvousTimeoutError(
-                f"{topology.members[topology.rank]}: {topology.members[0]} did not measure what messages cost within "
+                f"{topology.members[topology.rank]}: {topology.members[0]} did not measure the cost of messages within "
                 f"{timeout_s:.0f} s; look at its output"
             )
         costs, described, found = (value.decode() for value in formation.store.multi_get(_KEYS))

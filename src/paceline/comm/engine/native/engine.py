@@ -80,8 +80,9 @@ def describe_miss(found: PredictionMiss) -> str:
     least, predicted = format_seconds(found.least_ns / 1e9), format_seconds(found.predicted_ns / 1e9)
     return (
         f"{OPERATIONS[found.operation]} of {found.elements:,} {DTYPES[found.dtype]} by {name_of(found.algorithm)} took "
-        f"{least} at least in {found.calls} calls, but was predicted to take {predicted}: another algorithm may be "
-        "faster. PACELINE_COSTS and PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
+        f"{least} or more in {found.calls} calls, but was predicted to take {predicted}: another algorithm may be "
+        "faster. PACELINE_COSTS and PACELINE_NETWORK set the cost of messages, and PACELINE_ALGORITHM forces an "
+        "algorithm"
     )
 
 

@@ -544,5 +544,5 @@ def announce_once(device: torch.device, backend: str, rank: int) -> None:
     _announced = True
     faster = "; backend='nccl' is faster where NCCL works" if device.type == "cuda" else ""
     sys.stderr.write(
-        f"paceline: with the backend {backend!r}, tensors on {device} travel through host memory{faster}\n"
+        f"paceline: with the backend {backend!r}, tensors on {device} are copied through host memory{faster}\n"
     )

@@ -293,8 +293,8 @@ class StagedMessages(Messages):
 def capture_text(call: str, device: torch.device) -> str:
     """Returns the error message for a call during graph capture."""
     return (
-        f"{call} of tensors on {device} is called while a graph is captured, and these tensors travel through host "
-        "memory, which a graph cannot repeat; call it outside of the graph, or use backend='nccl'"
+        f"{call} of tensors on {device} was called while a graph is captured, but these tensors are copied through "
+        "host memory, which a graph cannot replay; call it outside the graph, or use backend='nccl'"
     )
 
 

@@ -325,7 +325,7 @@ class CallStream:
         return CallFailure(
             OutcomeCode.REFUSED,
             said=f"message {calls[0][0]} from {sender} to {receiver} is sent with {sent}, and received with "
-            f"{received}. {self._settings.library} has no tags: receive messages of one rank in the order in which "
+            f"{received}. {self._settings.library} has no tags: receive the messages from a rank in the order in which "
             "it sends them",
         )
 
@@ -356,7 +356,7 @@ class CallStream:
         if said is not None and self._error_since is not None and now - self._error_since > _GRACE_S:
             return self._difference(at_once=True) or CallFailure(
                 OutcomeCode.REFUSED,
-                said=f"while the call was under way, {self._settings.library} reported {said}. {self._settings.advice}",
+                said=f"while the call was running, {self._settings.library} reported {said}. {self._settings.advice}",
             )
         if now > oldest.deadline:
             return self._timed_out(oldest.started, self._progress.missing(oldest.header))
@@ -374,8 +374,8 @@ class CallStream:
         if not missing:
             return CallFailure(
                 OutcomeCode.REFUSED,
-                said=f"all ranks have made this call, and it was not complete after {waited_s:.1f} s: either it needs "
-                "longer than the timeout (raise timeout=), or the devices do not reach each other. "
+                said=f"all ranks made this call, but it had not completed after {waited_s:.1f} s: either it needs more "
+                "time than the timeout allows (raise timeout=), or the devices cannot reach each other. "
                 f"{self._settings.advice}",
             )
         return CallFailure(
@@ -432,8 +432,8 @@ class CallStream:
             time.sleep(_POLLING_S)
         if in_flight and self.failure is not None and self.failure is not _CLOSED:
             warnings.warn(
-                f"{self._ranks.members[self._ranks.index]}: destroy_process_group ended up to {in_flight} calls on "
-                f"{self.stream.device} that were not complete, so their tensors are undefined: "
+                f"{self._ranks.members[self._ranks.index]}: destroy_process_group aborted up to {in_flight} incomplete "
+                f"calls on {self.stream.device}, so their tensors are undefined: "
                 f"{self.failure.code.name}{': ' if self.failure.said else ''}{self.failure.said}",
                 RuntimeWarning,
                 stacklevel=2,
@@ -523,7 +523,7 @@ class CallWatch:
                     if calls.look():
                         self._called.set()
                 except Exception:  # without this thread, no call would ever time out
-                    logging.getLogger(__name__).exception("a group's calls could not be looked at; this is repeated")
+                    logging.getLogger(__name__).exception("a group's calls could not be checked; retrying")
                     self._called.set()
 
 

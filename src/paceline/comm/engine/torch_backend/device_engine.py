@@ -271,7 +271,9 @@ class DeviceMessages:
             ValueError: `peer` is -1 (any rank), which NCCL does not support.
         """
         if peer < 0:
-            raise ValueError("recv from any rank: NCCL receives from one that is named; pass src=, or use CPU tensors")
+            raise ValueError(
+                "recv from any rank: NCCL can only receive from a specified rank; pass src=, or use CPU tensors"
+            )
         recorded = self._recorder.receive(peer, tag, dtype, tensor)
         return self._pass(peer, self._rank, tag, dtype, tensor, timeout_ns, recorded)
 
@@ -418,7 +420,7 @@ class DeviceEngine:
         self._settings = StreamSettings(
             construct,
             library,
-            "NCCL_DEBUG=WARN has NCCL say more" if name == "nccl" else f"Look at the output of {library}",
+            "NCCL_DEBUG=WARN makes NCCL report more" if name == "nccl" else f"Look at the output of {library}",
             identify,
             context.store,
             lambda: self._is_closing,
@@ -444,7 +446,7 @@ class DeviceEngine:
         """
         if algorithm is not None:
             advice = ", or set NCCL_ALGO" if self.name == "nccl" else ""
-            raise ValueError(f"the algorithm is {algorithm!r}, and {self.name} chooses its own; leave it out{advice}")
+            raise ValueError(f"the algorithm is {algorithm!r}, but {self.name} chooses its own; leave it out{advice}")
         members = self._context.members
         own_device = with_index(torch.device("cuda") if device is None else device)
         index = self._opened[identity]  # all ranks open the groups for their devices in the same order

@@ -209,9 +209,9 @@ def _describe_shared(members: Sequence[RankIdentity], peers: Sequence[DevicePeer
         if other != index and peer.gpu:
             return (
                 f"{members[other]} and {members[index]} both use one GPU ({peers[other].device} of the one and "
-                f"{peer.device} of the other are {peer.gpu}), and NCCL takes one rank a GPU. Call "
-                "torch.cuda.set_device(LOCAL_RANK) before anything else uses a GPU, make tensors on device 'cuda' and "
-                "not on 'cuda:0', and start no more ranks than there are GPUs"
+                f"{peer.device} of the other are {peer.gpu}), but NCCL supports only one rank per GPU. Call "
+                "torch.cuda.set_device(LOCAL_RANK) before anything else uses a GPU, create tensors on device 'cuda' "
+                "and not on 'cuda:0', and start no more ranks than there are GPUs"
             )
     return None
 

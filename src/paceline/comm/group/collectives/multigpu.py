@@ -244,7 +244,7 @@ def _require_alike(tensors: Sequence[torch.Tensor], call: str, name: str) -> Non
         if tensor.dtype != first.dtype or tensor.numel() != first.numel():
             raise ValueError(
                 f"{call}: {name}[{index}] has {tensor.numel()} elements of {tensor.dtype}, {name}[0] has "
-                f"{first.numel()} of {first.dtype}; they must be alike"
+                f"{first.numel()} of {first.dtype}; they must have the same size and type"
             )
 
 
@@ -252,8 +252,8 @@ def _require_lists(lists: Sequence[Sequence[torch.Tensor]], devices: int, member
     lengths = [len(tensors) for tensors in lists]
     if lengths != [members] * devices:
         raise ValueError(
-            f"{call}: {name} has lists of the lengths {lengths}; with {devices} devices a rank and {members} in all it "
-            f"must have {devices} lists of {members} tensors"
+            f"{call}: {name} has lists of the lengths {lengths}; with {devices} devices per rank and {members} in "
+            f"total it must have {devices} lists of {members} tensors"
         )
 
 
@@ -273,7 +273,7 @@ def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) ->
         if tensor.dtype != first.dtype or tensor.numel() != first.numel():
             raise ValueError(
                 f"{call}: tensor {index} has {tensor.numel()} elements of {tensor.dtype}, tensor 0 has {first.numel()} "
-                f"of {first.dtype}; all tensors of a process must be alike"
+                f"of {first.dtype}; all tensors of a process must have the same size and type"
             )
     if not isinstance(code, ReduceOp):
         raise TypeError(f"{call}: op must be a paceline.ReduceOp or a paceline.PremulSum, not {type(op).__name__}")

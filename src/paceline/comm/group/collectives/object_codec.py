@@ -237,13 +237,13 @@ class Unpacker:
             ((tag, packed),) = node.items()
             return self._kinds[tag].unpack(packed, self)
         if type(node) not in _READABLE:
-            raise MalformedPayload(f"{type(node).__name__} stands for nothing")
+            raise MalformedPayload(f"{type(node).__name__} does not encode a value")
         return node
 
     def unpack_all(self, nodes: object) -> list[Any]:
         """Returns the objects that `nodes` encode, in the same order."""
         if type(nodes) is not list:
-            raise MalformedPayload(f"{type(nodes).__name__} in the place of a list")
+            raise MalformedPayload(f"{type(nodes).__name__} instead of a list")
         if _has_containers(nodes):
             for index, node in enumerate(nodes):
                 if type(node) in _CONTAINERS:
@@ -258,7 +258,7 @@ class Unpacker:
     def buffer(self, number: object) -> torch.Tensor:
         """Returns the buffer with this index that was sent along with the body."""
         if type(number) is not int or not 0 <= number < len(self._buffers):
-            raise MalformedPayload(f"there is no buffer {number!r}")
+            raise MalformedPayload(f"buffer {number!r} does not exist")
         return self._buffers[number]
 
 
@@ -312,7 +312,7 @@ def _is_map(value: dict[Any, Any]) -> bool:
 def _has_containers(nodes: Collection[object]) -> bool:
     kinds = set(map(type, nodes))
     if not kinds <= _READABLE:
-        raise MalformedPayload(f"{sorted(kind.__name__ for kind in kinds - _READABLE)} stand for nothing")
+        raise MalformedPayload(f"{sorted(kind.__name__ for kind in kinds - _READABLE)} do not encode a value")
     return not kinds.isdisjoint(_CONTAINERS)
 
 
@@ -338,7 +338,7 @@ def _instead_of(value: object) -> str:
     for plain in (dict, list, tuple, str, bytes, int, float):
         if isinstance(value, plain):
             return f"send {plain.__name__}(it)"
-    return "send a dict, list or tuple of what it holds"
+    return "send a dict, list or tuple of its contents"
 
 
 _METADATA = "_metadata"  # the attribute of a state dict that Module.state_dict() sets and load_state_dict reads

@@ -148,8 +148,8 @@ def broadcast_object_list(
         chosen.broadcast(announcement, root, timeout=timeout)
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(
-            f"{call}: object_list has {len(object_list)} entries here, announced by two numbers each; it must have as "
-            f"many on all ranks. {error}"
+            f"{call}: object_list has {len(object_list)} entries here, each announced by two numbers; it must have the "
+            f"same number on all ranks. {error}"
         ) from None
     if outgoing is not None:
         if outgoing.error is not None:
@@ -317,7 +317,7 @@ class IncomingObjects:
         self._call = call
         numbers = announcement.view(-1, 2).tolist()
         if any(nbytes == _CANNOT_SEND for nbytes, _ in numbers):
-            raise self._error("could not send its object; its own error says why", "Change what it sends")
+            raise self._error("could not send its object; see the error on that rank", "Change what it sends")
         if any(buffers < 0 or nbytes <= 8 * buffers for nbytes, buffers in numbers):
             raise self._malformed(f"announced {numbers}")
         self._announced = numbers
@@ -368,8 +368,9 @@ class IncomingObjects:
                 objects.append(decode(as_memory(head)[8 * len(lengths) :], buffers, allow_pickle))
             except PickleRefused:
                 raise self._error(
-                    "sent a pickle, which this rank does not read: it can run any code here",
-                    "Pass allow_pickle=True on this rank too if you trust that one, or send there what needs no pickle",
+                    "sent a pickle, which this rank does not load because it could run any code",
+                    "Pass allow_pickle=True on this rank too if you trust the sender, or send an object that needs no "
+                    "pickle",
                 ) from None
             except MalformedPayload as error:
                 raise self._malformed(str(error)) from error
@@ -419,7 +420,7 @@ def require_cpu(device: torch.device | str | None, call: str) -> None:
         ValueError: `device` is another device.
     """
     if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"{call}: device is {device}; objects travel as CPU tensors, leave device out")
+        raise ValueError(f"{call}: device is {device}; objects are sent as CPU tensors; leave device out")
 
 
 def _require_entries(entries: list[Any] | None, count: int, call: str, name: str, what: str) -> None:

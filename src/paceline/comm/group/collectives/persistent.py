@@ -128,8 +128,8 @@ class PersistentCall(_core.QuickCall):
     def _require_idle(self) -> None:
         if self.is_started:
             raise ValueError(
-                f"{self._who()}{self._name}: this persistent call is started and not complete; call wait(), or test() "
-                "until it returns True, before the next start"
+                f"{self._who()}{self._name}: this persistent call was started and has not completed; call wait(), or "
+                "test() until it returns True, before the next start"
             )
 
     def _started_work(self) -> Work:
@@ -148,9 +148,9 @@ class PersistentCall(_core.QuickCall):
 
     def _moved(self) -> ValueError:
         return ValueError(
-            f"{self._who()}{self._name}: a tensor of this persistent call is no longer where {self._name}_init found "
-            "it, or has another shape, strides or type; resize_, set_ or an assignment to .data has changed that. "
-            "Prepare the call again, or write new values into the old memory with copy_"
+            f"{self._who()}{self._name}: a tensor of this persistent call has been moved, or has a different shape, "
+            f"strides or type than at {self._name}_init; resize_, set_ and assignments to .data do this. Prepare the "
+            "call again, or write new values into the old memory with copy_"
         )
 
 

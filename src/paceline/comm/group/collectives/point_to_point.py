@@ -177,7 +177,9 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         raise ValueError("batch_isend_irecv: the list is empty; it must have at least one P2POp")
     for op in p2p_op_list:
         if not isinstance(op, P2POp):
-            raise TypeError(f"batch_isend_irecv: the list has a {type(op).__name__}; it must have P2POp only")
+            raise TypeError(
+                f"batch_isend_irecv: the list contains a {type(op).__name__}; it must contain only P2POp objects"
+            )
     works = [
         isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
         if op.op is isend

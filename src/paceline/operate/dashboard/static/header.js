@@ -23,7 +23,7 @@ export function drawVerdict({ verdict }, takeStacks) {
   const text = element("div", {}, element("p", {}, verdict.sentence));
   if (verdict.details.length) text.append(element("ul", {}, ...verdict.details.map((line) => element("li", {}, line))));
   const row = element("div", { class: "row" }, text, element("span", { class: "grow" }));
-  if (takeStacks) row.append(element("button", { type: "button", onclick: takeStacks }, "Take stacks"));
+  if (takeStacks) row.append(element("button", { type: "button", onclick: takeStacks }, "Capture stacks"));
   fill(card, row);
 }
 
@@ -47,7 +47,7 @@ export function drawFigures({ figures }) {
     cards.push([expected, its, "predicted step"]);
   }
   if (figures.samples_per_s) cards.push([count(figures.samples_per_s), "/s", "samples, all ranks"]);
-  cards.push([percent(figures.exposed_share).replace(" %", ""), "%", "of it is spent waiting"]);
-  if (figures.overlap !== null) cards.push([percent(figures.overlap).replace(" %", ""), "%", "of the communication is hidden"]);
+  cards.push([percent(figures.exposed_share).replace(" %", ""), "%", "of a step is spent waiting"]);
+  if (figures.overlap !== null) cards.push([percent(figures.overlap).replace(" %", ""), "%", "of the communication overlaps"]);
   fill(place, ...cards.map(([number, its, text]) => element("div", { class: "figure" }, element("b", {}, number, " ", element("small", {}, its)), element("span", {}, text))));
 }

@@ -5,7 +5,7 @@ import { count, ms } from "./format.js";
 
 const LABELS = 46;
 const KINDS = {
-  compute: ["own time", "compared with the median of all ranks over the last steps; coloured if at least 5 % slower"],
+  compute: ["own time", "compared with the median of all ranks over the last steps; colored if at least 5 % slower"],
   wait: ["waiting", "for communication, as a share of the step"],
 };
 const FULL = { compute: 0.5, wait: 0.5 };

@@ -76,7 +76,7 @@ export function drawLog(picture, view) {
     logEpoch = epoch;
   }
   if (!items.length) {
-    fill(place, empty(document.documentElement.dataset.report ? "The output of the ranks was not kept; paceline run --log-dir keeps it." : "The ranks have printed nothing yet."));
+    fill(place, empty(document.documentElement.dataset.report ? "The output of the ranks was not saved; paceline run --log-dir saves it." : "The ranks have printed nothing yet."));
     return;
   }
   if (logStart === null) logStart = startOf(picture) || items[0].at_s;

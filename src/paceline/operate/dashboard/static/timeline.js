@@ -141,5 +141,5 @@ function describeLane(x, y) {
   }
   if (!phase) return `rank ${lane.rank}`;
   const [name, begin, end] = phase;
-  return `rank ${lane.rank}: ${PART_NAMES[name] ?? name}\n${ms(end - begin)}, from ${ms(begin)} on`;
+  return `rank ${lane.rank}: ${PART_NAMES[name] ?? name}\n${ms(end - begin)}, starting at ${ms(begin)}`;
 }

@@ -94,13 +94,13 @@ class ChaosStats:
         kinds = ", ".join(f"{kind} {times}" for kind, times in sorted(self.acts.items())) or "none"
         lines = [f"chaos ({title}): {count} acts in {now_s - self.began_s:.1f} s ({kinds})"]
         lines.append(
-            f"chaos: {len(self.replaced_s)} workers replaced{_spread(self.replaced_s, 'until each took part')}"
+            f"chaos: {len(self.replaced_s)} workers replaced{_spread(self.replaced_s, 'until each participated')}"
         )
         if self.pauses_s:
-            lines.append(f"chaos: the others were together again{_spread(self.pauses_s, 'after each loss')}")
+            lines.append(f"chaos: the others resumed{_spread(self.pauses_s, 'after each loss')}")
         if self._losses:
             slots = ", ".join(map(str, sorted(self._losses)))
-            lines.append(f"chaos: nobody had taken the place of the last worker of slot {slots} when the job ended")
+            lines.append(f"chaos: the last worker of slot {slots} had not been replaced when the job ended")
         return lines
 
 
@@ -172,7 +172,7 @@ class ChaosRunner:
     def summary(self, now_s: float) -> list[str]:
         """Returns lines for the user about the acts and their effects."""
         if self._ledger is None:
-            return [f"chaos ({self._chaos}): nothing was done, since no worker took part"]
+            return [f"chaos ({self._chaos}): nothing was done because no worker participated"]
         return self._ledger.summary(str(self._chaos), now_s)
 
     def _do(self, act: ChaosAct, member: PoolWorker) -> bool:

@@ -67,10 +67,10 @@ from paceline.train.elastic.coordinator.election import (
 from paceline.train.elastic.protocol import NotifyOrder, ReplicatedJobState, ReplicateOrder
 
 _WORDS = {
-    ContactResult.ENDED: "nobody listens there",
+    ContactResult.ENDED: "no process listens there",
     ContactResult.SILENT: "no answer",
-    ContactResult.SEEKING: "it looks for one too",
-    ContactResult.ELSEWHERE: "it follows another",
+    ContactResult.SEEKING: "it is also looking for one",
+    ContactResult.ELSEWHERE: "it follows another coordinator",
     ContactResult.FOLLOWED: "too few workers can be reached from there",
 }
 
@@ -342,12 +342,12 @@ class CoordinatorClient:
         """Returns the result of a job that has no other launchers left."""
         if self._state.has_finished:
             return JobEnded(
-                0, f"the job is done: this machine's workers have finished, and no coordinator answers ({asked})"
+                0, f"the job has finished: this machine's workers have completed, and no coordinator answers ({asked})"
             )
         return JobEnded(
             1,
-            f"the job seems to be over: none of its launchers listens any more ({asked}). How it ended is in their "
-            "output; this machine had lost them, and its workers had not finished",
+            f"the job seems to have ended: none of its launchers can be reached ({asked}). Look at their output for "
+            "the outcome; this machine had lost its connections to them, and its workers had not finished",
         )
 
     def _follow(self, number: int, address: str) -> bool:

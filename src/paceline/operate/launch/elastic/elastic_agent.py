@@ -224,7 +224,7 @@ class ElasticAgent(Launcher):
         now_s = time.monotonic()
         match message:
             case None:
-                self._say(f"{member} is killed, since it sent {datagram[:80]!r}, which is not a valid message")
+                self._say(f"{member} is killed because it sent {datagram[:80]!r}, which is not a valid message")
                 member.signal(signal.SIGKILL)
                 return
             case Ready():
@@ -311,7 +311,7 @@ class ElasticAgent(Launcher):
         self._close_slots()
         if self._members is None:
             return
-        farewell = encode_message(Dismissed(end.reason or "the job is over", end.code))
+        farewell = encode_message(Dismissed(end.reason or "the job has ended", end.code))
         for member in self._members.members.values():
             if not member.life.has_finished:
                 member.life.dismissed = 0  # a dismissed worker's exit code is not a failure
@@ -325,7 +325,9 @@ class ElasticAgent(Launcher):
         """Kills all workers before this machine joins a different job."""
         self._end = JobEnded(0)
         if self._stopped_by is None:
-            self._say(f"the job runs already: the launcher at {moved.address} coordinates it; this machine joins it")
+            self._say(
+                f"the job is already running: the launcher at {moved.address} coordinates it; this machine joins it"
+            )
             self.moved = moved
         self._close_slots()
         if self._members is not None:
@@ -345,10 +347,13 @@ class ElasticAgent(Launcher):
         self._send([Slots(0), *self._shutdown.announced()])
         self._say(
             f"{number.name}: passed on to {len(self._members.pids())} workers, which have "
-            f"{self._job.shutdown_timeout_s:g} s to end (again to kill them)"
+            f"{self._job.shutdown_timeout_s:g} s to exit (send it again to kill them)"
         )
         if self._shutdown.hands_over(self._coordinates):
-            self._say("this launcher coordinates the job; when they have ended, another will (again to end the job)")
+            self._say(
+                "this launcher coordinates the job; when its workers have exited, another launcher takes over "
+                "(send it again to end the job)"
+            )
         self._next_signal = (time.monotonic(), number)
 
     def _send(self, reports: Sequence[Report]) -> None:
@@ -394,17 +399,17 @@ def describe_exit(life: WorkerHistory, failure: WorkerFailure | None) -> str:
 def describe_decision(decision: ReplaceWorker | CloseSlot) -> str:
     """Describes the consequence of a worker's exit."""
     if isinstance(decision, ReplaceWorker):
-        return f"another worker takes its place{f' in {decision.after_s:g} s' if decision.after_s else ''}"
+        return f"another worker replaces it{f' in {decision.after_s:g} s' if decision.after_s else ''}"
     if decision.reason is not None:
-        return f"nobody takes its place: {decision.reason}"
-    return "it was asked to leave, so nobody takes its place"
+        return f"it is not replaced: {decision.reason}"
+    return "it was asked to leave, so it is not replaced"
 
 
 def describe_slots(first: int, count: int, slots: int) -> str:
     """Describes the range of slots on this machine."""
     if count == 1:
-        return f"slot {first} of {slots} is here"
-    return f"slots {first} to {first + count - 1} of {slots} are here"
+        return f"slot {first} of {slots} is on this machine"
+    return f"slots {first} to {first + count - 1} of {slots} are on this machine"
 
 
 class WorkerExits:

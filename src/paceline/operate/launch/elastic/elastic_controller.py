@@ -342,7 +342,7 @@ class ElasticController:
         if self._has_heard_of_another or not is_held_back:
             return []
         self._has_heard_of_another = True
-        text = "a job of this address runs already, and looks for a coordinator; waiting for it"
+        text = "a job with this address is already running, and is looking for a coordinator; waiting for it"
         return [(node, NotifyOrder(text)) for node in self._machines.here]
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
@@ -373,9 +373,9 @@ class ElasticController:
         return self._over(
             JobEnded(
                 1,
-                f"waited {self.policy.join_timeout_s:.0f} s for {self.policy.min_nodes} machines; "
-                f"{len(hosts)} came ({', '.join(hosts) or 'none'}). Look at the output of the others; --rdzv-conf "
-                "join_timeout=SECONDS waits on",
+                f"waited {self.policy.join_timeout_s:.0f} s for {self.policy.min_nodes} machines; {len(hosts)} arrived "
+                f"({', '.join(hosts) or 'none'}). Look at the output of the others; --rdzv-conf join_timeout=SECONDS "
+                "sets a longer wait",
             )
         )
 
@@ -388,13 +388,15 @@ class ElasticController:
         if isinstance(self._end, Moved):
             return [(node, self._end)]
         if self._end is not None:
-            return [(node, JobEnded(self._end.code if join.job == self.identity else 1, "the job is over"))]
+            return [(node, JobEnded(self._end.code if join.job == self.identity else 1, "the job has ended"))]
         self._machines.add(node, join)
         if self._is_gathered:
             return self._take_in(node, now_s)
         machines, wanted = self._machines, self.policy.min_nodes
         if len(machines.here) < wanted or machines.store() is None:
-            return [(node, NotifyOrder(f"{len(machines.here)} of {wanted} machines are here; waiting for the others"))]
+            return [
+                (node, NotifyOrder(f"{len(machines.here)} of {wanted} machines have joined; waiting for the others"))
+            ]
         self._is_gathered = True
         machines.home = next(machine.number for machine in machines.here.values() if machine.join.serves)
         if not machines.is_lone:

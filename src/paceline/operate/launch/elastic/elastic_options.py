@@ -51,10 +51,10 @@ class Chaos:
                     f"{part!r} is neither KIND:SECONDS, with {', '.join(CHAOS_KINDS)}, nor seed=NUMBER"
                 )
             if kind in intervals_s:
-                raise ArgumentTypeError(f"{kind} is there twice")
+                raise ArgumentTypeError(f"{kind} is given twice")
             intervals_s[kind] = _seconds(interval, part)
         if not intervals_s:
-            raise ArgumentTypeError(f"{text!r} names no kind; kill:2s,seed=7 kills one every 2 seconds or so")
+            raise ArgumentTypeError(f"{text!r} specifies no kind; kill:2s,seed=7 kills one every 2 seconds or so")
         return cls(tuple(intervals_s.items()), seed)
 
     @property
@@ -138,12 +138,12 @@ def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: 
         if options.min_workers is not None:
             raise OptionError("--min-workers needs --elastic: without it a job runs with all of its workers or none")
         if options.preload:
-            raise OptionError("--preload needs --elastic: it makes the workers that take others' places start sooner")
+            raise OptionError("--preload needs --elastic: it makes replacement workers start sooner")
         return None
     if options.preload and (options.no_python or options.start_method == "spawn"):
         raise OptionError(
             "--preload needs workers that are forked; leave out --start-method spawn and --no-python, with which each "
-            "is a program of its own"
+            "worker is a separate program"
         )
     least = 1 if options.min_workers is None else options.min_workers
     if least > workers and not has_several_machines:
@@ -159,11 +159,11 @@ def _check_chaos(chaos: Chaos, workers: int) -> None:
     """Raises an error if the chaos acts are impossible on a single machine."""
     if chaos.cuts:
         raise OptionError(
-            "--chaos cut needs several machines: the workers of one exchange data through its memory, where there is "
-            "no line to cut"
+            "--chaos cut needs several machines: workers on one machine communicate through shared memory, so there "
+            "are no connections to cut"
         )
     if workers == 1:
         raise OptionError(
-            "--chaos needs two workers or more on a machine, since it spares the last: without it the job's state "
-            "would be lost; set --nproc-per-node"
+            "--chaos needs two workers or more on a machine, because it spares the last one: without it the job's "
+            "state would be lost; set --nproc-per-node"
         )

@@ -121,9 +121,9 @@ class SlotHistory:
         if fate in (ExitCause.DONE, ExitCause.LEFT):
             return CloseSlot(None)
         if fate is ExitCause.REFUSED:
-            return CloseSlot("it does not fit the others, and another like it would not either")
+            return CloseSlot("it is not compatible with the others, and a replacement would not be either")
         if life.has_finished:
-            return CloseSlot("it had finished its loop, and what follows cannot be done again")
+            return CloseSlot("it had finished its loop, and the code after the loop cannot be repeated")
         if fate is ExitCause.RELEASED:
             return ReplaceWorker(0.0)
         if life.took_part_s is None:
@@ -133,18 +133,18 @@ class SlotHistory:
             return ReplaceWorker(0.0)
         self.soon = self.soon + 1 if now_s - life.took_part_s < SOON_S else 0
         if self.soon >= MOST_SOON:
-            return CloseSlot(f"{self.soon} of its workers in a row failed within {SOON_S:.0f} s of taking part")
+            return CloseSlot(f"{self.soon} of its workers in a row failed within {SOON_S:.0f} s of joining")
         return ReplaceWorker(pause_s(self.soon))
 
     def _not_started(self, fate: ExitCause) -> ReplaceWorker | CloseSlot:
         if fate is ExitCause.KILLED:
             self.killed_starts += 1
             if self.killed_starts >= MOST_KILLED_STARTS:
-                return CloseSlot(f"{self.killed_starts} of its workers in a row were killed before they took part")
+                return CloseSlot(f"{self.killed_starts} of its workers in a row were killed before they joined")
             return ReplaceWorker(pause_s(self.killed_starts))
         self.failed_starts += 1
         if self.failed_starts >= MOST_FAILED_STARTS:
-            return CloseSlot(f"{self.failed_starts} of its workers in a row failed before they took part")
+            return CloseSlot(f"{self.failed_starts} of its workers in a row failed before they joined")
         return ReplaceWorker(pause_s(self.failed_starts))
 
 
@@ -193,7 +193,7 @@ class SlotTable:
         decision = self._slots[slot].ended(fate, life, now_s)
         if isinstance(decision, ReplaceWorker):
             if not self._replaces:
-                decision = CloseSlot("no worker is replaced any more")
+                decision = CloseSlot("workers are no longer replaced")
             elif self._most_replacements is not None and self.replacements >= self._most_replacements:
                 decision = CloseSlot(
                     f"--max-restarts {self._most_replacements} allows no further replacement on this machine"

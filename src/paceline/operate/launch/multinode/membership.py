@@ -189,7 +189,7 @@ class Membership:
     def joined(self, node: str, join: JoinJob, now_s: float) -> Orders:
         """Adds a node that has requested to join."""
         if self.phase is MembershipPhase.OVER:
-            return [(node, JobEnded(1, "the job is over"))]
+            return [(node, JobEnded(1, "the job has ended"))]
         if wrong := incompatibility(join, is_elastic=False):
             return [(node, JobEnded(2, wrong))]
         if self.policy.is_static and (wrong := self._wrong_number(join)):
@@ -202,7 +202,7 @@ class Membership:
             if count < wanted:
                 orders = [
                     *orders,
-                    (node, NotifyOrder(f"{count} of {wanted} machines are here; waiting for the others")),
+                    (node, NotifyOrder(f"{count} of {wanted} machines have joined; waiting for the others")),
                 ]
             return orders
         if (
@@ -212,7 +212,7 @@ class Membership:
         ):
             self._makes_room = True
             return self._stop(f"{join.host} joins")
-        return [(node, NotifyOrder(f"{len(self.members)} machines are at work; this one waits for a place"))]
+        return [(node, NotifyOrder(f"{len(self.members)} machines are in use; this one waits for a free place"))]
 
     def failed(self, node: str, report: Failed, now_s: float) -> Orders:
         """Records the first failure among a node's workers; `stopped` follows."""
@@ -275,7 +275,10 @@ class Membership:
         if join.node_rank is None or join.node_rank >= self.policy.max_nodes:
             return f"--node-rank {join.node_rank} is not from 0 to {self.policy.max_nodes - 1}"
         if holder is not None:
-            return f"--node-rank {join.node_rank} is {holder.host}'s (pid {holder.pid}) already; give each its own"
+            return (
+                f"--node-rank {join.node_rank} is already used by {holder.host} (pid {holder.pid}); give each machine "
+                "its own"
+            )
         return None
 
     def _gather(self, now_s: float) -> Orders:
@@ -293,9 +296,11 @@ class Membership:
             self.deadline_s = until_s
             return []
         hosts = ", ".join(join.host for join in self.nodes.values()) or "none"
-        waited = f"waited {policy.join_timeout_s:.0f} s for {policy.min_nodes} machines; {there} came ({hosts})"
+        waited = f"waited {policy.join_timeout_s:.0f} s for {policy.min_nodes} machines; {there} arrived ({hosts})"
         return self._end(
-            JobEnded(1, f"{waited}. Look at the output of the others; --rdzv-conf join_timeout=SECONDS waits on")
+            JobEnded(
+                1, f"{waited}. Look at the output of the others; --rdzv-conf join_timeout=SECONDS sets a longer wait"
+            )
         )
 
     def _start(self, now_s: float) -> Orders:
@@ -313,7 +318,7 @@ class Membership:
         starts = assign_ranks(joins, self.generation, self.restarts, policy.max_restarts, policy.run_id, policy.port)
         waiting = list(self.nodes)[self.policy.max_nodes :]
         orders: Orders = [*zip(self.members, starts, strict=True)]
-        return orders + [(node, NotifyOrder(f"{len(self.members)} machines are at work")) for node in waiting]
+        return orders + [(node, NotifyOrder(f"{len(self.members)} machines are in use")) for node in waiting]
 
     def _stop(self, reason: str, but: str | None = None) -> Orders:
         self.phase = MembershipPhase.STOPPING
@@ -383,13 +388,13 @@ def incompatibility(join: JoinJob, is_elastic: bool) -> str | None:
     """Returns the reason why a node cannot join the job, or None."""
     if join.version != __version__:
         return (
-            f"{join.host} (pid {join.pid}) runs Paceline {join.version or 'of a version before 0.1.0'}, and the "
-            f"launcher where the machines meet runs {__version__}; install the same version on all machines"
+            f"{join.host} (pid {join.pid}) runs Paceline {join.version or 'older than 0.1.0'}, but the launcher that "
+            f"hosts the rendezvous runs {__version__}; install the same version on all machines"
         )
     if join.is_elastic != is_elastic:
         without, with_ = ("without", "with") if is_elastic else ("with", "without")
         return (
-            f"{join.host} (pid {join.pid}) was started {without} --elastic, and the launcher where the machines meet "
-            f"{with_}; start all machines alike"
+            f"{join.host} (pid {join.pid}) was started {without} --elastic, but the launcher that hosts the rendezvous "
+            f"{with_}; start all machines in the same way"
         )
     return None

@@ -177,7 +177,7 @@ def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) ->
     try:
         require_secret(plain.getpeername()[0], secret)
         if plain.getpeername() == plain.getsockname():
-            raise ConnectionRefusedError("nobody listens there")
+            raise ConnectionRefusedError("no process listens there")
         connection = encrypt_as_client(plain, secret, TIMEOUT_S)
         prove(connection, derive_key(secret, CHANNEL), PeerHello(CHANNEL))
     except BaseException:
@@ -195,7 +195,8 @@ _ADVICE: dict[type[Exception], str] = {
         "publishNotReadyAddresses: true, which `paceline launch-script k8s` prints"
     ),
     Exception: (
-        "Check that the launcher of machine 0 runs, that the address is its, and that no firewall blocks the connection"
+        "Check that the launcher of machine 0 runs, that this is its address, and that no firewall blocks the "
+        "connection"
     ),
 }
 
@@ -277,7 +278,7 @@ class RemoteClient:
 
 def lost_at(peer: str, why: str) -> str:
     """Returns the message for the user if the job ends because the rendezvous was lost."""
-    return f"the launcher at {peer}, where the machines meet, was lost: {why}"
+    return f"the launcher at {peer}, which hosts the rendezvous, was lost: {why}"
 
 
 def connect_client(
@@ -311,7 +312,7 @@ def connect_in_time(
             kind = socket.gaierror if isinstance(error, socket.gaierror) else Exception
             if left_s <= 0:
                 raise RendezvousTimeoutError(
-                    f"no launcher served the meeting at {address[0]}:{address[1]} for {timeout_s:.0f} s (the last "
+                    f"no launcher hosted the rendezvous at {address[0]}:{address[1]} for {timeout_s:.0f} s (the last "
                     f"attempt: {_in_words(error, address[0])}). {_ADVICE[kind]}"
                 ) from error
             if kind not in said and time.monotonic() - started_s >= _SOON_S:
@@ -326,5 +327,5 @@ def connect_in_time(
 
 def _in_words(error: Exception, name: str) -> str:
     if isinstance(error, socket.gaierror):
-        return f"no machine is known by the name {name} yet: {error.strerror}"
+        return f"the name {name} cannot be resolved yet: {error.strerror}"
     return str(error)

@@ -117,7 +117,10 @@ def explain_silence(silent_s: float, elsewhere_s: Sequence[float], limit_s: floa
     """
     text = f"nothing was received from it for {silent_s:.1f} s"
     if elsewhere_s and min(elsewhere_s) > limit_s / 2:
-        text += f", nor of any other machine: {socket.gethostname()}, where they meet, may be the one that is cut off"
+        text += (
+            f", nor from any other machine: {socket.gethostname()}, which hosts the rendezvous, may be the one that is "
+            "cut off"
+        )
     return text
 
 

@@ -99,7 +99,7 @@ def decode_to_launcher(line: bytes) -> ToLauncher:
     try:
         return decode_untrusted(_to_launcher.decode, line)
     except ValueError as error:
-        raise ValueError(f"not a message of a starter: {error}") from error
+        raise ValueError(f"not a message from a launching process: {error}") from error
 
 
 def decode_from_launcher(line: bytes) -> FromLauncher:
@@ -111,7 +111,7 @@ def decode_from_launcher(line: bytes) -> FromLauncher:
     try:
         return decode_untrusted(_from_launcher.decode, line)
     except ValueError as error:
-        raise ValueError(f"not a message of a far end: {error}") from error
+        raise ValueError(f"not a message from a remote launcher: {error}") from error
 
 
 class MessageSplitter:

@@ -226,7 +226,7 @@ class RemoteLaunch:
         destination = self._attempts[machine].destination
         if not self._is_ending:
             broke = "" if self._attempts[machine].is_here else ", or the ssh connection to it broke"
-            text = f"{destination}: its launcher was killed{broke}; its workers are ended there"
+            text = f"{destination}: its launcher was killed{broke}; its workers are being terminated there"
             self._actions.append(ShowText(text))
         self._code = self._code or 1
         if not self._is_elastic or (machine == 0 and self._meeting is None):
@@ -273,10 +273,10 @@ def explain_failed_launch(attempt: LaunchAttempt, code: int, errors: str) -> str
         return f"{attempt.destination}: {python} there has no paceline {attempt.version}; install it: {command}"
     if code in _NOT_FOUND:
         return (
-            f"{attempt.destination}: there is no {python} there; install the same environment as here, or name the "
-            "interpreter with --remote-python"
+            f"{attempt.destination}: {python} does not exist there; install the same environment as here, or specify "
+            "the interpreter with --remote-python"
         )
-    return f"{attempt.destination}: the launcher ended with code {code} before it answered: {_last(errors)}; try: " + (
+    return f"{attempt.destination}: the launcher exited with code {code} before it answered: {_last(errors)}; try: " + (
         command if attempt.is_here else f"ssh {attempt.destination} {python} -m paceline --version"
     )
 
@@ -303,20 +303,20 @@ def _of_ssh(attempt: LaunchAttempt, errors: str) -> str:
     destination = attempt.destination
     if "IDENTIFICATION HAS CHANGED" in errors:
         return (
-            "its host key is another than the one that this machine knows, so it may be another machine; if that is "
-            f"right, remove the old key with ssh-keygen -R {destination.rpartition('@')[2]}"
+            "its host key differs from the one known to this machine, so it may be a different machine; if the change "
+            f"is expected, remove the old key with ssh-keygen -R {destination.rpartition('@')[2]}"
         )
     if "Host key verification failed" in errors or "host key is known" in errors:
         return f"its host key is not known here; compare it and accept it once, with: ssh {destination} true"
     if "Permission denied" in errors or "Too many authentication failures" in errors:
         return (
-            f"it refused this user's key, and nobody is asked for a password here: ssh-copy-id {destination}, or load "
+            f"it rejected this user's key, and there is no prompt for a password: ssh-copy-id {destination}, or load "
             "the key with ssh-add"
         )
     if "Could not resolve" in errors:
-        return "its name leads to no address; correct it in --hosts, or give it a HostName in ~/.ssh/config"
+        return "its name cannot be resolved; correct it in --hosts, or set its HostName in ~/.ssh/config"
     if "Connection refused" in errors:
-        return "nothing serves ssh there; start sshd, or give its Port in ~/.ssh/config"
+        return "no ssh server listens there; start sshd, or set its Port in ~/.ssh/config"
     if any(words in errors for words in ("timed out", "No route to host", "Network is unreachable")):
         return f"it cannot be reached ({_last(errors)}); is it running, and does a firewall let ssh through?"
     return f"ssh failed ({_last(errors)}); try: ssh {destination} true"
@@ -324,4 +324,4 @@ def _of_ssh(attempt: LaunchAttempt, errors: str) -> str:
 
 def _last(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    return lines[-1] if lines else "nothing was said"
+    return lines[-1] if lines else "no output"

@@ -188,8 +188,8 @@ def _enter(directory: str) -> None:
         os.chdir(directory)
     except OSError as error:
         raise OptionError(
-            f"{socket.gethostname()} has no directory {directory} that can be entered ({error.strerror}); put the "
-            "script into the same place on all machines, or name its directory with --remote-dir"
+            f"{socket.gethostname()} has no accessible directory {directory} ({error.strerror}); put the script into "
+            "the same directory on all machines, or specify its directory with --remote-dir"
         ) from error
 
 

@@ -173,7 +173,7 @@ def forwarded_variables(environment: Mapping[str, str], exported: Mapping[str, s
     found = {name: value for name, value in environment.items() if name in _FORWARDED or name.startswith("PET_")}
     for name, value in exported.items():
         if value is None and name not in environment:
-            raise OptionError(f"--export {name}: there is no such variable here; set it, or write {name}=VALUE")
+            raise OptionError(f"--export {name}: this variable is not set here; set it, or write {name}=VALUE")
         found[name] = environment[name] if value is None else value
     return found
 
@@ -232,8 +232,8 @@ class SshStarter:
         except FileNotFoundError as error:
             program = self._commands[machine][0]
             raise OptionError(
-                f"there is no {program} on this machine, which is needed to reach {name}; install "
-                "OpenSSH's client (package openssh-client), or name it with --ssh"
+                f"{program}, which is needed to reach {name}, was not found on this machine; install OpenSSH's client "
+                "(package openssh-client), or specify it with --ssh"
             ) from error
         self._launchers[machine] = launcher
         for stream, descriptor in enumerate(launcher.descriptors):
@@ -425,10 +425,10 @@ def hosts_of(text: str) -> tuple[Host, ...]:
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(f"--hosts {text} cannot be read: {error}") from error
     if "/" in text:
-        raise OptionError(f"--hosts {text}: there is no such file")
+        raise OptionError(f"--hosts {text}: the file does not exist")
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
-        raise OptionError("--hosts names no machine; give HOST:N,HOST:N or the name of a host file")
+        raise OptionError("--hosts lists no machine; pass HOST:N,HOST:N or the name of a host file")
     return _together(_host_of(word, "--hosts") for word in words)
 
 
@@ -444,7 +444,7 @@ def hosts_of_file(text: str, name: str) -> tuple[Host, ...]:
         if words:
             found.append(_host_of_line(words, f"{name}:{number}"))
     if not found:
-        raise OptionError(f"{name} names no machine; it needs lines such as `node1 slots=4`")
+        raise OptionError(f"{name} lists no machine; it needs lines such as `node1 slots=4`")
     return _together(found)
 
 
@@ -452,8 +452,8 @@ def _host_of(word: str, where: str) -> Host:
     parts = _NAME.fullmatch(word)
     if parts is None:
         raise OptionError(
-            f"{where}: {word!r} is neither HOST nor HOST:N with N workers; a login name stands before it (anna@HOST), "
-            "and an IPv6 address in brackets"
+            f"{where}: {word!r} is neither HOST nor HOST:N with N workers; a login name precedes it (anna@HOST), and "
+            "an IPv6 address is enclosed in brackets"
         )
     slots = int(parts["slots"]) if parts["slots"] is not None else None
     if slots == 0:

@@ -148,7 +148,7 @@ def _prepare_stdin() -> None:
 
     def skip(*_: object, **__: object) -> None:
         sys.stderr.write(
-            f"paceline: breakpoint() does nothing on rank {rank}, since rank {reader} has the stdin; use "
+            f"paceline: breakpoint() does nothing on rank {rank}, because rank {reader} reads stdin; use "
             f"paceline.breakpoint({rank}), or start with --stdin {rank}\n"
         )
 
@@ -180,7 +180,7 @@ def _new_file(name: str) -> int:
 
     file = int(ctypes.CDLL(None).memfd_create(name.encode(), 1))
     if file < 0:
-        raise OSError(f"{name} cannot be made")
+        raise OSError(f"{name} cannot be created")
     return file
 
 

@@ -129,7 +129,7 @@ def parse_libraries(text: str) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for name in chosen:
         if name not in _LIBRARIES:
-            raise ArgumentTypeError(f"{name!r} is not a library that Paceline stands in for; it is torch or horovod")
+            raise ArgumentTypeError(f"{name!r} is not a library that Paceline can replace; use torch or horovod")
     return chosen
 
 

@@ -179,13 +179,13 @@ def describe(failure: WorkerFailure, word: str = "rank", printed_by: int | None 
         return f"{line}: {failure.memory}{log}"
     if failure.at_exit and code in _CRASHES:
         return (
-            f"{line} after its script had ended, while Python was shutting down; threads of native libraries that "
-            "still run then can do that. If it uses torch.distributed, call destroy_process_group() at the end of the "
-            f"script; look at its output above{log}"
+            f"{line} after its script had ended, while Python was shutting down; threads of native libraries that are "
+            "still running then can cause this. If it uses torch.distributed, call destroy_process_group() at the end "
+            f"of the script; look at its output above{log}"
         )
     if code == -signal.SIGKILL:
-        return f"{line}; if nobody killed it by hand, the machine ran out of memory (see dmesg){log}"
-    return f"{line}; it left no Python traceback, look at its output above{log}"
+        return f"{line}; if it was not killed manually, the machine ran out of memory (see dmesg){log}"
+    return f"{line}; it left no Python traceback; look at its output above{log}"
 
 
 def report(failures: Sequence[WorkerFailure]) -> str:
@@ -228,7 +228,7 @@ def report_parts(
         parts.append(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) did not fail")
     if likewise:
         numbers = format_cpulist({failure.rank for failure in likewise}).replace(",", ", ")
-        parts.append(f"{word}s {numbers} failed likewise")
+        parts.append(f"{word}s {numbers} failed in the same way")
     return [*parts, describe(cause, word, printed_by)]
 
 
@@ -307,7 +307,7 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
         ours = [frame for frame in shown.stack if is_user_file(frame.filename)]
         shown.stack = traceback.StackSummary.from_list(ours)
         shown.__cause__ = shown.__context__ = None
-        text = "".join(shown.format()).replace("Traceback (", "Another rank's failure led to this (", 1)
+        text = "".join(shown.format()).replace("Traceback (", "Another rank's failure caused this (", 1)
     elif not _is_first_to_print(text):
         return
     sys.stderr.write(text)

@@ -236,7 +236,7 @@ class Forker:
         """Continues without the user's modules or, if there are none, without forks."""
         asked, self._preload = self._preload, ()
         if asked:
-            reason += f", so --preload {','.join(asked)} is left out"
+            reason += f", so --preload {','.join(asked)} is ignored"
         self._give_up(reason, is_for_good=not asked)
 
     def _give_up(self, reason: str, is_for_good: bool) -> None:
@@ -250,7 +250,7 @@ class Forker:
         if is_for_good or self._templates >= _MOST_TEMPLATES:
             self._say(f"{what}. Each worker is a new interpreter from now on, which takes longer to start")
         else:
-            self._say(f"{what}; another is started")
+            self._say(f"{what}; starting another")
             self._open()
 
     def _disconnect(self) -> None:

@@ -137,8 +137,8 @@ class LogFile:
             self._file = os.fdopen(append_to(str(path)), "ab", buffering=0)
         except OSError as error:
             raise OSError(
-                f"{path.parent} cannot hold the workers' output ({error.strerror}); give --log-dir a directory that "
-                "can be written to"
+                f"{path.parent} cannot hold the workers' output ({error.strerror}); set --log-dir to a writable "
+                "directory"
             ) from error
 
     def fileno(self) -> int:
@@ -152,7 +152,7 @@ class LogFile:
                 data = data[self._file.write(data) :]
         except OSError as error:
             self._file.close()
-            self._say(f"{self._path}: {error.strerror}; the rest of the output is not kept there; the job continues")
+            self._say(f"{self._path}: {error.strerror}; the rest of the output is not stored there; the job continues")
 
     def close(self) -> None:
         """Closes the file; idempotent."""

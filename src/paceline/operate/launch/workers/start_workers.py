@@ -322,12 +322,14 @@ class MachineResources:
                 bound = f" on cores {' | '.join(map(format_cpulist, self.cores[:16]))} (--no-pin: on any)"
             lines.append(f"OMP_NUM_THREADS={self.threads} for each of {self.workers} workers{bound}")
         if self.cores is None and job.binding_is_asked_for:
-            lines.append(f"--numa-binding exclusive: {self.workers} workers have too few cores; none is bound")
+            lines.append(
+                f"--numa-binding exclusive: {self.workers} workers need more cores than there are; none is bound"
+            )
         if 0 < self.gpus < self.workers and not job.virtual_local_rank:
             lines.append(
                 f"{self.workers} workers share {self.gpus} GPU{'s' if self.gpus > 1 else ''}: local ranks 0 and "
-                f"{self.gpus} both get GPU 0. Each slows the other down and needs its memory; "
-                f"--nproc-per-node {self.gpus} (or gpu) gives each worker its own"
+                f"{self.gpus} both get GPU 0. They slow each other down and share its memory; --nproc-per-node "
+                f"{self.gpus} (or gpu) gives each worker its own"
             )
         return lines
 
@@ -337,15 +339,17 @@ def describe_plan(job: Job, machine: MachineResources) -> str:
     rendezvous = job.rendezvous
     lines = machine.remarks(job)
     if rendezvous.address is None:
-        lines.append(f"one machine: {socket.gethostname()}; run id {job.run_id}; the ranks meet at a Unix socket")
+        lines.append(f"one machine: {socket.gethostname()}; run id {job.run_id}; the rendezvous is at a Unix socket")
     else:
         least, most = rendezvous.min_nodes, rendezvous.max_nodes
         count = f"{least}" if least == most else f"{least} to {most}"
         number = f"; this is machine {rendezvous.node_rank}" if rendezvous.node_rank is not None else ""
-        lines.append(f"{count} machines, which meet at {rendezvous.address[0]}:{rendezvous.address[1]}{number}")
+        lines.append(
+            f"{count} machines, with the rendezvous at {rendezvous.address[0]}:{rendezvous.address[1]}{number}"
+        )
         has_secret = any(name in os.environ for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE"))
         is_made = job.scheduler is not None and job.scheduler.is_slurm
-        otherwise = "made by launcher 0, in a file" if is_made else "none yet; set PACELINE_SECRET on all"
+        otherwise = "created by launcher 0, in a file" if is_made else "none yet; set PACELINE_SECRET on all"
         lines.append(f"connections between machines: {chosen_level() or 'encrypt where an address is public'}")
         if job.one_port is not None:
             lines.append(f"each machine is reached at port {job.one_port} only")
@@ -357,7 +361,7 @@ def describe_plan(job: Job, machine: MachineResources) -> str:
     )
     start = _start(job)
     if start is None:
-        lines.append(f"{job.workers} workers here; their ranks are decided when the machines have met")
+        lines.append(f"{job.workers} workers here; their ranks are assigned at the rendezvous")
         start = Start(1, 0, job.max_restarts, job.run_id, 0, 1, 0, job.workers, 0, job.workers, _UNKNOWN, 0)
     for index in range(job.workers):
         lines += ["", *_worker(job, machine, start, index)]

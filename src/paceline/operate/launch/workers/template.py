@@ -127,7 +127,7 @@ def _preload(arguments: list[str]) -> str:
         try:
             import_module(module)
         except Exception as error:
-            sys.stderr.write(f"paceline: --preload {module} is left out: {type(error).__name__}: {error}\n")
+            sys.stderr.write(f"paceline: --preload {module} is ignored: {type(error).__name__}: {error}\n")
     return ""
 
 

@@ -308,8 +308,8 @@ class MemoryWatch:
         limit = self._cgroup.limit()
         bound = f"the cgroup's limit is {_size(limit)}" if limit is not None else f"the machine has {_size(_total())}"
         return (
-            f"{used}; {bound} for all ranks together. Take smaller batches, fewer DataLoader workers or fewer ranks, "
-            "or raise the limit"
+            f"{used}; {bound} for all ranks together. Use smaller batches, fewer DataLoader workers or fewer ranks, or "
+            "raise the limit"
         )
 
 

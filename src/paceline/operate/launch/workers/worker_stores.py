@@ -63,7 +63,7 @@ class WorkerStores:
             except PortInUseError as error:
                 if job.port is None:
                     raise
-                self._say(f"MASTER_PORT cannot be served, which the env:// of torch.distributed needs: {error}")
+                self._say(f"no store can be served at MASTER_PORT, which env:// of torch.distributed needs: {error}")
         if job.rendezvous.address is not None and self._listener is None:
             self._listener = listen(self._address, 0, self._secret)
         torch_port = job.port if self._torch_socket is None else self._torch_socket.getsockname()[1]
@@ -113,7 +113,7 @@ class WorkerStores:
             self._torch_server = _core.StoreServer(os.dup(self._torch_socket.fileno()))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:  # if the port is in use, the program serves its own store there
-                self._say(f"MASTER_PORT cannot be served, which the env:// of torch.distributed needs: {error}")
+                self._say(f"no store can be served at MASTER_PORT, which env:// of torch.distributed needs: {error}")
         self._torch_socket.close()
         self._torch_socket = None
 

@@ -130,7 +130,7 @@ def read_metadata(data: bytes, where: str) -> dict[str, Item]:
             raise _UnsoundMetadataError("it holds no metadata of torch.distributed.checkpoint")
         return _Reader(metadata, most_blocks=len(data)).items()
     except UnneededPickleError as error:
-        why = f"{error}, which the metadata of a checkpoint has no need for"
+        why = f"{error}, which the metadata of a checkpoint does not need"
         raise CheckpointError(f"{where} was not read: {why}") from None
     except _UnsoundMetadataError as error:
         raise CheckpointError(f"{where} was not read: {error}") from None
@@ -148,9 +148,9 @@ class _Reader:
     """
 
     def __init__(self, metadata: PickledRecord, most_blocks: int) -> None:
-        self._described = _dict(metadata["state_dict_metadata"], "what is in the checkpoint")
-        self._table = _dict(metadata["storage_data"], "where it is")
-        self._paths = _dict(metadata["planner_data"] or {}, "how it is nested")
+        self._described = _dict(metadata["state_dict_metadata"], "the contents of the checkpoint")
+        self._table = _dict(metadata["storage_data"], "their locations")
+        self._paths = _dict(metadata["planner_data"] or {}, "their nesting")
         self._blocks_left = most_blocks
 
     def items(self) -> dict[str, Item]:
@@ -168,7 +168,7 @@ class _Reader:
             or not 0 < len(path) <= _DEEPEST_PATH
             or not all(type(key) is str or type(key) is int for key in path)
         ):
-            raise _UnsoundMetadataError(f"the place of {name} is no tuple of keys")
+            raise _UnsoundMetadataError(f"the path of {name} is not a tuple of keys")
         if not isinstance(found, PickledRecord):
             raise _UnsoundMetadataError(f"it does not describe {name}")
         if found.made_by == Global(_METADATA, "BytesStorageMetadata"):
@@ -200,9 +200,9 @@ class _Reader:
     def _chunk(self, name: str, offset: tuple[int, ...] | None, shape: tuple[int, ...]) -> DcpChunk:
         info = self._table.get((name, *((None,) if offset is None else offset)))
         if not isinstance(info, PickledRecord):
-            raise _UnsoundMetadataError(f"it does not say where {name} at {offset} is")
+            raise _UnsoundMetadataError(f"it does not contain the location of {name} at {offset}")
         file = _text(info["relative_path"], f"the file of {name}")
-        start, nbytes = _sizes((info["offset"], info["length"]), f"the place of {name} in {file!r}")
+        start, nbytes = _sizes((info["offset"], info["length"]), f"the location of {name} in {file!r}")
         transforms = info["transform_descriptors"] or ()
         if not isinstance(transforms, (list, tuple)):
             raise _UnsoundMetadataError(f"{name} was transformed by something that is not listed")
@@ -212,7 +212,7 @@ class _Reader:
 
 def _dict(value: object, what: str) -> Mapping[object, object]:
     if not isinstance(value, dict):
-        raise _UnsoundMetadataError(f"it has no table that says {what}")
+        raise _UnsoundMetadataError(f"it has no table for {what}")
     return value
 
 
@@ -228,7 +228,7 @@ def _sizes(value: object, what: str) -> tuple[int, ...]:
         or len(value) > _DEEPEST_PATH
         or not all(type(size) is int and 0 <= size < _BEYOND for size in value)
     ):
-        raise _UnsoundMetadataError(f"{what} is not made of sizes")
+        raise _UnsoundMetadataError(f"{what} does not consist of sizes")
     return tuple(value)
 
 
@@ -236,7 +236,7 @@ def _dtype(properties: object, name: str) -> str:
     state = properties.state if isinstance(properties, PickledRecord) else None
     found = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(found, Global) or found.module != "torch" or found.name not in _DTYPES:
-        raise _UnsoundMetadataError(f"{name} has no type that is known")
+        raise _UnsoundMetadataError(f"{name} has an unknown type")
     return found.name
 
 
@@ -337,8 +337,9 @@ class DcpDirectory:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{self.path}/{chunk.file} holds an object for {name}, and to unpickle objects is to run what the file "
-                f"says: {str(error).splitlines()[0]} Leave it out of the state that is saved, or save plain values"
+                f"{self.path}/{chunk.file} holds an object for {name}, and unpickling objects can run any code that "
+                f"the file specifies: {str(error).splitlines()[0]} Leave it out of the state that is saved, or save "
+                "plain values"
             ) from None
         except CheckpointError:
             raise
@@ -363,7 +364,7 @@ def _read(path: Path, start: int = 0, nbytes: int = -1) -> bytes:
         with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if start + max(nbytes, 0) > size:
-                raise CheckpointDamagedError(f"{path} is cut: it ends before byte {start + nbytes:,}")
+                raise CheckpointDamagedError(f"{path} is truncated: it ends before byte {start + nbytes:,}")
             file.seek(start)
             return file.read(nbytes)
     except FileNotFoundError:

@@ -150,9 +150,9 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
         raise CheckpointDamagedError(f"{path} cannot be read as a safetensors file: {error}") from None
     end = max((stored.offset + stored.nbytes for stored in tensors), default=len(header))
     if end > nbytes:
-        raise CheckpointDamagedError(f"{path} is cut: it has {nbytes:,} bytes, and its tensors end at {end:,}")
+        raise CheckpointDamagedError(f"{path} is truncated: it has {nbytes:,} bytes, but its tensors end at {end:,}")
     if end < nbytes:
-        raise CheckpointDamagedError(f"{path} has {nbytes:,} bytes, and its tensors end at {end:,} already")
+        raise CheckpointDamagedError(f"{path} has {nbytes:,} bytes, but its tensors end at {end:,}")
     return tensors
 
 
@@ -173,7 +173,9 @@ class TorchFile:
         try:
             self.tree = take_apart("", _load(path), self._tensors)
         except RecursionError:
-            raise CheckpointDamagedError(f"{path} is nested too deeply, or holds something that holds itself") from None
+            raise CheckpointDamagedError(
+                f"{path} is nested too deeply, or contains an object that contains itself"
+            ) from None
         self.tensors = infos_of(self._tensors)
 
     def read(self, name: str) -> torch.Tensor:
@@ -187,8 +189,8 @@ def _load(path: Path) -> object:
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
-            f"{path} holds more than tensors and plain values, and to unpickle objects is to run what the file says: "
-            f"{reason} Save state_dicts; or, if you trust the file, convert it by "
+            f"{path} contains more than tensors and plain values, and unpickling objects can run any code that the "
+            f"file specifies: {reason} Save state_dicts; or, if you trust the file, convert it by "
             f"`torch.save(torch.load({str(path)!r}, weights_only=False)['model'].state_dict(), 'new.pt')` or the like"
         ) from None
     except CheckpointError:
@@ -224,8 +226,8 @@ def _are_records_whole(path: Path, file: BinaryIO) -> bool:
     for key, nbytes in named.of_records:
         if sizes.get(f"{top}/data/{key}") != nbytes:
             raise CheckpointDamagedError(
-                f"{path} contradicts itself: a tensor of {nbytes:,} bytes is said to be in its record {key}, "
-                "which has another size or is compressed"
+                f"{path} is inconsistent: a tensor of {nbytes:,} bytes is listed in its record {key}, which has "
+                "another size or is compressed"
             )
     return True
 
@@ -239,7 +241,7 @@ def _sizes_of_records(path: Path, archive: zipfile.ZipFile, file: BinaryIO) -> d
         file.seek(record.header_offset + _LENGTHS_AT)
         begin = record.header_offset + _LOCAL_HEADER_NBYTES + sum(struct.unpack("<HH", file.read(4)))
         if record.filename in found or begin + record.compress_size > end:
-            raise CheckpointDamagedError(f"{path} contradicts itself: its record {record.filename} is there twice")
+            raise CheckpointDamagedError(f"{path} is inconsistent: its record {record.filename} occurs twice")
         found[record.filename] = record.file_size if record.compress_type == zipfile.ZIP_STORED else -1
     return found
 

@@ -157,7 +157,7 @@ class _Interpreter:
     def _name(self, module: str, name: str) -> None:
         found = Global(module, name)
         if self._known(found) is None:
-            raise UnneededPickleError(f"it names {module}.{name}")
+            raise UnneededPickleError(f"it refers to {module}.{name}")
         self._stack.append(found)
 
     def name_in_lines(self) -> None:

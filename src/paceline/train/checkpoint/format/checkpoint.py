@@ -220,7 +220,7 @@ class Checkpoint:
         self.nbytes_read += nbytes
         if nbytes != len(buffer):
             raise CheckpointDamagedError(
-                f"{self.describe(file)} is cut: it ends at byte {offset + nbytes:,}, and the bytes up to "
+                f"{self.describe(file)} is truncated: it ends at byte {offset + nbytes:,}, and the bytes up to "
                 f"{offset + len(buffer):,} are {what}"
             )
 
@@ -343,7 +343,7 @@ def read_file(storage: ReadableStorage, name: str) -> bytes:
     with contextlib.closing(file):
         if (nbytes := file.size()) > _MOST_NBYTES:
             raise CheckpointDamagedError(
-                f"{storage.describe(name)} has {nbytes:,} bytes, too many for what it should be"
+                f"{storage.describe(name)} has {nbytes:,} bytes, which is more than it can have"
             )
         buffer = bytearray(nbytes)
         return bytes(buffer[: file.read_into(0, memoryview(buffer))])

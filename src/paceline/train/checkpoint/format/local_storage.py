@@ -408,6 +408,6 @@ def _require_regular(path: str | os.PathLike[str], found: os.stat_result) -> os.
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
         raise CheckpointDamagedError(
-            f"{os.fspath(path)} is {kind}, and a checkpoint consists of regular files; put the file itself there"
+            f"{os.fspath(path)} is {kind}, but a checkpoint consists of regular files; put the file itself there"
         )
     return found

@@ -119,7 +119,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if self.flat is None and (self.offset is None or self.shape is None):
-            raise ValueError(f"the piece {self.key} says neither `flat` nor `offset` and `shape`")
+            raise ValueError(f"the piece {self.key} has neither `flat` nor `offset` and `shape`")
 
     @property
     def region(self) -> Region:
@@ -244,7 +244,7 @@ def fault_of(manifest: Manifest) -> str | None:
     if (fault := fault_of_summary(manifest)) is not None:
         return fault
     if manifest.block_nbytes < 1 or manifest.world_size < 1 or not 0 <= manifest.written_at_s < _LATEST_S:
-        return "a size or the time is none that can be"
+        return "a size or the time is invalid"
     used: dict[str, list[tuple[int, int]]] = {name: [(0, file.header_nbytes)] for name, file in manifest.files.items()}
     for name, entry in manifest.tensors.items():
         if (fault := _fault_of_tensor(entry, manifest, used)) is not None:
@@ -263,13 +263,13 @@ def fault_of_summary(summary: Summary | Manifest) -> str | None:
     """Returns the first fault found in the numbers and file names of a manifest, or None."""
     for name, entry in summary.files.items():
         if not _FILE_NAME.fullmatch(name) or name == FILE:
-            return f"{name!r} is no name of a file beside it"
+            return f"{name!r} is not the name of a file in its directory"
         if not 0 <= entry.header_nbytes <= entry.nbytes <= _LARGEST:
             return f"{name} has {entry.nbytes:,} bytes, {entry.header_nbytes:,} of them as its header"
     if not 0 <= summary.sequence <= _LARGEST_SEQUENCE:
         return f"its sequence is {summary.sequence}"
     unlisted = [name for name in summary.here or () if name not in summary.files]
-    return f"{unlisted[0]} is said to be here, but is not listed" if unlisted else None
+    return f"{unlisted[0]} is listed as local, but is not among the files" if unlisted else None
 
 
 def _fault_of_tensor(entry: TensorEntry, manifest: Manifest, used: dict[str, list[tuple[int, int]]]) -> str | None:
@@ -277,7 +277,7 @@ def _fault_of_tensor(entry: TensorEntry, manifest: Manifest, used: dict[str, lis
     if entry.dtype not in ITEMSIZE:
         return f"the type {entry.dtype} is unknown"
     if any(size < 0 for size in entry.shape) or nbytes_of(entry.dtype, entry.shape) > _LARGEST:
-        return f"the shape {list(entry.shape)} is none that can be"
+        return f"the shape {list(entry.shape)} is invalid"
     for piece in entry.pieces:
         if piece.file not in manifest.files:
             return f"a piece is in {piece.file}, which is not listed"
@@ -406,7 +406,7 @@ def summary_from_bytes(data: bytes, where: str) -> Summary:
 
 def _sound(read: T, where: str, fault_of: Callable[[T], str | None]) -> T:
     if (fault := fault_of(read)) is not None:
-        raise CheckpointDamagedError(f"{where} contradicts itself: {fault}")
+        raise CheckpointDamagedError(f"{where} is inconsistent: {fault}")
     return read
 
 
@@ -424,13 +424,13 @@ def _read(data: bytes, where: str, decode: Callable[[], T]) -> T:
                 "with the version that wrote it, or a later one"
             )
         if not is_intact:
-            raise CheckpointDamagedError(f"{where} was changed: its text does not have the digest at its end")
+            raise CheckpointDamagedError(f"{where} was changed: its text does not match the digest at its end")
         if kind.digests != DIGEST_NAME:
             raise ValueError(f"its digests are {kind.digests!r}; this version knows {DIGEST_NAME!r}")
         return decode()
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         if not is_intact:
-            seen = f"is cut or was changed: {error}" if data else "is empty"
+            seen = f"is truncated or was changed: {error}" if data else "is empty"
             raise CheckpointDamagedError(f"{where} {seen}") from None
         raise CheckpointError(f"{where} is not a manifest of Paceline: {error}") from None
 

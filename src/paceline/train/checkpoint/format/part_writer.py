@@ -121,7 +121,7 @@ def write_part(
     """
     for piece in pieces:
         if (fault := fault_of(piece.region, piece.shape)) is not None:
-            raise CheckpointError(f"{who(rank)} wanted to save {fault} for {piece.name}")
+            raise CheckpointError(f"{who(rank)} tried to save {fault} for {piece.name}")
     total = sum(piece.nbytes for piece in pieces)
     check_room(storage, total, rank)
     files: dict[str, FileEntry] = {}

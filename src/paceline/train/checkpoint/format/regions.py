@@ -163,11 +163,11 @@ def _untiled_runs(total: int, ascending: Sequence[tuple[int, int]]) -> str | Non
     end = 0
     for start, stop in ascending:
         if start > end:
-            return f"nobody holds the elements {end} to {start}"
+            return f"no rank holds the elements {end} to {start}"
         if start < end:
             return f"the elements {start} to {min(end, stop)} are held twice"
         end = stop
-    return f"nobody holds the elements {end} to {total}" if end < total else None
+    return f"no rank holds the elements {end} to {total}" if end < total else None
 
 
 def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
@@ -184,7 +184,7 @@ def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
                 return f"the blocks at {list(other.offset)} and at {list(box.offset)} overlap"
         open_boxes.append(box)
     held, total = sum(map(count, boxes)), prod(shape)
-    return f"nobody holds {total - held} of the {total} elements" if held < total else None
+    return f"no rank holds {total - held} of the {total} elements" if held < total else None
 
 
 def _overlap(one: Box, other: Box) -> bool:

@@ -221,8 +221,8 @@ def manifest_of(
     missing = sorted({*range(world_size)} - {part.rank for part in parts})
     if missing or len(parts) != world_size:
         raise CheckpointError(
-            f"a checkpoint of {world_size} ranks needs one part of each; there are {len(parts)}"
-            + (f", and none of rank {missing[0]}" if missing else "")
+            f"a checkpoint of {world_size} ranks needs one part from each; there are {len(parts)}"
+            + (f", and none from rank {missing[0]}" if missing else "")
         )
     files, tensors = merged(parts)
     return Manifest(

@@ -95,7 +95,9 @@ def read_header(header: bytes | bytearray) -> tuple[list[StoredTensor], dict[str
     end = 0
     for key, info in sorted(infos.items(), key=lambda item: item[1].data_offsets):
         if info.data_offsets[0] != end:
-            raise ValueError(f"the bytes {info.data_offsets} of {key} do not begin at {end}, where those before end")
+            raise ValueError(
+                f"the bytes {info.data_offsets} of {key} do not begin at {end}, where the preceding bytes end"
+            )
         end = info.data_offsets[1]
     tensors = [
         StoredTensor(key, info.dtype, info.shape, len(header) + info.data_offsets[0]) for key, info in infos.items()

@@ -123,15 +123,15 @@ def open_storage(where: str | os.PathLike[str]) -> Storage:
 _ADVICE = {
     errno.ENOSPC: "Free some space there, keep fewer checkpoints (keep=), or save somewhere else",
     errno.EDQUOT: "Free some of your quota there, keep fewer checkpoints (keep=), or save somewhere else",
-    errno.EROFS: "The file system is mounted read-only; save somewhere else, or have it mounted for writing",
-    errno.EACCES: "Give this user the right to write there, or save somewhere else",
-    errno.EPERM: "Give this user the right to write there, or save somewhere else",
-    errno.EIO: "The disk or its connection fails; look into the kernel's log (dmesg), and save somewhere else",
-    errno.ENOENT: "The ranks were given different directories, or something removed this one while it was used; see "
-    "that all ranks name the same one, and that only one job saves there",
-    errno.ESTALE: "The server of the file system no longer knows it; have it mounted anew",
+    errno.EROFS: "The file system is mounted read-only; save somewhere else, or remount it for writing",
+    errno.EACCES: "Grant this user write permission there, or save somewhere else",
+    errno.EPERM: "Grant this user write permission there, or save somewhere else",
+    errno.EIO: "The disk or its connection is failing; look at the kernel's log (dmesg), and save somewhere else",
+    errno.ENOENT: "The ranks were given different directories, or something removed this one while it was used; make "
+    "sure that all ranks use the same one, and that only one job saves there",
+    errno.ESTALE: "The server of the file system no longer has it; remount the file system",
     errno.ENOTDIR: "A file has the name that a directory should have; save somewhere else, or move the file",
-    errno.EEXIST: "Something else has made that file; see that only one job saves there",
+    errno.EEXIST: "Something else created that file; make sure that only one job saves there",
     errno.EMFILE: "Raise the limit of open files (ulimit -n)",
 }
 _PROGRESS_EVERY_S = 5.0
@@ -170,7 +170,7 @@ def storage_error(
     room = ""
     if code in _SHORT_OF_SPACE and (free := _free(storage)) is not None:
         room = f" ({size_text(free)} are free)"
-    advice = _ADVICE.get(code, "See that the place exists and can be used from this host")
+    advice = _ADVICE.get(code, "Make sure that the location exists and is accessible from this host")
     how_far = f", {progress}" if progress else ""
     return CheckpointError(
         f"{who(rank)} could not {what} {storage.describe(name)}: {reason}{room}{how_far}. {advice}. Checkpoints that "
@@ -253,7 +253,7 @@ class FsspecStorage:
                 f"needs for this kind of address ({error})"
             ) from error
         except ValueError as error:
-            raise CheckpointError(f"{address} is no address that fsspec knows: {error}") from error
+            raise CheckpointError(f"{address} is not an address that fsspec supports: {error}") from error
         self._address = address.rstrip("/")
 
     def describe(self, name: str = "") -> str:

@@ -95,9 +95,9 @@ def encode(value: object, where: str = "the value") -> Json:
     write = _WRITERS.get(type(value))
     if write is None:
         raise TypeError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it "
-            "holds tensors, None, bool, int, float, complex, str, bytes, list, tuple, set and dict, and what has "
-            "state_dict and load_state_dict"
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot contain: it "
+            "can contain tensors, None, bool, int, float, complex, str, bytes, list, tuple, set and dict, and objects "
+            "with state_dict and load_state_dict"
         )
     return write(value, where)
 
@@ -137,11 +137,11 @@ def decode(value: Json) -> object:
         return {key: decode(member) for key, member in value.items()}
     read = _READERS.get(tag)
     if read is None or len(value) != 1:
-        raise ValueError(f"the tag {tag!r} is not known; known are {', '.join(sorted(_READERS))}")
+        raise ValueError(f"the tag {tag!r} is not known; the known tags are {', '.join(sorted(_READERS))}")
     try:
         return read(value[tag])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the tag {tag!r} holds what it cannot: {error}") from None
+        raise ValueError(f"the tag {tag!r} has invalid contents: {error}") from None
 
 
 def _decode_list(value: Json) -> list[object]:
@@ -170,7 +170,7 @@ def _text(value: Json) -> str:
 def _decode_complex(value: Json) -> complex:
     real, imaginary = _decode_list(value)
     if not isinstance(real, (int, float)) or not isinstance(imaginary, (int, float)):
-        raise TypeError("no pair of numbers")
+        raise TypeError("not a pair of numbers")
     return complex(real, imaginary)
 
 

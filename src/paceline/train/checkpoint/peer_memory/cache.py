@@ -166,7 +166,7 @@ class CheckpointCache:
                 others = f", of which {size_text(due)} are for other copies that are being written" if due else ""
                 raise RefusedError(
                     f"a copy of {size_text(begin.nbytes)} is too large for the {size_text(available)} of memory that "
-                    f"are left{others}; take fewer hosts for peer_copies, or none"
+                    f"are left{others}; use fewer hosts for peer_copies, or none"
                 )
             for replica in self._roots.pop(oldest).values():
                 replica.close()
@@ -188,7 +188,9 @@ class CheckpointCache:
             replica = self._roots.get(finish.root, {}).get(finish.token)
             if replica is None or replica.commit is not None:
                 os.close(descriptor)
-                raise RefusedError(f"the checkpoint of {finish.file} was given up here, since another one was begun")
+                raise RefusedError(
+                    f"the checkpoint of {finish.file} was discarded here because another one was started"
+                )
             with contextlib.suppress(KeyError):
                 os.close(replica.files.pop(finish.file))
             replica.files[finish.file] = descriptor
@@ -226,7 +228,7 @@ class CheckpointCache:
         with self._changing:
             files = self._replica(wanted.root, wanted.token).files
             if wanted.file not in files:
-                raise RefusedError(f"{wanted.file} is not here")
+                raise RefusedError(f"{wanted.file} is not stored here")
             return os.pread(files[wanted.file], wanted.count, wanted.at)
 
     def close(self) -> None:
@@ -240,7 +242,7 @@ class CheckpointCache:
     def _replica(self, root: str, token: str) -> _Replica:
         replica = self._roots.get(root, {}).get(token)
         if replica is None:
-            raise RefusedError("the checkpoint was given up here, since another one was begun")
+            raise RefusedError("the checkpoint was discarded here because another one was started")
         return replica
 
 
@@ -340,11 +342,11 @@ class Session:
         key = finish.root, finish.token, finish.file
         descriptor, fault = self._open.pop(key, None), self._faults.pop(key, None)
         if descriptor is None:
-            raise RefusedError(fault or f"nothing was written of {finish.file}")
+            raise RefusedError(fault or f"nothing of {finish.file} was written")
         nbytes = os.fstat(descriptor).st_size
         if fault is not None or nbytes != finish.total:
             os.close(descriptor)
-            raise RefusedError(fault or f"{nbytes} instead of {finish.total} bytes of {finish.file} have come")
+            raise RefusedError(fault or f"{nbytes} instead of {finish.total} bytes of {finish.file} were received")
         self._cache.finish(finish, descriptor)
 
     def _received(self, nbytes: int) -> bytes:

@@ -147,8 +147,8 @@ def dial(address: str, timeout_s: float = TIMEOUT_S) -> CacheClient:
         plain = _reached(address, timeout_s)
     except OSError as error:
         raise OSError(
-            f"the launcher at {address}, which would keep copies, cannot be reached ({error}); see whether it runs, "
-            "and whether a firewall is in between"
+            f"the launcher at {address}, which would keep copies, cannot be reached ({error}); check that it is "
+            "running, and that no firewall blocks the connection"
         ) from error
     try:
         if plain.family != socket.AF_UNIX:

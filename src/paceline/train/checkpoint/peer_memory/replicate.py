@@ -233,7 +233,7 @@ class ReplicaSource:
         if name == MANIFEST:
             return _Text(self._manifest)
         if name not in self._files:
-            raise FileNotFoundError(f"there is no {name}")
+            raise FileNotFoundError(f"no {name}")
         return _CachedFile(self._root, self._token, name, self._files[name], self._client_of)
 
     def share(self, directory: str) -> _Text:
@@ -349,5 +349,5 @@ def _whole(token: str, having: Mapping[str, CachedCheckpoint]) -> tuple[FoundChe
     }
     missing = [file for file, names in holders.items() if not names]
     if missing:
-        return None, f"of the copies of step {step} no launcher has {missing[0]}"
+        return None, f"no launcher has {missing[0]} of the copies of step {step}"
     return FoundCheckpoint(token, _sequence(having), step, files, holders, describers), ""

@@ -289,7 +289,7 @@ class Coordinator:
                 self._job.remind(worker)
             replay_messages(self._job, worker, messages, is_known, now_s)
         else:  # the worker's machine was wrongly considered dead, and the other members continued
-            self._job.orders.append(SendOrder(found.name, uid, Dismissed("the others have gone on without it")))
+            self._job.orders.append(SendOrder(found.name, uid, Dismissed("the others have continued without it")))
         return self._settle(now_s)
 
     def worker_stalled(self, uid: str, why: str, now_s: float) -> CoordinatorOrders:
@@ -407,7 +407,7 @@ def handle_message(job: ElasticJob, worker: WorkerRecord, message: FromWorker, n
         case Leaving():
             worker.leaving = worker.leaving or message.reason
             if worker.phase is not WorkerPhase.MEMBER:
-                job.dismiss(worker, f"asked to end: {message.reason}")
+                job.dismiss(worker, f"asked to leave: {message.reason}")
         case LoopFinished():
             if not worker.has_finished:
                 worker.has_finished = True
@@ -424,7 +424,7 @@ def _asked(job: ElasticJob, worker: WorkerRecord, message: Ready, now_s: float) 
         return
     worker.fingerprint = fingerprint
     if worker.leaving is not None or job.ending_s is not None:
-        job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
+        job.dismiss(worker, f"asked to leave: {worker.leaving}" if worker.leaving else "the job has finished")
     elif job.fingerprint is not None and job.fingerprint != fingerprint:
         refuse_worker(job, worker, job.fingerprint)
     else:

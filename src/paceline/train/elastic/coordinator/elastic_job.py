@@ -199,7 +199,7 @@ class ElasticJob:
     def remind(self, worker: WorkerRecord) -> None:
         """Repeats the messages that a worker may have missed."""
         if worker.phase is WorkerPhase.DISMISSED:
-            self.tell(worker, Dismissed("the job does not need it any more"))
+            self.tell(worker, Dismissed("the job no longer needs it"))
             return
         base, latest = self.views.base, self.views.latest
         if self.withheld is not None:

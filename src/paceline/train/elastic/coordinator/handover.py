@@ -98,7 +98,7 @@ def succession(known: ReplicatedJobState, home: int) -> str:
     """Returns a sentence that states the new coordinator and the state of the previous one."""
     if known.coordinator == home:
         return f"machine {home} coordinates again"
-    state = "is gone" if known.coordinator in known.ended else "cannot be reached"
+    state = "has left" if known.coordinator in known.ended else "cannot be reached"
     return f"machine {known.coordinator}, which coordinated, {state}; machine {home} coordinates from now on"
 
 

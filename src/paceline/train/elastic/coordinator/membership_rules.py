@@ -41,11 +41,11 @@ def finish_job(job: ElasticJob, now_s: float) -> None:
         job.ending_s = now_s
         for machine in job.registry.machines.values():
             machine.replaces = False
-            job.orders.append(CloseSlotsOrder(machine.name, "the job is done"))
+            job.orders.append(CloseSlotsOrder(machine.name, "the job has finished"))
     missing = _waits_for(job, finished)
     for worker in job.registry.workers.values():
         if worker.lives and worker.phase in (WorkerPhase.READY, WorkerPhase.MEMBER) and worker not in missing:
-            job.dismiss(worker, "the job is done")
+            job.dismiss(worker, "the job has finished")
     if any(member.is_here for member in missing):
         return
     is_safe = any(not member.lives and member.exit_code == 0 for member in finished)
@@ -81,7 +81,7 @@ def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
         if worker.exit_code > 0:
             return EndOrder(worker.exit_code, f"After its last round, {worker.absence}.")
     if all(not member.lives and member.exit_code < 0 for member in finished):
-        return EndOrder(1, f"After the last round, {finished[0].absence}, and no other worker came to its end.")
+        return EndOrder(1, f"After the last round, {finished[0].absence}, and no other worker finished.")
     return EndOrder(0)
 
 
@@ -92,7 +92,9 @@ def has_closed(job: ElasticJob) -> bool:
         return False
     if not any(worker.is_here for worker in members):
         job.end(
-            EndOrder(1, "All workers were asked to leave before the last round, and nobody was left to hand over to.")
+            EndOrder(
+                1, "All workers were asked to leave before the last round, and no other worker was left to take over."
+            )
         )
     return True
 
@@ -134,7 +136,7 @@ def admit_caught_up(job: ElasticJob, worker: WorkerRecord, now_s: float) -> None
     worker.has_caught_up = worker.learns
     if worker.phase is WorkerPhase.OUTSIDE and worker.learns:
         if worker.leaving is not None or job.ending_s is not None:
-            job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
+            job.dismiss(worker, f"asked to leave: {worker.leaving}" if worker.leaving else "the job has finished")
         else:
             worker.phase, worker.ready_s = WorkerPhase.READY, now_s
 
@@ -238,7 +240,7 @@ def _dismiss_last(job: ElasticJob, leavers: list[WorkerRecord], now_s: float) ->
         job.due_s.append(due_s)
         return False
     for worker in leavers:
-        job.dismiss(worker, f"asked to end: {worker.leaving}")
+        job.dismiss(worker, f"asked to leave: {worker.leaving}")
     return True
 
 
@@ -311,7 +313,7 @@ def refuse_worker(job: ElasticJob, worker: WorkerRecord, expected: str) -> None:
     reason = f"worker {worker.uid} on {host} has {worker.fingerprint!r}, and the job's members have {expected!r}"
     reason = f"{reason}: their results would differ in bits"
     job.say(reason)
-    job.dismiss(worker, f"{reason}. Use machines and settings that are alike", 2)
+    job.dismiss(worker, f"{reason}. Use identical machines and settings", 2)
     if worker.machine.replaces:
         worker.machine.replaces = False
         job.orders.append(CloseSlotsOrder(worker.machine.name, reason))
@@ -379,7 +381,7 @@ def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
         return _must_end(job, away, "the others are too few to continue without them", now_s)
     if all(worker.trains for worker in job.views.concerned) and job.breaks.are_too_many(job.policy, now_s):
         reasons = "; ".join(f"worker {uid}: {reason}" for uid, reason in job.breaks.reasons.items())
-        again = f"The workers' connections broke more than {job.policy.most_breaks} times without a round between"
+        again = f"The workers' connections broke more than {job.policy.most_breaks} times without a round in between"
         job.end(EndOrder(1, f"{again}, though all workers live. They report: {reasons}"))
         return True
     job.held = None
@@ -408,17 +410,17 @@ def _nobody_left(job: ElasticJob, now_s: float) -> bool:
     if stopped := [worker for worker in members if worker.may_return and worker.is_stopped]:
         job.lacks_quorum = not job.views.is_allowed()
         _tell_whom_it_waits_for(
-            job, stopped, "it is stopped, and nobody else holds the job's state; send it SIGCONT", now_s
+            job, stopped, "it is stopped, and no other worker holds the job's state; send it SIGCONT", now_s
         )
         return False
     if away := [worker for worker in members if worker.may_return]:
         job.lacks_quorum = not job.views.is_allowed()
-        return _must_end(job, away, "nobody else holds the job's state", now_s)
+        return _must_end(job, away, "no other worker holds the job's state", now_s)
     unsure = [worker for worker in job.views.newcomers if worker.trains]
     if unsure and _wait_for(job, unsure, "they may hold the job's state", now_s, job.policy.hope_s):
         return False
     if not job.views.may_have_begun():
-        job.say("all workers ended before the first round; the job begins again")
+        job.say("all workers ended before the first round; the job starts again")
         job.views.forget()
         job.breaks.answered()
         job.fingerprint = job.held = None

@@ -183,7 +183,7 @@ class RemoteLog:
             except (BrokenTransferError, OSError):
                 sender.close()
                 del self._senders[0]
-        raise SendersLostError(f"nobody serves the result of round {round_number} any more")
+        raise SendersLostError(f"no worker serves the result of round {round_number} any longer")
 
     def _get_from(self, sender: Connection, round_number: int) -> tuple[LogItem, Values]:
         sender.sendall(REQUEST.pack(RequestKind.ITEM, round_number, self._generation, self._steps))
@@ -218,7 +218,7 @@ class RemoteLog:
 def _receive_checked(sender: Connection, head: OptimizerStep) -> Values:
     values = _receive(sender, head)
     if digest_of_chunk([memory_of(tensor) for tensor in values]) != head.digest:
-        raise BrokenTransferError(f"a step before round {head.round} came damaged")
+        raise BrokenTransferError(f"a step before round {head.round} arrived damaged")
     return values
 
 
@@ -313,7 +313,7 @@ class LoopCatchUp(CatchUp):
         if committed.state != state:
             self._end(f"its state before round {round_number} differs from that of the others. {CAUSES}", OUTVOTED)
         if digest_of(values) != committed.digest:
-            self._end(f"the result of round {round_number} came damaged", LEFT_OUT)
+            self._end(f"the result of round {round_number} arrived damaged", LEFT_OUT)
         failpoint("join.replay")
         return values, committed.digest
 
@@ -414,7 +414,7 @@ class OptimizerCatchUp(CatchUp):
                     return
                 self.holds = FRESH
                 if self.has_strayed:
-                    raise StateDivergedError("the others have gone on without it")
+                    raise StateDivergedError("the others have continued without it")
                 self._replay.was_left_out()
         except StateDivergedError as error:
             self.strays(str(error))

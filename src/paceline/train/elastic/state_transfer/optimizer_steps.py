@@ -94,7 +94,7 @@ class StateDivergence:
             raise StateDivergedError(f"it has made a step before round {self.round} that the others have not committed")
 
 
-_CLOSURE = "an optimizer's step was called with a closure, which computes gradients that nobody else has"
+_CLOSURE = "an optimizer's step was called with a closure, which computes gradients that no other worker has"
 _SCALED = "an optimizer's step unscales its gradients itself (GradScaler with a fused optimizer)"
 
 OnStep = Callable[[OptimizerStep, list[memoryview]], None]

@@ -159,7 +159,7 @@ class StateReceiver:
             data = scratch[: head.nbytes]
             receive_into(connection, data)
             if digest_of_chunk([data]) != head.digest:
-                raise BrokenTransferError(f"chunk {number} came damaged")
+                raise BrokenTransferError(f"chunk {number} arrived damaged")
             self._put(room, number, data)
             failpoint("join.chunk")
 

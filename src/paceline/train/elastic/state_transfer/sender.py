@@ -72,7 +72,7 @@ class ReceiverDelays:
     def _report(self) -> str:
         self._reported_s = self.total_s
         times = "once" if self.count == 1 else f"{self.count} times"
-        who = f"worker {self.receiver}, which learns more slowly"
+        who = f"worker {self.receiver}, which receives the state more slowly"
         return f"the others waited for {who}: {times}, {self.total_s:.1f} s in all"
 
 

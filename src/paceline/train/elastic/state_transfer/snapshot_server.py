@@ -369,7 +369,7 @@ class SnapshotServer:
         at = first
         while at < stop:
             if not select.select([], [self._receiver], [], _PATIENCE_S)[1]:
-                raise BrokenTransferError("the receiver takes nothing")
+                raise BrokenTransferError("the receiver does not read any data")
             if isinstance(self._receiver, socket.socket):
                 at += os.sendfile(self._receiver.fileno(), self._log.file, at, stop - at)
             else:

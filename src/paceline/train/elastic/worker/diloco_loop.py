@@ -180,7 +180,7 @@ class DilocoLoop:
     def __init__(self, diloco: DiLoCo, others: Collection[Stateful]) -> None:
         if any(other is diloco.inner or other is diloco.outer for other in others):
             raise ValueError(
-                "ElasticState got an optimizer of DiLoCo, whose state it has from there; pass the other objects only"
+                "ElasticState got an optimizer of DiLoCo, whose state it already includes; pass only the other objects"
             )
         if diloco.grace_s is not None:
             raise ValueError(

@@ -128,9 +128,10 @@ def _exchange_weights(group: ProcessGroup | None, part: MeanContribution) -> tup
     batches = [tuple(numbers[1:].tolist()) for numbers in everyones]
     if len(set(batches)) > 1:
         raise RuntimeError(
-            f"rank {group.rank()}: the ranks average different backwards; by rank, the epoch, the position in it, "
-            f"the samples that come again and the backwards of this batch so far are {', '.join(map(str, batches))}. "
-            "In an elastic job every rank must call backward, or state.skip_batch(), equally often in every batch"
+            f"rank {group.rank()}: the ranks average different backward passes; by rank, the epoch, the position in "
+            "it, the number of repeated samples and the backward passes of this batch so far are "
+            f"{', '.join(map(str, batches))}. In an elastic job every rank must call backward, or state.skip_batch(), "
+            "equally often in every batch"
         )
     return [numbers[:1].view(torch.float64).item() for numbers in everyones], group.rank()
 

@@ -98,8 +98,9 @@ class DdpLoop:
         loaders = [other for other in others if isinstance(other, StatefulLoader)]
         if len(loaders) != 1:
             raise ValueError(
-                f"ElasticState got a DistributedDataParallel and {len(loaders)} StatefulLoaders; give it the one whose "
-                "batches the module is trained on, as loader=loader, since workers come and go between its batches"
+                f"ElasticState got a DistributedDataParallel and {len(loaders)} StatefulLoaders; pass the one whose "
+                "batches the module is trained on, as loader=loader, because workers join and leave between its "
+                "batches"
             )
         (self._loader,) = loaders
         self.can_catch_up = False
@@ -340,8 +341,8 @@ def _require_own_parameters(module: nn.Module, others: Mapping[str, Stateful]) -
     if found:
         raise ValueError(
             f"ElasticState got {found[0]}, with which all workers of a host share the parameters: a worker that dies "
-            "in the middle of a step would leave them half updated for those that live. Use the optimizer itself, so "
-            "that every worker has parameters of its own"
+            "in the middle of a step would leave them half updated for those that survive. Use the optimizer itself, "
+            "so that every worker has its own parameters"
         )
 
 

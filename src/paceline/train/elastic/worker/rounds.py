@@ -219,7 +219,7 @@ class Rounds:
                     progress.shard_assignment.counts,
                     ", ".join(f"{time_ns / 1e6:.1f}" for time_ns in shard_ns),
                 )
-                sys.stderr.write(f"paceline: shards are now dealt {counts}, since one takes {taken} ms\n")
+                sys.stderr.write(f"paceline: the numbers of shards are now {counts}, because one takes {taken} ms\n")
 
     def _tell_deal(self) -> None:
         """Announces this worker's shards of later rounds, which may differ from those of the current round."""

@@ -152,7 +152,7 @@ class TrainingState:
             if not isinstance(other, Stateful):
                 raise TypeError(
                     f"ElasticState got {name}={type(other).__name__}; it must have state_dict() and load_state_dict(), "
-                    "so that a worker that joins can be given its state"
+                    "so that a worker that joins can receive its state"
                 )
         self._module = module
         self._others = dict(others)

@@ -144,7 +144,7 @@ class ViewGroup:
             is_over = self._is_over
         try:
             if is_over:
-                raise StoreConnectionError(f"view {self.view.generation} is over, since a later one has come")
+                raise StoreConnectionError(f"view {self.view.generation} has ended because a later one has started")
             meeting_place = PrefixStore(f"view/{self.view.generation}", store)
             options = GroupOptions(costs=self._costs, identity=agreed_identity(self.view.generation))
             world = form_apart(meeting_place, self._rank, len(self.view.members), _FORMING_S, options)
@@ -169,8 +169,8 @@ class ViewGroup:
 # Errors that a member raises when another member is lost or has left for a later view.
 LOST_MEMBER_ERRORS = (PeerLostError, GroupAbortedError, CollectiveTimeoutError, RendezvousError, StoreError)
 _NO_COLLECTIVES = (
-    "this worker came late and runs the loop on results of the others, who are not in this call. For a loop with "
-    "collectives of its own, make the state with ElasticState(..., replays=False)"
+    "this worker joined late and replays the loop with results from the others, which are not in this call. For a loop "
+    "with its own collectives, create the state with ElasticState(..., replays=False)"
 )
 _CALL_S = 3600.0
 _LENGTH = struct.Struct("<Q")

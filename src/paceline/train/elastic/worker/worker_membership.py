@@ -37,7 +37,7 @@ from paceline.train.elastic.worker.training_state import TrainingState
 from paceline.train.elastic.worker.view_group import LOST_MEMBER_ERRORS, ViewGroups, exchange_statuses
 from paceline.train.elastic.worker.vote import OthersOutvotedError
 
-_OTHER = "its parameters, or what its optimizer keeps, differed from those of the others when it entered the view"
+_OTHER = "its parameters or its optimizer state differed from those of the others when it entered the view"
 
 
 T = TypeVar("T")
@@ -214,7 +214,7 @@ class WorkerMembership:
                 self._following.holds = agreed.round
         if rank in agreed.outvoted:
             number = self._progress.number
-            self.end(f"the others have committed another result of round {number} than its own", OUTVOTED)
+            self.end(f"the others have committed a different result of round {number}", OUTVOTED)
         self._progress.learn(agreed, rank)
 
     def _send_state(self, group: ProcessGroup, receiver: int, is_follower: bool, status: MemberStatus) -> None:
