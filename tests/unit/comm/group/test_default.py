@@ -62,7 +62,7 @@ def test_what_is_no_group_of_paceline_s_is_refused():
     calls = [lambda wrong: dist.all_reduce(torch.ones(1), group=wrong), dist.get_world_size, dist.destroy_process_group]
     for call in [*calls, lambda wrong: dist.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=wrong)]:
         with pytest.raises(
-            TypeError, match=r"rank 0: the process group is a builtins\.str; .* paceline\.new_group made"
+            TypeError, match=r"rank 0: the process group is a builtins\.str; .* created by paceline\.new_group"
         ):
             call("world")
     dist.destroy_process_group()

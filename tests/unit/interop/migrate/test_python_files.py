@@ -251,7 +251,7 @@ def test_the_plugin_is_named_where_no_backend_is(call, new):
         ("import horovod.tensorflow as hvd", "another library"),
         ("from accelerate import Accelerator\na = Accelerator()", "init_process_group"),
         ("import lightning as L\nt = L.Trainer()", "process_group_backend"),
-        ("from horovod.torch import *", "one by one"),
+        ("from horovod.torch import *", "import each name"),
     ],
 )
 def test_what_is_left_to_do_is_said_with_its_reason(text, words):

@@ -14,7 +14,7 @@ def texts(*events: tuple[str, dict]) -> list[tuple[str, str, float | None]]:
 def test_a_start_and_a_restart_are_told_apart():
     assert texts(("start", {"generation": 1, "ranks": [0, 1]}), ("start", {"generation": 2, "ranks": [0]})) == [
         ("start", "2 workers, 0 to 1 started", None),
-        ("restart", "worker 0 restarted (start number 2. time", None),
+        ("restart", "worker 0 restarted (start number 2)", None),
     ]
 
 

@@ -137,7 +137,7 @@ def test_too_few_machines_are_given_up_in_time():
     assert play.steering.deadline_s == 60.0
     play.take(play.steering.tick(60.0))
     (end,) = play.asked("a")
-    assert end.code == 1 and "waited 60 s for 3 machines; 1 came (a)" in end.reason
+    assert end.code == 1 and "waited 60 s for 3 machines; 1 arrived (a)" in end.reason
     assert play.steering.deadline_s is None
 
 

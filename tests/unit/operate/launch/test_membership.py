@@ -163,7 +163,7 @@ def test_too_few_machines_end_the_wait_with_their_names():
     play.wait(1)
     end = play.last("a")
     assert end.code == 1
-    assert "waited 10 s for 2 machines; 1 came (a)" in end.reason
+    assert "waited 10 s for 2 machines; 1 arrived (a)" in end.reason
 
 
 def test_a_failure_ends_all_and_starts_them_anew_after_a_pause():
