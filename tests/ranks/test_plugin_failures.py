@@ -174,7 +174,7 @@ def mix_too_early(directory: str) -> None:
         torch_dist.all_reduce(tensor := torch.ones(3), group=mixed)
         assert tensor.tolist() == [2, 2, 2]
         with pytest.raises(
-            RuntimeError, match=r"device cuda.*before release 2.14, PyTorch creates only one backend of a mixture"
+            RuntimeError, match=r"cuda.*before release 2.14, PyTorch creates only one backend of a mixture"
         ):
             mixed._get_backend(torch.device("cuda"))
 

@@ -48,7 +48,7 @@ from paceline.errors import (
     short_repr,
 )
 from paceline.interop.torch_backend import patches
-from paceline.interop.torch_backend.rendezvous import OTHER_DEVICES, GroupRendezvous, form_group
+from paceline.interop.torch_backend.rendezvous import OTHER_DEVICES, GroupRendezvous, form_group, require_own_device
 from paceline.interop.torch_backend.work import FinishedWork, RunningWork, keep_alive
 
 _CPU = torch.device("cpu")
@@ -281,6 +281,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
                 f"{self!r} has no backend for the device {device}; it takes tensors on the CPU and on the accelerator "
                 f"of this PyTorch: {OTHER_DEVICES}move them there"
             )
+        require_own_device(self._name, torch.device(device))
         return self
 
     get_backend = _get_backend

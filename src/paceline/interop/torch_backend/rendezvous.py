@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from paceline.comm.engine.api import EngineContext, choose
 from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.formation import Formation
 from paceline.comm.group.default import World, default_world
-from paceline.comm.group.engines import Engines, identity_named
+from paceline.comm.group.engines import Engines, Opener, OpenGroup, identity_named
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.one_port.dialer import chosen_port
 from paceline.comm.record import recorder
@@ -216,6 +217,7 @@ def _formed(meeting: GroupRendezvous, patience: timedelta, expected: Sequence[Ra
                 engines = undo.enter_context(contextlib.closing(Engines(start, backend)))
                 openers = engines.openers(backend, range(size), patience_s, engines.count_group(range(size)))
                 opened = openers["cpu"](torch.device("cpu"))
+                openers = {type_: partial(_open_checked, opener, meeting.name) for type_, opener in openers.items()}
         members = [
             RankIdentity(named, member.host, member.pid, member.process)
             for named, member in zip(meeting.named, engines.members, strict=True)
@@ -235,6 +237,31 @@ def _formed(meeting: GroupRendezvous, patience: timedelta, expected: Sequence[Ra
         group.set_timeout(meeting.timeout)
         undo.pop_all()
     return World(store, engines, group, to_seconds(meeting.timeout))
+
+
+def _open_checked(opener: Opener, group_name: str, device: torch.device) -> OpenGroup:
+    require_own_device(group_name, device)
+    return opener(device)
+
+
+def require_own_device(group_name: str, device: torch.device) -> None:
+    """Checks that the program did not request another backend for this type of device.
+
+    Before PyTorch 2.14, this group is the only backend that PyTorch creates from a combination. Tensors for the other
+    backends must not be staged through host memory instead.
+
+    Raises:
+        RuntimeError: the program requested another backend.
+    """
+    world = torch_dist.distributed_c10d._world
+    configs = [config for group, config in world.pg_backend_config.items() if world.pg_names.get(group) == group_name]
+    requested = dict(part.split(":", 1) for config in configs for part in config.split(",") if ":" in part)
+    backend = requested.get(device.type, "paceline")
+    if backend != "paceline":
+        raise RuntimeError(
+            f"the group {group_name!r} was requested with {configs[0]!r}, but PyTorch {torch.__version__} did not "
+            f"create {backend} for tensors on {device}: {OTHER_DEVICES}move the tensors to the CPU"
+        )
 
 
 def _has_ended(member: RankIdentity) -> bool:

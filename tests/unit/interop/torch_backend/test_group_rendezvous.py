@@ -8,10 +8,12 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch
 from torch.distributed import FileStore, HashStore, TCPStore
+from torch.distributed.distributed_c10d import _world
 
 from paceline.errors import StoreTimeoutError
-from paceline.interop.torch_backend.rendezvous import GroupRendezvous, StoreFromTorch
+from paceline.interop.torch_backend.rendezvous import GroupRendezvous, StoreFromTorch, require_own_device
 
 
 def rendezvous(name: str, rank: int = 0, occasion: str = "") -> GroupRendezvous:
@@ -85,3 +87,14 @@ def test_a_wait_can_be_interrupted():
     finally:
         alarm.join()
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_tensors_for_another_backend_of_a_combination_are_not_staged(monkeypatch):
+    group = object()
+    monkeypatch.setitem(_world.pg_names, group, "7")
+    monkeypatch.setitem(_world.pg_backend_config, group, "cpu:paceline,cuda:nccl")
+    require_own_device("7", torch.device("cpu"))
+    require_own_device("7", torch.device("xpu", 0))
+    require_own_device("8", torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match=r"group '7' was requested .*did not create nccl for tensors on cuda:0"):
+        require_own_device("7", torch.device("cuda", 0))
