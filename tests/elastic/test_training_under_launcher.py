@@ -9,6 +9,7 @@ from pathlib import Path
 
 import elastic_job
 import forked_launcher
+import launching
 import pytest
 from forked_scripts import run_alone, run_script
 from launching import processes_in, wait_until
@@ -94,7 +95,7 @@ def test_a_worker_that_is_told_to_leave_costs_nothing(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_worker_that_leaves_a_launcher_costs_nothing(tmp_path: Path) -> None:
     script = write(tmp_path / "train.py", epochs=5, leaver="0.1.0")
-    done = forked_launcher.run("--elastic", "--nproc-per-node", "3", str(script))
+    done = launching.run("--elastic", "--nproc-per-node", "3", str(script))
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(digests(done.stdout)) == 2
     assert set(digests(done.stdout)) == {alone(5)}

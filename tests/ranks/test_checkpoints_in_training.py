@@ -12,6 +12,7 @@ from typing import Any
 
 import elastic_job
 import forked_launcher
+import launching
 import pytest
 import torch
 from elastic_job import Outcome
@@ -104,7 +105,7 @@ def test_a_job_that_is_started_again_ends_with_the_same_bits(tmp_path: Path, und
 def test_a_restarted_job_ends_with_the_same_bits(tmp_path: Path, undisturbed: set[str]) -> None:
     dies = 'if step == 13 and os.environ["RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"] == "10": '
     script = write(tmp_path, PLAIN, dies + "os.kill(os.getpid(), 9)")
-    done = forked_launcher.run("--nproc-per-node", "2", "--max-restarts", "1", script)
+    done = launching.run("--nproc-per-node", "2", "--max-restarts", "1", script)
     assert done.returncode == 0, done.stderr
     assert digests(done.stdout) == undisturbed
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import doc_blocks
-import forked_launcher
+import launching
 import pytest
 import streams
 import torch
@@ -140,7 +140,7 @@ def test_a_whole_program_of_the_docs_runs(page, number, tmp_path):
         subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True, timeout=_LIMIT_S)
     else:
         ranks = "4" if page in _ON_FOUR_RANKS else "2"
-        done = forked_launcher.run("--nproc-per-node", ranks, str(script), timeout_s=_LIMIT_S, cwd=str(tmp_path))
+        done = launching.run("--nproc-per-node", ranks, str(script), timeout_s=_LIMIT_S, cwd=str(tmp_path))
         assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import forked_launcher
+import launching
 import pytest
 
 SCRIPT = """
@@ -82,7 +83,7 @@ DIE_OR_WAIT = """
 def test_a_worker_that_is_replaced_reads_no_disk(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(**ELASTIC, in_step_7=DIE_OR_WAIT.strip()))
-    done = forked_launcher.run("--elastic", "--nproc-per-node", "2", str(script), str(tmp_path / "disk"))
+    done = launching.run("--elastic", "--nproc-per-node", "2", str(script), str(tmp_path / "disk"))
     assert done.returncode == 0, done.stderr
     assert re.search("restored step [36] from memory", done.stderr), done.stderr
     assert len(digests(done.stdout)) == 1

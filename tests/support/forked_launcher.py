@@ -128,11 +128,8 @@ def run_command(
 
 def _with_forked_workers(words: Sequence[str]) -> list[str]:
     command, *rest = words
-    if (
-        command not in ("run", "join")
-        or "--no-python" in rest
-        or any(word.startswith("--start-method") for word in rest)
-    ):
+    names = {word.partition("=")[0] for word in rest}
+    if command not in ("run", "join") or names & {"--no-python", "--hosts", "--start-method"}:
         return list(words)
     at = 1 if command == "join" else 0  # after the token
     return [command, *rest[:at], "--start-method=forkserver", *rest[at:]]
