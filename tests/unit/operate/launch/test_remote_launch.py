@@ -111,7 +111,7 @@ def test_a_host_file_may_name_users(tmp_path):
         ("-oProxyCommand=x", "neither HOST nor HOST:N"),
         ("a b", "neither HOST nor HOST:N"),
         ("fd00::1", "in brackets"),
-        ("./nowhere/hosts", "no such file"),
+        ("./nowhere/hosts", "the file does not exist"),
     ],
 )
 def test_what_names_no_machines_is_refused(text, said):
@@ -311,7 +311,7 @@ def test_an_elastic_job_goes_on_without_a_machine():
             "Error while finding module specification (ModuleNotFoundError: No module named 'paceline')",
             "pip install",
         ),
-        (127, "sh: 1: exec: /usr/bin/python3: not found", "there is no /usr/bin/python3 there"),
+        (127, "sh: 1: exec: /usr/bin/python3: not found", "/usr/bin/python3 does not exist there"),
         (1, "ImportError: libstdc++.so.6", "exited with code 1 before it answered: ImportError: libstdc++.so.6"),
     ],
 )

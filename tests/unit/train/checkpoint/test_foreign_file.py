@@ -114,7 +114,7 @@ def test_damaged_directories_of_dcp_are_named(tmp_path):
     dcp.save(trained(), checkpoint_id=tmp_path / "dcp", no_dist=True)
     data = next((tmp_path / "dcp").glob("*.distcp"))
     os.truncate(data, 100)
-    with pytest.raises(CheckpointDamagedError, match=rf"{data} (is cut|has no readable)"):
+    with pytest.raises(CheckpointDamagedError, match=rf"{data} (is truncated|has no readable)"):
         state_of(open_foreign(tmp_path / "dcp"))
     metadata = tmp_path / "dcp" / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:200])

@@ -82,7 +82,7 @@ def test_the_newest_copy_with_all_files_is_found() -> None:
     assert found is not None
     assert (found.token, found.sequence, found.step, found.describers) == ("x", 4, 40, ["one"])
     assert found.holders == {"a": ["one"], "b": ["two"]}
-    assert why == ["the copies of step 60 were not finished", "of the copies of step 50 no launcher has b"]
+    assert why == ["the copies of step 60 were not finished", "no launcher has b of the copies of step 50"]
     assert newest_cached([two]) == (None, [f"the copies of step {step} were not finished" for step in (60, 50, 40)])
     assert newest_cached([]) == (None, [])
 
