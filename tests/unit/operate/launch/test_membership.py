@@ -126,7 +126,9 @@ def test_ranks_are_counted_through_the_machines():
     assert {(start.master_addr, start.master_port) for start in starts.values()} == {("address-a", 1000)}
 
 
-@pytest.mark.parametrize(("number", "complaint"), [(0, "is already used by a"), (2, "not from 0 to 1"), (None, "not from 0 to 1")])
+@pytest.mark.parametrize(
+    ("number", "complaint"), [(0, "is already used by a"), (2, "not from 0 to 1"), (None, "not from 0 to 1")]
+)
 def test_a_wrong_machine_number_is_refused(number, complaint):
     play = Play(policy(2, 2, is_static=True))
     play.join("a", node_rank=0)
