@@ -19,11 +19,11 @@ import torch
 import torch.distributed as torch_dist
 from torch._C._distributed_c10d import Store as TorchStore
 
-from paceline.comm.engine.api import EngineContext, choose
+from paceline.comm.engine.api import EngineContext, OpenGroup, choose
 from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.engine.formation import Formation
 from paceline.comm.group.default import World, default_world
-from paceline.comm.group.engines import Engines, Opener, OpenGroup, identity_named
+from paceline.comm.group.engines import Engines, Opener, identity_named
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.one_port.dialer import chosen_port
 from paceline.comm.record import recorder
