@@ -140,7 +140,7 @@ def _swap_phase(home: HostPosition, blocks: Sequence[int]) -> list[Step]:
 def _reduce_phase(
     home: HostPosition, blocks: Sequence[Sequence[int]], held: _SliceOf, total: _SliceOf, slots: Iterator[int]
 ) -> list[Step]:
-    """Returns the steps that exchange `held` blocks directly and leave the sums of this rank's blocks in `total`.
+    """Returns the steps that send each block of `held` to its owner and add up this rank's blocks in `total`.
 
     At the start, `total` holds this host's contributions. The contributions of the other hosts are added in cyclic
     order, beginning with the next host.

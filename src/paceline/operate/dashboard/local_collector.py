@@ -48,7 +48,7 @@ class _Worker:
     follower: RecordingFollower | None
     update: RecordingUpdate | None = None
     has_ended: bool = False
-    failure: str | None = ""  # description of the failure, "" for none, None if only the recording shows it
+    failure: str | None = ""  # description of the failure; "" for none, None if it must be read from the recording
     total_steps: int | None = None
     ahead: int | None = None  # number of steps made by the other workers before this worker's first
     step: int | None = None  # current step, in the other workers' numbering

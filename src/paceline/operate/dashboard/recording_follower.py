@@ -111,10 +111,11 @@ class StepParts:
         )
 
     def _predicted(self, own_s: float) -> float | None:
-        """Returns the duration of the step if its calls had taken the predicted time, or None.
+        """Returns how long the step would have taken if each call had taken its predicted time.
 
-        Buckets are averaged sequentially as they become ready, as in `operate/plan/step_time.py`. A call without a
-        prediction counts with its actual duration. If a bucket's call has no prediction, the result is None.
+        Buckets are averaged sequentially as they become ready, as in `operate/plan/step_time.py`. Returns None if no
+        call has a prediction, or if the call of a bucket has none. Other calls without a prediction contribute their
+        actual duration.
 
         Args:
             own_s: the rank's own time in the step, in seconds.

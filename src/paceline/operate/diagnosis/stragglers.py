@@ -201,7 +201,7 @@ def _median_without(ordered: Sequence[float], place: int) -> float:
 
 
 def _share_ties(ordered: Sequence[float], order: Sequence[int], places: list[float]) -> None:
-    """Assigns to ranks with equal times the mean of their places."""
+    """Gives ranks with equal times the mean of their positions in the order."""
     first = 0
     while first < len(ordered):
         end = first + 1

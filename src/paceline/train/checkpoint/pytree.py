@@ -106,7 +106,7 @@ def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> ob
 
 
 def _plain(value: object) -> object:
-    """Converts a number or string of a subclass, such as a NumPy scalar or an enumeration member, to the plain type."""
+    """Converts an instance of a subclass of a number type or of `str`, such as an enum member, to the base type."""
     if isinstance(value, str):
         return str.__str__(value)  # str() of an enumeration member returns its name
     for kind in _PLAIN:

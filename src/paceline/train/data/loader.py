@@ -147,7 +147,7 @@ class StatefulLoader(Generic[Sample]):
         self.epoch = 0
         self._position = 0
         self._returned: tuple[int, ...] = ()  # earlier places to read again at the end of the epoch
-        self._bookmark = StreamPosition(0)  # at most one step before the position if the bookmark has a state
+        self._bookmark = StreamPosition(0)  # where to resume reading; with a state, at most one step behind `_position`
         self._assigner: BatchAssigner | None = None
         self._step: EpochStep | None = None  # the latest step in an elastic job
         self._ordered: tuple[tuple[int, bool, int, int], list[int]] | None = None  # a key and its cached order

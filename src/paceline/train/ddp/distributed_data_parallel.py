@@ -406,7 +406,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._checks.allow_differences()  # the hook may average over a subset of the ranks
 
     def communication_wait_s(self) -> float:
-        """Returns the total time, in seconds, that backward passes have spent on reducing and waiting at their end."""
+        """Returns the total time, in seconds, spent on averaging and waiting for other ranks after backward passes."""
         return self._reducer.wait_s
 
     def weight(self, weight: float) -> None:

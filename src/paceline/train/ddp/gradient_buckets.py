@@ -97,7 +97,7 @@ class FlatGradients:
         """Returns the reference counts of the storage and of the parts; changes reveal references by other objects."""
         assert self._whole is not None
         if _storage_use_count is None:
-            return [*self._references, 0]  # longer than any other result, so the memory is never reused
+            return [*self._references, 0]  # never equal to the stored counts, so the memory is never reused
         in_use = _storage_use_count(self._whole.untyped_storage()._cdata)
         return [in_use, *map(sys.getrefcount, self._parts)]
 

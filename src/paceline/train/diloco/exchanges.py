@@ -345,7 +345,7 @@ class Exchanges(Protocol):
         ...
 
     def decided(self) -> int:
-        """Returns the number of exchanges that have been decided, with or without this rank."""
+        """Returns the number of exchanges whose participants are known, with or without this rank."""
         ...
 
     def begin(self, number: int, offer: Tensors) -> None:
@@ -457,7 +457,7 @@ class BackgroundExchanges:
         self._next = number
 
     def decided(self) -> int:
-        """Returns the number of exchanges that have been decided, with or without this rank.
+        """Returns the number of exchanges whose participants are known, with or without this rank.
 
         The first call starts the exchange thread.
         """

@@ -292,7 +292,7 @@ class Shards:
             shard.take_to_master(gradient)
 
     def refresh_masters(self) -> None:
-        """Copies parameter elements that were changed since the last step to the master copies."""
+        """Updates the master copies with the parameter elements that have changed since the last step."""
         seen: list[tuple[Shard, torch.Tensor]] = []
         for shard in self.mine():
             if shard.master is not None and shard.updated is not None:

@@ -209,7 +209,7 @@ class StagedMessages(Messages):
         self._turn = threading.Lock()  # held while sends begin, to preserve their order
         self._arrived = threading.Event()
         self._thread: threading.Thread | None = None
-        self._receives: list[IncomingDeviceMessage] = []  # keeps memory alive to which the device may still write
+        self._receives: list[IncomingDeviceMessage] = []  # keeps alive the memory that the device may still write to
         self._failure: CallOutcome | None = None
 
     def record_messages_as(self, group: int, /) -> None:

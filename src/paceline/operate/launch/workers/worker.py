@@ -142,8 +142,8 @@ class OutputForwarder:
 
     Args:
         worker: The worker process.
-        outputs: The worker's streams. This process's copies of their write ends are closed.
-        selector: The selector of the launcher's event loop. The data of each key is a function without arguments.
+        outputs: The worker's streams. The constructor closes this process's copies of their write ends.
+        selector: The selector of the launcher's event loop. The data of each key is a callable that takes no arguments.
     """
 
     def __init__(

@@ -423,7 +423,7 @@ class OptimizerCatchUp(CatchUp):
             self._replay.close()
 
     def strays(self, reason: str) -> None:
-        """Reports once the reason why this worker needs the entire state, for which the others have to wait."""
+        """Reports, at most once, why this worker needs the entire state, which makes the other workers wait."""
         if not self.has_strayed:
             self.has_strayed = True
             sys.stderr.write(f"paceline: {self._connection} needs the whole state, and the others wait: {reason}\n")

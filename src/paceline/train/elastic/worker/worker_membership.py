@@ -51,11 +51,12 @@ class WorkerMembership:
         registry: The state that a joining worker receives.
         progress: The worker's progress.
         steps: The hooks for the optimizer steps of a DDP loop, or None for other loops. A worker that joins a DDP loop
-            repeats these steps, because it cannot run the loop on results.
+            replays the other workers' optimizer steps through these hooks, because it cannot run the script's loop
+            before it is in a view.
 
     Attributes:
         sender: The transfers that this worker serves.
-        view: The latest view that the worker has entered, or received while it had no state.
+        view: The latest view that the worker has entered or, before it has any state, received.
         group: The process group of the current view, or None.
         agreed: The agreement between the members of the current view.
         catching_up: The replay of rounds that others have committed, or None.
