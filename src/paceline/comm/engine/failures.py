@@ -355,7 +355,7 @@ def _peer_lost(
     elif died:
         advice = "Look at its output and, if it was killed, at the memory it used (dmesg)"
     else:
-        advice = "Every rank must make the same calls: look at its output, and for a loop with fewer iterations there"
+        advice = "Every rank must make the same calls: check its output, and whether a loop ran fewer times there"
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     by = f"{me}" if reporter is me else f"{reporter}, which reported it to {me}"
     return PeerLostError(

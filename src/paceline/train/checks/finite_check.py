@@ -386,7 +386,7 @@ class GradientCheck:
         self._warn(self.history.not_finite(finding), applied=True)
 
     def _end_on_device(self, step: int, averages: Sequence[torch.Tensor] | None) -> None:
-        """Enqueues the computation of the norms of averages and parameters, and the copying of all norms to the host."""
+        """Enqueues the computation of the norms of averages and parameters, and their copies to the host."""
         if not self._norms:
             return
         seen = self._seen_on_device if averages is None else [average for average in averages if not average.is_cpu]
