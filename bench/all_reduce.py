@@ -1,10 +1,11 @@
-"""How long does an all-reduce of float32 take, against torch's gloo and Open MPI?
+"""How long does an all-reduce of float32 take with Paceline, torch's gloo and Open MPI?
 
     python bench/all_reduce.py [--ranks 2 4] [--json FILE]
 
-Every rank has one thread. Paceline and gloo take turns within the same processes, of which the first half is not timed;
-Open MPI, where `make` has installed it, runs between them in processes of its own, three times. p50 and p95 are those
-of the turns, n is the number of calls, and the ratio is a contestant's median divided by Paceline's.
+Every rank has one thread. Paceline and gloo run alternately in the same processes; the first half of the calls is a
+warm-up and is not timed. Open MPI, if `make` has installed it, runs in processes of its own, three times, between the
+others. p50 and p95 are computed over the turns, n is the number of calls, and the ratio is the median of a contestant
+divided by Paceline's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WARM_UP = 3
 
 
 def calls_for(nbytes: int, slow: bool) -> int:
-    """Enough calls for some 10 ms of the slower contestant."""
+    """Returns a number of calls that takes the slower contestant about 10 ms."""
     budget = 50 if slow else 500
     return max(1, min(budget, (64 << 20) // max(nbytes, 1 << 16)))
 
@@ -76,7 +77,7 @@ def mpi_main(sizes: list[int], result: str) -> None:
 
 
 def run_mpi(ranks: int, sizes: list[int], directory: str) -> dict[str, Any] | None:
-    """Returns what ranks of Open MPI have measured; None where it is not installed."""
+    """Returns the measurements of Open MPI's ranks, or None if Open MPI is not installed."""
     library = open_mpi()
     if library is None:
         return None
@@ -86,7 +87,7 @@ def run_mpi(ranks: int, sizes: list[int], directory: str) -> dict[str, Any] | No
 
 
 def rows_of(ranks: int, nbytes: int, runs: list[tuple[dict[str, list[float]], dict[str, int]]]) -> Rows:
-    """Sums up what the runs have measured for a size."""
+    """Returns the table rows for one size, given the measurements of all runs."""
     calls = runs[0][1]
     pooled = {name: [time_s for times, _ in runs for time_s in times.get(name, [])] for name in calls}
     spreads = {name: spread(times_s, calls[name]) for name, times_s in pooled.items()}

@@ -1,12 +1,13 @@
-"""How long does an all-reduce of float32 on one host take, against three MPI libraries?
+"""How long does an all-reduce of float32 on one host take with Paceline and with three MPI libraries?
 
     python bench/all_reduce_mpi.py [--ranks 2] [--sizes BYTES ...] [--intel DIR] [--turns 100] [--repeats 3] [--json F]
 
-Every library starts processes in which Paceline and the library take short turns; the libraries follow one another,
-`--repeats` times. Open MPI and MPICH are those that `make` installs; Intel MPI (the wheel `impi-rt`) is installed into
-DIR, by default the folder `impi` of this environment. "paceline" is the plain call and "persistent" the prepared one;
-the libraries make the plain call, MPI_IN_PLACE, through mpi4py. Times are of one call in a turn: the median (p50), the
-95th percentile and the least; n is the number of calls, * marks the library with the least median. One thread a rank.
+Each library starts processes in which it alternates with Paceline in short turns. The libraries run one at a time, and
+this is repeated `--repeats` times. Open MPI and MPICH are those that `make` installs; Intel MPI (the wheel `impi-rt`)
+is installed into DIR, by default the folder `impi` of this environment. "paceline" is the plain call and "persistent"
+the prepared one; the libraries run their plain call with MPI_IN_PLACE through mpi4py. The times are seconds per call in
+a turn: the median (p50), the 95th percentile and the minimum. n is the number of calls, and * marks the library with
+the lowest median. Every rank has one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from report import human, parser, seconds_per_call, show
 SIZES = [1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
 WARM_UP = 20
 
-Turns = dict[str, list[float]]  # seconds a call in each turn, by contestant
+Turns = dict[str, list[float]]  # seconds per call in each turn, by contestant
 
 
 def calls_of_a_turn(nbytes: int) -> int:
@@ -79,7 +80,9 @@ def run(library: Library, ranks: int, options: dict[str, object]) -> dict[str, T
 
 
 def rows_of(nbytes: int, runs: dict[str, list[Turns]]) -> list[dict[str, object]]:
-    """The rows of a size: each library beside Paceline in the same processes, and Paceline against the best of them."""
+    """Returns the rows of a size: each library and Paceline in the same processes, and Paceline against the fastest
+    library.
+    """
     rows: list[dict[str, object]] = []
     for name, repeats in runs.items():
         row: dict[str, object] = {"size": human(nbytes), "library": name}

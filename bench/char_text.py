@@ -1,4 +1,4 @@
-"""The text and the model of examples/char_lm.py, for benchmarks that train it in other ways."""
+"""The text and the model of examples/char_lm.py, for benchmarks that train the model with other methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HELD_OUT_TIMES = 4
 
 
 class Model(nn.Module):
-    """Predicts each next character from those before it."""
+    """Predicts each character from those before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Text:
-    """The source of Python's standard library, of which the last twentieth is held out."""
+    """The source of Python's standard library; the last twentieth is held out."""
 
     train: torch.Tensor
     test: torch.Tensor
@@ -48,7 +48,7 @@ class Text:
 
 
 def batch(source: torch.Tensor, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows from random places, and the same one character on."""
+    """Returns windows at random positions, and the same windows shifted by one character."""
     at = torch.randint(len(source) - CONTEXT, (size, 1), generator=generator) + torch.arange(CONTEXT)
     return source[at], source[at + 1]
 
@@ -59,7 +59,7 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, test: torch.Tensor) -> float:
-    """The mean loss over the same windows in every run."""
+    """Returns the mean loss over a set of windows that is the same in every run."""
     generator = torch.Generator().manual_seed(1)
     losses = [loss_of(model, *batch(test, _HELD_OUT_WINDOWS, generator)) for _ in range(_HELD_OUT_TIMES)]
     return float(torch.stack(losses).mean())

@@ -1,18 +1,19 @@
-"""What does a training lose by a checkpoint, how fast is it written, and how much does each rank read?
+"""How much does a checkpoint slow down training, how fast is it written, and how much does each rank read?
 
     python bench/checkpoint.py [--ranks 2] [--gigabytes 1] [--rounds 9] [--steps 3] [--directory DIR]
 
-"save": a training of linear layers with AdamW, whose parameters and optimizer's state are 1 GB, makes some steps,
-saves, makes steps until the checkpoint is on the disk, at least one, and then some more: with `paceline.save`
-(asynchronous and not), with torch's DCP (`async_save` and `save`) and with `torch.save` on rank 0. All of them call
-fsync, and they take turns. "step s" is the mean of the steps before and after, "lost s" by how much longer the call
-that saves and the steps beside it took than as many of those steps, "call s" how long the call took, "durable s" the
-time until the checkpoint is on the disk, and "MB/s" what was written in that time; the medians of all rounds. "no
-checkpoint" makes five steps instead: what it loses is the error of the measurement. "the disk alone" is the bound of
-what is written: every rank writes its share of as many zeros past the page cache, and calls fsync; "asynchronous", on a
-thread of low priority, while the steps go on: what that loses is what the disk and its driver take from a training.
-"load": 4 ranks save, and other numbers of ranks load; "read" is what all ranks together read, as a share of what was
-written.
+"save": trains linear layers with AdamW; parameters and optimizer state are 1 GB. Each round runs some steps, saves,
+runs steps (at least one) until the checkpoint is on disk, and then runs some more. The contestants are `paceline.save`
+(asynchronous and synchronous), torch's DCP (`async_save` and `save`) and `torch.save` on rank 0. All of them call
+fsync, and their rounds alternate. "step s" is the mean duration of the steps before and after. "lost s" is the duration
+of the call that saves and of the steps during the save, less the usual duration of as many steps. "call s" is the
+duration of the call, "durable s" the time until the checkpoint is on disk, and "MB/s" the rate at which it was written.
+All figures are medians over the rounds. "no checkpoint" runs five steps instead; its loss is the error of the
+measurement. "the disk alone" is an upper bound for the write rate: every rank writes its share of as many zeros,
+bypassing the page cache, and calls fsync. Its "asynchronous" variant writes on a low-priority thread while the steps
+run; its loss is the time that the disk and its driver take from training.
+"load": 4 ranks save, and other numbers of ranks load. "read" is the number of bytes read by all ranks together, as a
+share of those written.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from turns import leave_rows, rows_of_ranks
 
 WIDTH = 2048
 NO_SAVE_STEPS = 5
-Save = Callable[[dict[str, Any], Path], Callable[[], bool]]  # returns what says whether the checkpoint is durable
+Save = Callable[[dict[str, Any], Path], Callable[[], bool]]  # returns a function that checks for durability
 
 
 def build(gigabytes: float) -> nn.Module:
@@ -73,7 +74,7 @@ def dcps(asynchronous: bool) -> Save:
 
 
 def torchs(state: dict[str, Any], path: Path) -> Callable[[], bool]:
-    """Rank 0 saves all, and the others wait, as the tutorial has it."""
+    """Saves everything on rank 0 while the others wait, as in PyTorch's tutorial."""
     import paceline as dist
 
     if dist.get_rank() == 0:
@@ -87,11 +88,11 @@ def torchs(state: dict[str, Any], path: Path) -> Callable[[], bool]:
 
 
 def the_disk(nbytes: int, asynchronous: bool) -> Save:
-    """Writes as many bytes as the state has, without a format, a digest or a copy in the page cache."""
+    """Writes as many bytes as the state has, without a format or digests, bypassing the page cache."""
     import paceline as dist
     from paceline.train.elastic.process_priority import lower_thread_priority
 
-    block = mmap.mmap(-1, 8 << 20)  # aligned to a page, as O_DIRECT demands
+    block = mmap.mmap(-1, 8 << 20)  # aligned to a page, as O_DIRECT requires
     block.write(bytes(len(block)))
 
     def write(path: Path) -> None:
@@ -175,7 +176,8 @@ def save_main(rank: int, gigabytes: float, rounds: int, steps: int, where: str, 
 
 
 class Turn(NamedTuple):
-    """Seconds of the slowest rank: of a step, lost, of the call that saves, and until the checkpoint is durable."""
+    """The times of one round, in seconds, on the slowest rank: of a step, lost, of the call, and until it is durable.
+    """
 
     step: float
     lost: float
@@ -206,7 +208,7 @@ def run(step: Callable[[], None], steps: int, state: dict[str, Any], save: Save 
             break
     took = time.perf_counter() - began
     undisturbed += [timed() for _ in range(steps)]
-    usual = statistics.fmean(undisturbed)  # the steps beside a checkpoint have outliers, too
+    usual = statistics.fmean(undisturbed)  # the steps near a checkpoint may contain outliers too
     durable = 0.0
     if save is not None:
         durable = max(each.stat().st_mtime for each in path.rglob("*")) - (time.time() - time.perf_counter() + began)

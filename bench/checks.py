@@ -1,12 +1,12 @@
-"""What do the checks of gradients and replicas cost a training step?
+"""How much do the checks of gradients and replicas add to a training step?
 
     python bench/checks.py [--ranks 2] [--models NAME ...] [--seconds 20] [--json FILE]
 
-The same model is trained with the checks as they are by default and without them, in turns of a few steps within the
-same processes; "barrier" is the bare model, which only waits for the other ranks after backward. n counts steps, and
-p50 and p95 are those of the turns. "cost" is the median over turns of the step with checks divided by the step without,
-less one. "looks" is the time that checks took by their own clock, as a share of all steps with them; they keep it below
-0.5 % once they have measured a step.
+The same model is trained with the default checks and without checks, alternating every few steps in the same processes.
+"barrier" is the bare model followed by a barrier after the backward pass. n counts steps; p50 and p95 are computed over
+the turns. "cost" is the median over turns of the step time with checks divided by that without, minus one. "looks" is
+the time spent in checks, measured by their own clock, as a share of the time of all steps with checks; the checks keep
+it below 0.5 % once they have measured a step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from report import parser, show
 from turns import leave_rows, rows_of_ranks, rows_of_steps, take_turns
 
 TURN_STEPS = 10
-SETTLING_STEPS = 20  # in which everything is looked at once or twice, and a step is measured
+SETTLING_STEPS = 20  # enough steps for each check to run once or twice, and for the checks to measure a step
 
 
 def stepper(model: torch.nn.Module, x: torch.Tensor, before: Callable[[], object] = int) -> Callable[[], None]:
-    optimizer = torch.optim.Adam(model.parameters(), 0.0)  # what has diverged would be looked at more closely
+    optimizer = torch.optim.Adam(model.parameters(), 0.0)  # a learning rate of 0, because replicas that diverge are checked more often
 
     def step() -> None:
         optimizer.zero_grad()
@@ -39,7 +39,7 @@ def stepper(model: torch.nn.Module, x: torch.Tensor, before: Callable[[], object
 
 
 class Timed:
-    """Counts the time that calls of an object's methods take."""
+    """Measures the total time spent in some methods of an object."""
 
     def __init__(self, of: object, names: tuple[str, ...]) -> None:
         self.total_s = 0.0
@@ -56,7 +56,7 @@ class Timed:
 
 
 def is_before(end_s: float, rounds: int) -> bool:
-    """Whether rank 0 finds that it is before `end_s`, or nothing was measured yet; all ranks must ask."""
+    """Returns True if rank 0's clock is before `end_s` or no round has run yet; a collective call."""
     import paceline as dist
 
     goes_on = torch.tensor(float(rounds == 0 or time.perf_counter() <= end_s))

@@ -1,14 +1,14 @@
-"""How fast do programs of torch.distributed run with `paceline run --compat torch`, without an edit, against gloo?
+"""How fast do unmodified programs of torch.distributed run under `paceline run --compat torch`, compared with gloo?
 
     python bench/compat.py [--ranks 2] [--programs NAME ...] [--turns 4] [--json FILE]
 
-`bench/compat_cases/program.py` names gloo and knows nothing of Paceline. It runs once by torchrun and once by
-`paceline run --compat torch`, in turns of whole jobs, every rank with one thread. In each job the model also trains
-without communication, in turns with the distributed one. n counts distributed steps, and p50 and p95 are those of
-blocks of a few steps. "communication" is the share of a step that the bare model's does not take. The ratio is a
-contestant's median divided by Paceline's, and "ratio to bare" is that of the same medians, each divided by the bare
-model's in the same jobs, on which other work on the machine weighs alike. The benchmark fails if the two end with
-other parameters, or if gloo was not replaced.
+`bench/compat_cases/program.py` uses gloo and does not import Paceline. Jobs started by torchrun and by `paceline run
+--compat torch` alternate; every rank has one thread. In each job the model is also trained without communication,
+alternating with the distributed one. n counts distributed steps; p50 and p95 are computed over blocks of a few steps.
+"communication" is the share of a step that exceeds the bare model's step. The ratio is the median of a contestant
+divided by Paceline's. For "ratio to bare", each median is first divided by the bare model's median in the same jobs,
+which cancels the effect of other load on the machine. The benchmark fails if the two end with different parameters, or
+if gloo was not replaced.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ LAUNCHERS = {
 OURS = "--compat torch"
 TOLD = "uses Paceline's engine"
 BLOCKS, STEPS = 6, 3
-TOLERANCE = 1e-6  # relative, of the sum of all parameters
+TOLERANCE = 1e-6  # relative difference between the sums of all parameters
 LONGEST_S = 600
 
 
 def job(by: str, program: str, ranks: int) -> dict[str, Any]:
-    """Runs a program and returns what its rank 0 has printed.
+    """Runs a program and returns the output of its rank 0, parsed.
 
     Raises:
-        SystemExit: it failed, or `--compat` has not replaced gloo.
+        SystemExit: The program failed, or `--compat` did not replace gloo.
     """
     way, model = PROGRAMS[program]
     words = [*LAUNCHERS[by], "--nproc-per-node", str(ranks), str(PROGRAM), way, model, str(BLOCKS), str(STEPS)]
@@ -68,10 +68,10 @@ def job(by: str, program: str, ranks: int) -> dict[str, Any]:
 
 
 def rows_of(program: str, jobs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, object]]:
-    """Returns a row for each launcher, from what the jobs of both have printed.
+    """Returns a row for each launcher from the results of the jobs of both.
 
     Raises:
-        SystemExit: two jobs have ended with other parameters.
+        SystemExit: Two jobs ended with different parameters.
     """
     ends = [each["parameters"] for of_one in jobs.values() for each in of_one]
     if not all(math.isclose(end, ends[0], rel_tol=TOLERANCE) for end in ends):
@@ -94,7 +94,7 @@ def rows_of(program: str, jobs: Mapping[str, Sequence[Mapping[str, Any]]]) -> li
 
 
 def measured(program: str, ranks: int, turns: int) -> list[dict[str, object]]:
-    """Runs a program by both launchers in turns, and returns their rows."""
+    """Runs a program alternately with both launchers, and returns their rows."""
     jobs: dict[str, list[dict[str, Any]]] = {by: [] for by in LAUNCHERS}
     for turn in range(turns):
         for by in reversed(LAUNCHERS) if turn % 2 else LAUNCHERS:
@@ -103,7 +103,7 @@ def measured(program: str, ranks: int, turns: int) -> list[dict[str, object]]:
 
 
 def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options of the command line."""
+    """Parses the command line."""
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS, metavar="NAME")

@@ -1,14 +1,14 @@
-"""How much of a training step does data parallelism cost, against torch's DDP over gloo and no communication at all?
+"""How much time does data parallelism add to a training step, compared with torch's DDP over gloo and no communication?
 
     python bench/ddp.py [--ranks 2] [--models NAME ...] [--json FILE]
 
-Every rank has one thread and a batch of its own. All take turns within the same processes, a few steps each, so that
-the machine's moods fall on all alike. "none" runs the bare module on every rank at once, and "barrier" lets it wait for
-the other ranks after backward: no method that keeps ranks in step can be faster unless the ranks share work. Efficiency
-is the step of "none" divided by a contestant's, and "of barrier" the step of "barrier" divided by it; n counts steps,
-and p50 and p95 are those of the turns. Waiting is the share of our step that is spent reducing, and waiting for it,
-when backward ends. Memory added is what wrapping and training add to a process beyond the bare model's, to hold against
-the bytes of the gradients.
+Every rank has one thread and its own batch. The contestants alternate in the same processes, a few steps at a time, so
+that changes in the machine's load affect all of them equally. "none" runs the bare module on every rank at once.
+"barrier" adds a barrier after the backward pass; no synchronous method can be faster unless the ranks share work.
+Efficiency is the step time of "none" divided by a contestant's, and "of barrier" is the step time of "barrier" divided
+by it. n counts steps; p50 and p95 are computed over the turns. "waiting" is the share of Paceline's step that is spent
+at the end of the backward pass, reducing and waiting for reductions. The memory added is the amount by which wrapping
+and training increase a process's memory beyond that of the bare model; compare it with the size of the gradients.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from turns import leave_rows, rows_of_ranks, rows_of_steps, take_turns
 
 ROUNDS = 20
 STEPS = 4
-SETTLING_STEPS = 8  # of the bare model, in which the allocator still grows
-LEARNING_RATE = 1e-6  # the loss, a sum, has no least value: larger steps lead to infinity within the run
+SETTLING_STEPS = 8  # warm-up steps of the bare model, while the allocator still grows
+LEARNING_RATE = 1e-6  # the loss is a sum and has no minimum: with larger steps it diverges within the run
 
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -75,7 +75,7 @@ MODELS = ["transformer", "wide MLP", "CNN", "unused", "200 tiny layers"]
 
 
 def private_bytes() -> int:
-    """Memory that only this process has, plus its share of what several map."""
+    """Returns the memory that only this process has, plus its share of shared memory, in bytes."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) << 10
@@ -83,7 +83,7 @@ def private_bytes() -> int:
 
 
 def stepper(model: torch.nn.Module, x: torch.Tensor, before: Callable[[], object] = int) -> Callable[[], None]:
-    """Returns a step that calls `before` between backward and the optimizer."""
+    """Returns a step that calls `before` between the backward pass and the optimizer step."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
 
     def step() -> None:
@@ -105,7 +105,7 @@ def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
     gloo.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=ranks)
     rows: list[dict[str, object]] = []
     for name in names:
-        torch.manual_seed(rank)  # rank 0's model goes to all; the batches differ
+        torch.manual_seed(rank)  # all ranks start from rank 0's model, with different batches
         model, x = build(name)
         skips = name == "unused"
 

@@ -1,11 +1,12 @@
-"""How long after a rank's death does each other rank know, and does it name the right one?
+"""How long after a rank's death does each other rank raise an error, and does the error name the right rank?
 
     python bench/death.py [--kills 200] [--case all_reduce ddp ...] [--busy 2] [--ballast 0] [--json FILE]
 
-Four ranks on two cores, with busy processes beside them, are in the middle of their calls when one of them is killed
-with SIGKILL; the time runs from there to the error in the program of each survivor. A survivor that was outside any
-call at the kill is counted from its next one. `late` is different: three ranks wait in init_process_group for the
-fourth, and one of the three is killed. torch's gloo does the same all-reduce in the same run.
+Four ranks run on two cores, beside busy processes. While they are communicating, one of them is killed with SIGKILL;
+the time is measured from the kill to the error in the program of each survivor. For a survivor that was not in a call
+at the time of the kill, it is measured from the survivor's next call. The case `late` is different: three ranks wait in
+init_process_group for the fourth, and one of the three is killed. torch's gloo runs the same all-reduce in the same
+run.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from world import Place, World, free_port, places
 
 RANKS = 4
 CORES = 2
-TIMEOUT_S = 5  # of the calls: what takes this long was not told
+TIMEOUT_S = 5  # for each call; a survivor that times out did not detect the death
 ELEMENTS = 25_000
 GROUPS = 9
-WORKS = 8  # asynchronous calls at a time, in `works`
-_LATE = 1  # the rank that stays away in `late`
+WORKS = 8  # concurrent asynchronous calls in `works`
+_LATE = 1  # the rank that does not join in `late`
 _ENTERED = struct.Struct("q")
 
 
 @dataclass(frozen=True)
 class Raised:
-    """How a survivor learned of the death; times are of the machine's monotonic clock, in ns."""
+    """The error by which a survivor detected the death; times are in ns on the machine's monotonic clock."""
 
     entered: int
     at: int
@@ -53,7 +54,7 @@ class Raised:
 
 
 class Board:
-    """Where each rank shows how many calls it has entered, for the process that kills."""
+    """A shared counter of entered calls for each rank, read by the process that kills."""
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
@@ -117,14 +118,14 @@ def _group_calls() -> dict[str, Callable[[], Callable[[], object]]]:
 
 
 def work(case: str, victim: int, ballast_mib: int, board_path: str) -> Raised | None:
-    """A rank of every case but two: calls without end."""
+    """The program of a rank in most cases: communicates until an error is raised."""
     import torch
 
     import paceline as dist
 
     board, rank = Board(board_path), int(os.environ["RANK"])
     ballast = torch.ones(ballast_mib << 18)
-    warnings.filterwarnings("ignore", message=".* slow each other down")  # which is the point
+    warnings.filterwarnings("ignore", message=".* slow each other down")  # busy processes are intended here
     dist.init_process_group(timeout=timedelta(seconds=TIMEOUT_S))
     call = _group_calls()[case]()
     entered = 0
@@ -136,18 +137,19 @@ def work(case: str, victim: int, ballast_mib: int, board_path: str) -> Raised | 
     except dist.CollectiveError as error:
         at = time.monotonic_ns()
         del ballast
-        # The rank that leaves must not be taken for the one that died: a program would go on to clean up as well.
+        # This rank must not exit yet, because the others could take it for the dead one. A real program would clean up
+        # first.
         return Raised(entered, at, isinstance(error, dist.PeerLostError) and error.rank == victim)
 
 
 def wait_for_the_late(victim: int, board_path: str) -> Raised | None:
-    """A rank of `late`."""
+    """The program of a rank in the case `late`."""
     import paceline as dist
 
     board, rank = Board(board_path), int(os.environ["RANK"])
     if rank == _LATE:
         board.enter(rank)
-        time.sleep(60)  # until the world is closed
+        time.sleep(60)  # until the parent process closes the world
         return None
     entered = time.monotonic_ns()
     board.enter(rank)
@@ -164,7 +166,7 @@ def wait_for_the_late(victim: int, board_path: str) -> Raised | None:
 
 
 def gloo(board_path: str) -> Raised | None:
-    """A rank of torch's gloo, which names nobody."""
+    """The program of a rank that uses torch's gloo, whose errors do not name the dead rank."""
     import torch
     import torch.distributed as dist
 
@@ -183,7 +185,7 @@ def gloo(board_path: str) -> Raised | None:
 
 @dataclass
 class Tally:
-    """What the survivors of a case's deaths told."""
+    """Statistics about the errors of a case's survivors."""
 
     times_ms: list[float] = field(default_factory=list)
     named: int = 0
@@ -207,7 +209,7 @@ class Tally:
 
 
 def kill_one(case: str, where: list[Place], address: str, port: int, ballast_mib: int, tally: Tally) -> None:
-    """Forms a world, kills one rank of it and asks the others."""
+    """Forms a world, kills one rank, and collects the errors of the others."""
     late = case == "late"
     victim = 2 if late else random.randrange(RANKS)
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
@@ -237,7 +239,7 @@ def kill_one(case: str, where: list[Place], address: str, port: int, ballast_mib
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Beside processes that compute without end."""
+    """Runs processes that compute continuously while the context is active."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -248,7 +250,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def measure(case: str, kills: int, ballast_mib: int) -> dict[str, object]:
-    """A row of the table."""
+    """Runs a case, and returns its row of the table."""
     tally = Tally()
     if case == "hosts":
         network = Network(2, 1, 1500, None, None)

@@ -1,14 +1,14 @@
-"""Does DiLoCo train over a slow line as fast as without communication, and as well as exact data parallel training?
+"""Does DiLoCo train over a slow link as fast as without communication, and as well as exact data-parallel training?
 
     python bench/diloco.py [--steps 700] [--seeds 0 1 2] [--rate 10mbit] [--delay 20] [--methods NAME ...] [--json FILE]
     python bench/diloco.py --rate none --methods DiLoCo --lr 2e-3 4e-3 8e-3        tries learning rates, on one host
 
-Two hosts, which are network namespaces of this machine, train the model of examples/char_lm.py with its batch size, one
-thread each. "alone" does not communicate at all; over a line all others take turns with such a training in the same
-processes, and "of alone" compares their rates. "DDP" is Paceline's DistributedDataParallel; it sends 2.5 MB in each
-step, so over a slow line only its rate is measured, in few steps, and its loss is that of a run without a bound. Rates
-are of the whole training with its last exchange, without the first steps. The held-out loss is that of the mean of the
-ranks' parameters.
+Two hosts, which are network namespaces of this machine, train the model of examples/char_lm.py with its batch size,
+with one thread each. "alone" does not communicate at all. Over a slow link, each other method alternates with such a
+training run in the same processes, and "of alone" compares their rates. "DDP" is Paceline's DistributedDataParallel,
+which sends 2.5 MB in each step. Over a slow link only its rate is measured, in few steps; its loss is taken from a run
+without a rate limit. Rates cover the whole training run, including the last exchange but not the first steps. The
+held-out loss is that of the mean of the ranks' parameters.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from world import Ranks
 BATCH_SIZE = 16
 WARM_UP = 5
 TURN = 50  # steps
-PAUSE_S = 0.5  # before a turn: what is under way arrives
+PAUSE_S = 0.5  # pending exchanges complete before each turn
 STEPS_OF_DDP_ON_A_SLOW_LINE = 12
 METHODS = ("alone", "DDP", "DiLoCo", "local SGD")
-BEST_LR = {"alone": 4e-3, "DDP": 5e-3, "DiLoCo": 5e-3, "local SGD": 5e-3}  # of those that were tried
+BEST_LR = {"alone": 4e-3, "DDP": 5e-3, "DiLoCo": 5e-3, "local SGD": 5e-3}  # the best of the learning rates that were tried
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to train."""
+    """A training method."""
 
     method: str
     lr: float
@@ -54,7 +54,7 @@ class Way:
 
 
 class Training:
-    """A rank's training in one way, with a schedule of `steps` steps."""
+    """A rank's training run with one method, with a learning rate schedule of `steps` steps."""
 
     def __init__(self, way: Way, steps: int, seed: int) -> None:
         import paceline as dist
@@ -82,7 +82,7 @@ class Training:
         self.took_s += time.perf_counter() - began_s
 
     def finish(self) -> float:
-        """Ends the training; returns its held-out loss."""
+        """Completes the training run, and returns its held-out loss."""
         if self._local is not None:
             began_s = time.perf_counter()
             self.waited_s = self._local.communication_wait_s()
@@ -92,7 +92,7 @@ class Training:
 
 
 def rank_main(way: Way, steps: int, measured: int, seed: int, compares: bool) -> dict[str, float]:
-    """Trains with a schedule of `steps` steps, of which `measured` are made; `compares` it with a training alone."""
+    """Trains `measured` steps of a schedule of `steps` steps; if `compares` is set, alternates with training alone."""
     import paceline as dist
 
     torch.set_num_threads(1)

@@ -1,10 +1,11 @@
-"""How many planted mistakes does the doctor find, and how often does it accuse public scripts wrongly?
+"""How many planted mistakes does the doctor find, and how many false findings does it report in public scripts?
 
     python bench/doctor.py FOLDER [--fetch] [--json FILE]
 
-FOLDER has a clone of each repository, which --fetch makes. The files of a repository that communicate are checked. All
-findings with high confidence in them were read by hand; those that were wrong are listed below. The planted mistakes
-are those of the tests. The repositories change, so that a later run has other findings, which must be read again.
+FOLDER contains a clone of each repository; --fetch creates them. The files of a repository that communicate are
+checked. All findings with high confidence in them were read by hand; the wrong ones are listed below. The planted
+mistakes are those of the tests. Because the repositories change, a later run may report other findings, which have to
+be read again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def certain(text: str) -> list[Diagnostic]:
 
 
 def check(path: Path) -> list[tuple[str, Diagnostic]] | None:
-    """Returns the findings in a file, or None if it is not a file of this version of Python that communicates."""
+    """Returns the findings in a file, or None if it does not communicate or is not valid in this version of Python."""
     try:
         text = path.read_text()
         return [(str(path), each) for each in certain(text)] if COMMUNICATES.search(text) else None

@@ -1,25 +1,26 @@
-"""What does it cost an elastic job when workers die, freeze, join or are slow, and when nothing happens?
+"""How much does it cost an elastic job when workers die, freeze, join or are slow, and when nothing happens?
 
     python bench/elastic.py [--cases death peers overhead shards join frozen ...] [--kills 200] [--json FILE]
 
-- death: a random worker is killed with kill -9 at random instants. `pause` is the longest time between two steps of
-  each survivor until the replacement takes part, less the median step; `back` runs until a step is committed that
-  nobody had committed before. Steps and samples that were lost are counted, and the digest is compared with that of a
-  run of one process.
-- peers: the same beside torchft (needs --torchft) and torchrun with gloo and checkpoints, job by job in turns.
-- overhead: the loop of shards in an elastic job against the same loop in a job that is not, in turns.
+- death: a random worker is killed with SIGKILL at random instants. `pause` is the longest time between two steps of
+  each survivor until the replacement is in the view, minus the median step; `back` is the time until a step is
+  committed that had not been committed before. Lost steps and samples are counted, and the digest is compared with that
+  of a run in one process.
+- peers: the same with torchft (needs --torchft) and with torchrun, gloo and checkpoints. Jobs of the systems alternate.
+- overhead: the training loop with shards in an elastic job against the same loop in a job that is not elastic,
+  alternating.
 - shards: the loop with as many shards as workers against DistributedDataParallel on the same samples. In both cases a
-  third loop trains the bare model, which only waits for the other workers after backward ("barrier").
-- join: how long a replacement takes to take part, the others' pause when it does and their longest one before, while
-  senders fork and it learns, and how much longer than usual their
-  steps are until then, in both loops, for states of several sizes, on one machine and on two (network namespaces at
-  1 Gbit/s, as root). As a bound for the steps, the same loop runs beside an unrelated process that uses as much of a
+  third loop trains the bare model with a barrier after the backward pass ("barrier").
+- join: the time until a replacement is in the view, the pause of the other workers at that moment, their longest pause
+  before it (while senders fork and the replacement receives the state), and how much longer their steps are until then.
+  Measured for both loops, for states of several sizes, on one machine and on two (network namespaces at 1 Gbit/s, as
+  root). As a lower bound for the slowdown, the same loop also runs beside an unrelated process that uses as much of a
   core as the replacements did.
-- frozen: a worker is stopped (SIGSTOP), and another is 10 times slower than the others.
-- speeds: workers of the speeds 1, 1, 1/2, 1/2 against the sum of their speeds.
-- partition: five machines are cut into three and two (as root).
-- coordinator: the launcher that coordinates three machines is killed, and a connection to it is reset (as root).
-- thin: two machines with a line of 10 Mbit/s between them (as root).
+- frozen: one worker is stopped (SIGSTOP), and in another job one is 10 times slower than the others.
+- speeds: workers with the speeds 1, 1, 1/2, 1/2 against the sum of their speeds.
+- partition: five machines are partitioned into three and two (as root).
+- coordinator: the launcher that coordinates three machines is killed, or a connection to it is reset (as root).
+- thin: two machines connected at 10 Mbit/s (as root).
 
 For torchft: python -m venv DIR && DIR/bin/pip install torchft-nightly, then --torchft DIR/bin/python.
 """

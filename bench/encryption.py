@@ -1,13 +1,13 @@
-"""What does encryption cost an all-reduce of float32 between two hosts?
+"""How much does encryption add to an all-reduce of float32 between two hosts?
 
     python bench/encryption.py [--rates none 1gbit 10gbit] [--streams 1] [--sizes BYTES ...] [--json FILE]
 
-Hosts are network namespaces of this machine, joined by veth pairs, whose rate `tc tbf` bounds. A group with encrypted
-connections and one with plain ones take turns in the same processes, one thread a rank. p50 and p95 are those of the
-turns, and n is the number of calls. The times of the core
-are those that the calling thread has run, which other work on the machine does not lengthen much. Each of two ranks
-sends and receives every byte of the tensor once, so "ns a byte" is what sealing a byte and opening another takes, with
-the copies and system calls that come with it; compare it with what `openssl speed` says of AES-128-GCM alone.
+Hosts are network namespaces of this machine, joined by veth pairs whose rate `tc tbf` limits. A group with encrypted
+connections and one with plain ones alternate in the same processes, with one thread per rank. p50 and p95 are computed
+over the turns, and n is the number of calls. The times per core are processor times of the calling thread, which other
+load on the machine hardly affects. Each of the two ranks sends and receives every byte of the tensor once, so "ns a
+byte" is the time for sealing one byte and opening another, including copies and system calls; compare it with the speed
+of AES-128-GCM that `openssl speed` reports.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rank_main(sizes: list[int], rate: str) -> dict[int, tuple[dict[str, Spread],
 
 
 def core_seconds(contestants: dict[str, Callable[[], object]], calls: dict[str, int]) -> dict[str, float]:
-    """Returns the median seconds for which a call of each runs, measured in turns."""
+    """Returns the median processor time of a call of each contestant, in seconds; the contestants alternate."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(ROUNDS):
         for name, call in contestants.items():
@@ -76,7 +76,7 @@ def core_seconds(contestants: dict[str, Callable[[], object]], calls: dict[str, 
 
 
 def sealed_bytes_per_s() -> float | None:
-    """Returns what one core seals in a second; None without the `openssl` command."""
+    """Returns the number of bytes that one core encrypts per second, or None without the `openssl` command."""
     if shutil.which("openssl") is None:
         return None
     command = ["openssl", "speed", "-elapsed", "-seconds", "1", "-bytes", "16384", "-evp", CIPHER]

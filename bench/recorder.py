@@ -1,10 +1,11 @@
-"""What does the recorder cost: a call, an all-reduce, a training step?
+"""How much time does the recorder add to a call, an all-reduce and a training step?
 
     python bench/recorder.py [--rounds N] [--json FILE]
 
-Each row is measured with the recorder and without it, in turns, within the same processes; p50 and p95 are those of the
-turns, and n is the number of calls. Two ranks of one thread each, and for the cost of a call a group of one rank, which
-waits for nobody. "step, barrier" is the bare model, which only waits for the other rank after backward.
+Each row is measured with the recorder and without it, alternating in the same processes. p50 and p95 are computed over
+the turns, and n is the number of calls. Two ranks run with one thread each; the cost of a call is measured in a group
+of one rank, which has no other rank to wait for. "step, barrier" is the bare model with a barrier after the backward
+pass.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MODELS = ["wide MLP", "200 tiny layers"]
 
 
 def in_turns(call: Callable[[], object], calls: int, rounds: int, meet: Callable[[], object]) -> tuple[Spread, Spread]:
-    """The seconds of a call with the recorder, and without; the ranks meet before each measurement."""
+    """Returns the seconds per call with the recorder and without it. A barrier precedes each measurement."""
     from paceline import _core
 
     times: dict[bool, list[float]] = {True: [], False: []}

@@ -1,4 +1,4 @@
-"""What the benchmarks share: how times are measured and summed up, a table, and what `--json` writes."""
+"""Shared by the benchmarks: measures and summarizes times, prints tables, and writes the file given by `--json`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NAMED = ("paceline", "torch", "numpy", "mpi4py")  # the packages whose versions
 
 
 class Spread(TypedDict):
-    """How a contestant's times were distributed.
+    """The distribution of a contestant's times.
 
     Attributes:
-        n: the calls or steps that were timed.
-        p50_s: the median over its turns of the seconds of one.
-        p95_s: the 95th percentile.
+        n: The number of timed calls or steps.
+        p50_s: The median over turns of the seconds per call.
+        p95_s: The 95th percentile over turns.
     """
 
     n: int
@@ -52,7 +52,7 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that matter, of those that are installed."""
+    """Returns the versions of the relevant packages that are installed."""
     found = {}
     for name in _NAMED:
         try:
@@ -63,7 +63,7 @@ def versions() -> dict[str, str]:
 
 
 def command() -> str:
-    """Returns what was called, without where the rows and the log go."""
+    """Returns the command line, without the options that select the files of the rows and the log."""
     words = [f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]
     for option in ("--json", "--log"):
         if option in words:
@@ -73,12 +73,12 @@ def command() -> str:
 
 
 def load() -> str:
-    """Returns the number of processes that ran or wanted to, over the last minute."""
+    """Returns the load average: the number of processes that ran or were ready to run, over the last minute."""
     return f"{os.getloadavg()[0]:.0f}"
 
 
 def show(title: str, rows: Rows, json_path: str | None) -> None:
-    """Prints a table, and writes it to `json_path` if there is one."""
+    """Prints a table, and writes it to `json_path` if given."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_format(row.get(name)) for name in columns] for row in rows]
     widths = [max(len(name), *(len(line[at]) for line in cells)) for at, name in enumerate(columns)]
@@ -91,7 +91,7 @@ def show(title: str, rows: Rows, json_path: str | None) -> None:
 
 
 def keep(tables: Sequence[dict[str, object]], json_path: str, note: str = "") -> None:
-    """Writes tables with all that one must know to judge them; `bench/publish` draws documentation from such files."""
+    """Writes tables and what is needed to interpret them; `bench/publish` generates documentation from such files."""
     result = {
         "command": command(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -123,17 +123,17 @@ def seconds_per_call(call: Callable[[], object], calls: int) -> float:
 
 
 def spread(times_s: Sequence[float], of_a_turn: int = 1) -> Spread:
-    """Sums up the seconds of a call in each turn, if each turn made `of_a_turn` calls."""
+    """Summarizes the seconds per call of each turn, where each turn had `of_a_turn` calls."""
     return {"n": len(times_s) * of_a_turn, "p50_s": statistics.median(times_s), "p95_s": p95(times_s)}
 
 
 def p95(values: Sequence[float]) -> float:
-    """Returns the 95th percentile; of few values it lies next to the largest one, and never beyond it."""
+    """Returns the 95th percentile; with few values it is close to the largest one, and never exceeds it."""
     return statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
 def p5(values: Sequence[float]) -> float:
-    """Returns the 5th percentile, for rates, of which the least are the worst."""
+    """Returns the 5th percentile, for rates, where the lowest values are the worst."""
     return -p95([-value for value in values])
 
 
@@ -158,11 +158,12 @@ def in_turns(
     meet: Callable[[], object] = lambda: None,
     settles: bool = False,
 ) -> dict[str, list[float]]:
-    """Returns the seconds of a call in each turn; all take turns, so that the machine's moods fall on all alike.
+    """Returns the seconds per call in each turn. Turns alternate, so changes in the machine's load affect all
+    contestants.
 
-    Before each turn, outside of its time, `meet` is called: with a barrier of all ranks, no turn pays for what is still
-    under way of the one before. With `settles`, as many calls as are timed are made before those: after a contestant
-    whose threads sleep in its calls, ranks may find themselves on the same core for some milliseconds.
+    `meet` is called before each turn and is not timed: with a barrier of all ranks, work that is still pending from one
+    turn does not slow down the next. With `settles`, as many untimed calls as timed ones precede them: after a
+    contestant whose threads sleep in its calls, ranks may share a core for some milliseconds.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
@@ -180,7 +181,7 @@ def interleaved(
     rounds: int,
     meet: Callable[[], object] = lambda: None,
 ) -> dict[str, Spread]:
-    """Sums up `in_turns`."""
+    """Measures contestants in turns, as `in_turns` does, and summarizes the times."""
     return {name: spread(times, calls[name]) for name, times in in_turns(contestants, calls, rounds, meet).items()}
 
 

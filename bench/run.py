@@ -3,9 +3,9 @@
     python bench/run.py [NAME ... | usual | all] [--results FOLDER]
     python bench/run.py --list
 
-`make bench` calls it with `usual`, `make bench BENCH="ddp store"` with these names, and `make figures` with none, which
-only draws. What a benchmark measured is kept as NAME.json in `bench/results` if it succeeded. With --results the
-results are kept in another folder, and nothing is drawn.
+`make bench` runs the names in `usual`, `make bench BENCH="ddp store"` the given names, and `make figures` none: it only
+draws. The result of a benchmark that succeeded is kept as NAME.json in `bench/results`. With --results the results are
+kept in another folder, and nothing is drawn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """Returns the runs that are meant, each once."""
+    """Returns the selected runs, without duplicates."""
     groups = {"usual": USUAL, "all": tuple(RUNS)}
     found = list(dict.fromkeys(run for name in names for run in groups.get(name, (name,))))
     unknown = [name for name in found if name not in RUNS]
@@ -35,7 +35,7 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 
 def run(name: str, folder: Path) -> bool:
-    """Runs a benchmark and keeps its result; returns whether it succeeded."""
+    """Runs a benchmark and keeps its result; returns True if it succeeded."""
     script, *options = RUNS[name]
     print(f"==> {name}: python bench/{shlex.join([script, *options])}", flush=True)
     with tempfile.TemporaryDirectory() as directory:

@@ -2,7 +2,7 @@
 
     python bench/schedules.py [--world-size N] [--ranks-a-host N] [--json FILE]
 
-n is how often each was built.
+n is the number of times that each schedule was built.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How much more does a step in logical shards cost than a step of DistributedDataParallel, on as many ranks as shards?
+"""How much longer is a step with logical shards than a step with DistributedDataParallel, with one shard per rank?
 
     python bench/shards.py [--ranks 2] [--models NAME ...] [--rounds 15] [--json FILE]
 
-Every rank has one thread and one shard, and all compute the same samples. They take turns within the same processes, a
-few steps each, so that the machine's moods fall on all alike. "barrier" is the bare model, which only waits for the
-other ranks after backward. n counts steps, and p50 and p95 are those of the turns; processor time counts all threads of
-a rank and is summed over the turns, so it depends less on what else the machine does. The ratios are to the step of
-`DistributedDataParallel`.
+Every rank has one thread and one shard, and all contestants use the same samples. They alternate in the same processes,
+a few steps at a time, so that changes in the machine's load affect all of them equally. "barrier" is the bare model
+with a barrier after the backward pass. n counts steps; p50 and p95 are computed over the turns. Processor time counts
+all threads of a rank and is summed over the turns, so it depends less on other load. The ratios are relative to the
+step of `DistributedDataParallel`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turns import leave_rows, rows_of_ranks, rows_of_steps, take_turns
 MODELS = ["transformer", "CNN"]
 ROUNDS = 20
 STEPS = 4
-SETTLING_STEPS = 8  # in which the allocator still grows
+SETTLING_STEPS = 8  # warm-up steps, while the allocator still grows
 
 
 def shards_stepper(model: nn.Module, x: torch.Tensor, rank: int, ranks: int) -> Callable[[], None]:
@@ -49,7 +49,7 @@ def rank_main(rank: int, ranks: int, names: list[str], rounds: int, directory: s
     dist.init_process_group()
     made: list[dict[str, object]] = []
     for name in names:
-        torch.manual_seed(rank)  # rank 0's model goes to all; the batches differ
+        torch.manual_seed(rank)  # all ranks start from rank 0's model, with different batches
         model, x = build(name)
         steps = {
             "barrier": stepper(copy.deepcopy(model), x, dist.barrier),

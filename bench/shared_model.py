@@ -1,13 +1,13 @@
-"""Is a step with one copy of the model a host faster than one with a full optimizer on each rank?
+"""Is a step with one copy of the model per host faster than a step with a full optimizer on each rank?
 
     python bench/shared_model.py [--ranks 2] [--models NAME ...] [--steps N] [--json FILE]
 
-All contestants take turns within the same processes, a few steps each, so that the machine's moods fall on all alike.
-"barrier" waits for the other ranks after backward and runs AdamW on all parameters: no method that keeps ranks in step
-can be faster unless the ranks share work. It runs with each of torch's implementations of AdamW, and the ratio of
-a contestant is the step of the faster one divided by its own. "one copy" is SharedModelOptimizer, "ZeRO" the stage 1
-of either library, and all others are as they say. n is the number of steps; p50 and p95 are of rank 0. The batch of
-the wide MLP is 16, so that its step is mostly memory.
+The contestants alternate in the same processes, a few steps at a time, so that changes in the machine's load affect all
+of them equally. "barrier" runs a barrier after the backward pass and AdamW on all parameters: no synchronous method can
+be faster unless the ranks share work. It runs with each of torch's implementations of AdamW, and the ratio of a
+contestant is the step time of the faster one divided by its own. "one copy" is SharedModelOptimizer, "ZeRO" is stage 1
+of either library, and the other labels are self-explanatory. n is the number of steps; p50 and p95 are those of rank 0.
+The wide MLP has a batch of 16, so its step is dominated by memory access.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from report import columns_of, parser, show, spread
 from torch import nn
 
 MODELS = ["wide MLP", "transformer"]
-STEPS = 4  # in a turn
+STEPS = 4  # steps per turn
 WARM_UP = 3
 
 
@@ -90,7 +90,7 @@ def rank_main(rank: int, ranks: int, names: list[str], steps: int, directory: st
     gloo.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=ranks)
     rows: list[dict[str, object]] = []
     for name in names:
-        torch.manual_seed(rank)  # rank 0's model goes to all; the batches differ
+        torch.manual_seed(rank)  # all ranks start from rank 0's model, with different batches
         all_steps = contestants(name)
         times: dict[str, list[float]] = {kind: [] for kind in all_steps}
         for at in range(WARM_UP + -(-steps // STEPS)):

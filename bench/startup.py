@@ -1,10 +1,10 @@
-"""How long is it from the command to the first finished all-reduce on 2 and 4 ranks, compared with torchrun?
+"""How long does it take from the command to the first completed all-reduce on 2 and 4 ranks, compared with torchrun?
 
     python bench/startup.py [--json FILE]
 
-Both launchers start the same kind of script, in turns; the time is from starting the launcher to the first all-reduce,
-and to the launcher's end. The ratio is to `paceline run`. The memory is that of all ranks together after the
-all-reduce, in which pages that n processes share count as 1/n each (Pss).
+Both launchers alternately start the same kind of script. The times are measured from the start of the launcher to the
+first all-reduce and to the launcher's exit. The ratio is relative to `paceline run`. The memory is that of all ranks
+together after the all-reduce; a page shared by n processes counts as 1/n in each (Pss).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How fast is TCPStore, against torch's?
+"""How fast is TCPStore, compared with torch's?
 
     python bench/store.py [--json FILE]
 
-The server runs in this process, the clients are threads of another; both stores are asked in turns. The rates are
-medians of n turns, beside the slowest of 20 (p5).
+The server runs in this process, and the clients are threads of another. Requests to the two stores alternate. The rates
+are medians over n turns, and 5th percentiles (p5).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def operate(store: object, operation: str, who: int, stop: threading.Event, coun
 
 
 def measure(stores: list[object], operation: str) -> float:
-    """Operations a second of all clients together."""
+    """Returns the number of operations per second, of all clients together."""
     stop = threading.Event()
     counts = [0] * len(stores)
     threads = [threading.Thread(target=operate, args=(s, operation, at, stop, counts)) for at, s in enumerate(stores)]
@@ -103,7 +103,7 @@ def main() -> None:
     ours = dist.TCPStore("127.0.0.1", 0, is_master=True)
     theirs = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as directory:
-        # PACELINE_SECRET is the spawned job's own; the store above has none, so the client runs without.
+        # PACELINE_SECRET belongs to the spawned job; the store above has no secret, so the client must have none either
         dist.spawn(_client, ({"paceline": ours.port, "torch": theirs.port}, directory), 1)
         rows = json.loads(Path(directory, "result.json").read_text())
     show("TCPStore: operations a second, all clients together", rows, options.json)

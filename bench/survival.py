@@ -1,13 +1,13 @@
-"""How far is the simulated pause after a death from the measured one?
+"""How accurate is the simulated pause after a death, compared with the measured one?
 
     python bench/survival.py [--workers 4 5 6] [--kills 30] [--steps 1500] [--json FILE]
 
-Elastic jobs with 12 logical shards run with each number of workers, of which one after the other is killed with
-SIGKILL at a random instant. Two times of `paceline plan --times` are worked out from jobs of 2 workers, whose survivor
-is alone (`forming`, a member's own work for a new view), and of 3 (`meeting`, until the members are connected). With
-these the others are simulated, with the coordinator that a launcher runs; all workers share the cores of this machine,
-so that `forming` takes longer where there are more of them than cores. "error" is the simulated median over the
-measured one, less 1; a pause is as in `bench/elastic.py`.
+Elastic jobs with 12 logical shards run with each number of workers, which are killed with SIGKILL one at a time at
+random instants. Two of the times for `paceline plan --times` are derived from jobs of 2 workers, whose survivor is
+alone (`forming`, a member's own work for a new view), and of 3 (`meeting`, until the members are connected). These
+times are used to simulate the other jobs, with the coordinator that a launcher runs. All workers share the cores of
+this machine, so `forming` takes longer with more workers than cores. "error" is the simulated median divided by the
+measured one, minus 1; a pause is defined as in `bench/elastic.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from report import parser, show
 
 SHARDS = 12
 SIMULATED = 40  # deaths
-_MOST_JOBS = 40  # for each number of workers
+_MOST_JOBS = 40  # deaths for each number of workers
 
 
 def measured(workers: int, kills: int, steps: int) -> tuple[float, list[float]]:
@@ -43,7 +43,7 @@ def measured(workers: int, kills: int, steps: int) -> tuple[float, list[float]]:
 
 
 def simulated(workers: int, times: object) -> list[float]:
-    """Returns the pauses of a job that is simulated."""
+    """Returns the pauses of a simulated job."""
     from paceline.operate.plan.simulated_job import MeanTimesBetweenFailures, SimulatedJob
 
     return (
@@ -67,7 +67,7 @@ def main() -> None:
     for workers in (2, 3, *options.workers):
         step_s, pauses_s = measured(workers, options.kills, options.steps)
         p50_s = statistics.median(pauses_s)
-        share = max(1.0, (workers - 1) / _core.usable_cores())  # survivors of a core
+        share = max(1.0, (workers - 1) / _core.usable_cores())  # survivors per core
         times = EventTimes(step_s=step_s, forming_s=forming_s * share, meeting_s=meeting_s)
         found_s = statistics.median(simulated(workers, times))
         row: dict[str, object] = {

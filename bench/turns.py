@@ -1,4 +1,4 @@
-"""Steps of a training that take turns on the ranks of a job, so that the machine's moods fall on all kinds alike."""
+"""Runs several kinds of training steps alternately, so that changes in the machine's load affect all kinds equally."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from report import columns_of, spread
 
 @dataclass
 class Turns:
-    """What this rank measured, by kind: the seconds of a step in each turn, and the processor time of all turns."""
+    """The measurements of this rank, by kind: the seconds of a step in each turn, and the processor time of all turns.
+    """
 
     step_s: dict[str, list[float]] = field(default_factory=dict)
     processor_s: dict[str, float] = field(default_factory=dict)
@@ -29,13 +30,13 @@ def take_turns(
     *,
     alternates: bool = False,
 ) -> Turns:
-    """Runs `steps` steps of each kind in turn, round after round; the ranks meet before each turn.
+    """Runs `steps` steps of each kind, round after round. A barrier precedes each turn.
 
     Args:
-        kinds: what runs a step of each kind.
-        steps: the steps of a turn.
-        goes_on: is asked with the number of rounds that are over whether there is another one.
-        alternates: whether every other round takes the kinds in the reverse order.
+        kinds: For each kind, a function that runs one step.
+        steps: The number of steps in a turn.
+        goes_on: A function that returns True if another round is to run, given the number of completed rounds.
+        alternates: True if every other round runs the kinds in reverse order.
     """
     import paceline as dist
 
@@ -54,9 +55,9 @@ def take_turns(
 
 
 def rows_of_steps(times_s: dict[str, list[float]], of_a_turn: int) -> list[dict[str, object]]:
-    """Returns a row for each kind: n, the median and the 95th percentile of its turns, and how it compares.
+    """Returns a row for each kind: n, the median and the 95th percentile of its turns, and its efficiency.
 
-    Efficiency is the median of the kind "none", if there is one, divided by that of the row; "of barrier" likewise.
+    Efficiency is the median of the kind "none", if present, divided by that of the row; "of barrier" likewise.
     """
     spreads = {kind: spread(each, of_a_turn) for kind, each in times_s.items()}
     rows: list[dict[str, object]] = []
@@ -70,13 +71,13 @@ def rows_of_steps(times_s: dict[str, list[float]], of_a_turn: int) -> list[dict[
 
 
 def processor_seconds() -> float:
-    """The processor time of this process so far."""
+    """Returns the processor time that this process has used, in seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def rows_of_ranks(rank_main: Callable[..., None], ranks: int, *arguments: object) -> list[Any]:
-    """Spawns `rank_main(rank, *arguments, directory)`; returns what `leave_rows` left in the directory."""
+    """Spawns `rank_main(rank, *arguments, directory)`; returns the rows that `leave_rows` wrote to the directory."""
     import paceline as dist
 
     with tempfile.TemporaryDirectory() as directory:
@@ -86,7 +87,7 @@ def rows_of_ranks(rank_main: Callable[..., None], ranks: int, *arguments: object
 
 
 def leave_rows(rows: Sequence[object], directory: str) -> None:
-    """Leaves the rows of rank 0 for `rows_of_ranks`; every rank calls it at its end."""
+    """Writes the rows of rank 0 for `rows_of_ranks`; every rank calls it before it exits."""
     import paceline as dist
 
     if dist.get_rank() == 0:

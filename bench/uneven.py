@@ -1,14 +1,14 @@
-"""How near does an all-reduce come to the optimum where links between hosts differ, against fixed algorithms?
+"""How close to the optimum is an all-reduce over unequal links between hosts, compared with fixed algorithms?
 
     python bench/uneven.py [--cases slow-host slow-pair two-racks] [--sizes BYTES] [--fast RATE] [--slow RATE]
     python bench/uneven.py --measured
 
-Four hosts of one rank are network namespaces of this machine. Every host's link has the fast rate, and what differs has
-the slow one: one host's link, a link that two hosts have to each other, or the uplink that each rack of two hosts
-shares. PACELINE_NETWORK says so, or with `--measured` Paceline finds out when the ranks meet, and it chooses by that.
-Fixed algorithms are forced in groups of their own. They take turns in the same processes, one thread a rank, and each
-turn ends with a barrier, so that it lasts until all ranks have the sum. "of optimum" is the time that no schedule can
-beat (docs/uneven-networks.md derives it) over the median, where frames of 1500 bytes leave 95.6 % of a rate for the
+Four hosts with one rank each are network namespaces of this machine. All links have the fast rate except one: one
+host's link, the link between two hosts, or the uplink of each rack of two hosts. PACELINE_NETWORK describes this, or
+with `--measured` Paceline measures it during rendezvous; Paceline chooses the algorithm accordingly. Fixed algorithms
+are forced in groups of their own. All of them alternate in the same processes, with one thread per rank, and each turn
+ends with a barrier, so it lasts until all ranks have the sum. "of optimum" is the shortest time that any schedule can
+achieve (derived in docs/uneven-networks.md), divided by the median; frames of 1500 bytes leave 95.6 % of a rate for the
 payload.
 """
 
@@ -35,10 +35,10 @@ FIXED = ("ring", "hierarchical", "halving_doubling", "tree", "star")
 
 
 class Case:
-    """A network: `shape` makes it of one whose links all are fast.
+    """A network, which `shape` derives from one with equally fast links.
 
-    `described` is PACELINE_NETWORK, and `least` are the bytes, for each of the tensor, that the slow and the fast link
-    must carry at least.
+    `described` is PACELINE_NETWORK. `least` has the numbers of bytes per byte of the tensor that the slow and the fast
+    link must carry at least.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ def rank_main(sizes: Sequence[int], described: str) -> tuple[dict[int, dict[str,
 
         def until_all_have_it(group: dist.ProcessGroup | None, tensor: torch.Tensor = tensor) -> None:
             dist.all_reduce(tensor, group=group)
-            dist.barrier()  # or else the next one would pay for what is still under way
+            dist.barrier()  # otherwise work that is still pending would slow down the next call
 
         contestants: dict[str, Callable[[], object]] = {"paceline": partial(until_all_have_it, None)}
         for name, group in groups.items():

@@ -1,15 +1,16 @@
-"""When a job hangs or fails, are the right rank and the right cause named, and how soon?
+"""When a job hangs or fails, does the launcher report the right rank and the right cause, and how soon?
 
     python bench/verdicts.py [--runs 5] [--faults skip stop ...] [--ranks 2 4] [--hosts 1 2] [--stall-after 15]
                              [--healthy 5] [--busy-for 25] [--at-once 1] [--torch] [--show] [--json FILE]
 
-Each run makes one fault in the last rank of a small training loop, and judges the sentences that the launcher prints.
-In healthy runs rank 0 evaluates, saves or compiles for longer than a call may last; a sentence that says something is
-wrong is a false verdict. Two hosts are network namespaces, which need root. With --torch, torch's flight recorder and
-its analyzer look at the same faults, on gloo: there it only counts whether the rank was named.
+Each run injects one fault into the last rank of a small training loop, and checks the sentences that the launcher
+prints. In healthy runs rank 0 evaluates, saves or compiles for longer than a call may take; a sentence that reports a
+problem is a false verdict. Two hosts are network namespaces, which require root. With --torch, torch's flight recorder
+and its analyzer are applied to the same faults, on gloo; only the rank that the analyzer reports is checked.
 
-Most runs mostly wait, so --at-once has several go side by side; those that need the machine for themselves (slow cores
-and links, and the one that fills its memory) follow one by one. Without it, times are those of a quiet machine.
+Most runs spend their time waiting, so --at-once runs several in parallel. Runs that need the machine for themselves
+(slow cores and links, and the fault that exhausts the memory) are sequential. Without the option, times are those of an
+otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ from verdict_cases.jobs import Said, paceline, torchs
 
 @dataclass(frozen=True)
 class Case:
-    """A class of faults on so many ranks and hosts."""
+    """A class of faults on a number of ranks and hosts."""
 
     fault: Fault
     ranks: int
     hosts: int
 
     def run(self, stall_after_s: float) -> Said:
-        """Makes the fault once, and waits for the right sentence."""
+        """Injects the fault once, and waits for the right sentence."""
         patience_s = 0.3 if self.fault.at_the_end else stall_after_s
         return paceline(self.fault.name, self.ranks, self.hosts, patience_s, self.is_right)
 
     def is_right(self, text: str) -> bool:
-        """Returns whether the right rank and cause were named."""
+        """Returns True if the right rank and cause were reported."""
         return self.fault.is_right(text, self.ranks - 1)
 
     def row(self, said: Sequence[Said]) -> dict[str, object]:
-        """Returns what came of the runs."""
+        """Returns the row of the table for the runs so far."""
         right = sum(self.is_right(each.text) for each in said)
         times = [each.after_s for each in said if each.after_s is not None and not self.fault.at_the_end]
         row: dict[str, object] = {"fault": self.fault.name, "ranks": self.ranks, "hosts": self.hosts}
@@ -58,7 +59,7 @@ class Case:
 
 
 def made(cases: Sequence[Case], options: Namespace) -> list[dict[str, object]]:
-    """Makes all faults as often as asked for; returns a row for each case."""
+    """Runs each fault the requested number of times; returns a row for each case."""
 
     def run(case: Case) -> Said:
         said = case.run(options.stall_after)
@@ -84,7 +85,7 @@ def made(cases: Sequence[Case], options: Namespace) -> list[dict[str, object]]:
 
 
 def of_torch(cases: Sequence[Case], options: Namespace) -> dict[Case, int]:
-    """Returns how often torch's analyzer named the rank, for the faults at which it looks."""
+    """Returns how often torch's analyzer reported the right rank, for the faults that it can analyze."""
 
     def run(case: Case) -> bool:
         text = torchs(case.fault.name, case.ranks).text
@@ -100,7 +101,7 @@ def of_torch(cases: Sequence[Case], options: Namespace) -> dict[Case, int]:
 
 
 def healthy(cases: Sequence[tuple[str, int, int]], options: Namespace) -> list[dict[str, object]]:
-    """Returns a row for healthy runs of each kind, on so many ranks and hosts."""
+    """Returns a row for the healthy runs of each kind, on a number of ranks and hosts."""
 
     def run(case: tuple[str, int, int]) -> str:
         kind, ranks, hosts = case
@@ -128,7 +129,7 @@ def healthy(cases: Sequence[tuple[str, int, int]], options: Namespace) -> list[d
 
 
 def main() -> None:
-    """Runs what is asked for, and prints the tables."""
+    """Runs the selected cases, and prints the tables."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--runs", type=int, default=5)
     arguments.add_argument("--faults", nargs="*", default=[fault.name for fault in FAULTS])

@@ -1,14 +1,14 @@
-"""How much do bf16, int8 and int4 on the wire change numbers, and how fast are they packed?
+"""How large are the errors of bf16, int8 and int4 on the wire, and how fast is packing?
 
     python bench/wire_errors.py [--steps 200] [--json FILE]
 
-"one rounding" is the root mean square of the error of packing and unpacking, over that of the numbers; "2 hosts" and
-"8 hosts" are the same for a whole all_reduce of as many hosts, each with numbers of its own. Of two hosts, both hosts'
-sums are rounded. Of more, they are rounded on their way to the owner of a slice, all but its own, and then the whole
-sum is. The numbers are normally distributed, or the gradients of examples/char_lm.py (its model and text) after some
-steps of training, each host's from a batch of its own. "feedback" is the error of the mean of 100 all_reduces of 2
-hosts on the same numbers, with error feedback. Throughputs are those of one thread, in bytes of float32 a second of its
-processor time, with residuals.
+"one rounding" is the root mean square error of packing and unpacking, relative to the root mean square of the numbers;
+"2 hosts" and "8 hosts" are the same for a whole all_reduce across that many hosts, with different numbers on each. With
+two hosts, the sums of both are rounded. With more, each host's part is rounded on its way to the owner of a slice,
+except the owner's own part, and then the sum is rounded. The numbers are normally distributed, or are gradients of the
+model of examples/char_lm.py after some training steps, from a different batch on each host. "feedback" is the error of
+the mean of 100 all_reduces across 2 hosts of the same numbers, with error feedback. Throughputs are those of one
+thread, in bytes of float32 per second of its processor time, with residuals.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def rounded(wire: str, values: torch.Tensor, residual: torch.Tensor | None = Non
 
 
 def reduced(wire: str, parts: list[torch.Tensor], residuals: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """The sum of hosts. The owner of a slice adds its own part exactly and rounds the sum; two hosts round both."""
+    """Returns the sum over hosts. The owner of a slice adds its own part exactly and rounds the sum; two hosts round
+    both.
+    """
     kept = residuals or [None] * len(parts)
     if len(parts) == 2:
         return sum(rounded(wire, part, residual) for part, residual in zip(parts, kept, strict=True))
@@ -55,7 +57,7 @@ def relative_rms(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def gradients(steps: int, hosts: int) -> list[torch.Tensor]:
-    """Gradients of as many batches after `steps` steps, each of all parameters in the order of their buckets."""
+    """Returns gradients after `steps` steps, each for a different batch, of all parameters in bucket order."""
     torch.manual_seed(0)
     text = char_text.Text.read().train
     model = char_text.Model()

@@ -1,14 +1,14 @@
-"""What does each stage of ZeRO leave on a rank, and what does a step cost?
+"""How much memory does each stage of ZeRO need on a rank, and how long does a step take?
 
     python bench/zero.py [--ranks 2] [--models NAME ...] [--overlap] [--json FILE]
 
-"barrier" is the bare model with AdamW on every rank, which waits for the other ranks after backward. Stage 0 is
-DistributedDataParallel with AdamW on every rank. Bytes are the most of any rank: of the optimizer's state, of gradients
-when backward has ended, of parameters between steps, and of parameters at their peak in forward. "share" is the
-optimizer's state divided by that of stage 0, to hold against 1 / ranks. "loss apart" is the largest difference of any
-rank's loss to stage 0's over the steps. n, p50 and p95 are those of rank 0's steps. Every rank has one thread and a
-batch of its own. --overlap averages gradients while backward goes on, and gathers the parameters of stage 3 one layer
-ahead.
+"barrier" is the bare model with AdamW on every rank and a barrier after the backward pass. Stage 0 is
+DistributedDataParallel with AdamW on every rank. The numbers of bytes are maxima over the ranks: of the optimizer
+state, of gradients at the end of the backward pass, of parameters between steps, and of parameters at their peak in the
+forward pass. "share" is the optimizer state divided by that of stage 0; compare it with 1 / ranks. "loss apart" is the
+largest difference between any rank's loss and that of stage 0 over the steps. n, p50 and p95 are those of rank 0's
+steps. Every rank has one thread and its own batch. --overlap averages gradients during the backward pass, and gathers
+the parameters of stage 3 one layer ahead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODELS = ["transformer", "wide MLP"]
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
-    """The parameters, and the runs of parameters that the optimizer updates instead of whole ones."""
+    """Returns the parameters, and the flat tensors that the optimizer updates in place of individual parameters."""
     runs = [] if optimizer is None else list(optimizer.state)
     return list({id(each): each for each in (*model.parameters(), *runs)}.values())
 
@@ -41,7 +41,7 @@ def gradient_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def barrier_steps(name: str, rank: int) -> dict[str, object]:
-    """Trains the bare model on every rank; returns how long its steps took."""
+    """Trains the bare model on every rank; returns the durations of its steps."""
     import paceline as dist
 
     torch.manual_seed(rank)
@@ -71,7 +71,7 @@ def rank_main(rank: int, names: list[str], overlap: bool, directory: str) -> Non
         whole = 0.0
         rows.append({"model": name, "stage": "barrier", **barrier_steps(name, rank)})
         for stage in range(4):
-            torch.manual_seed(rank)  # rank 0's model goes to all
+            torch.manual_seed(rank)  # all ranks start from rank 0's model
             model, x = build(name)
             peak = 0
 
