@@ -27,7 +27,8 @@ SETTLING_STEPS = 20  # enough steps for each check to run once or twice, and for
 
 
 def stepper(model: torch.nn.Module, x: torch.Tensor, before: Callable[[], object] = int) -> Callable[[], None]:
-    optimizer = torch.optim.Adam(model.parameters(), 0.0)  # a learning rate of 0, because replicas that diverge are checked more often
+    # a learning rate of 0: replicas that diverge would be checked more often
+    optimizer = torch.optim.Adam(model.parameters(), 0.0)
 
     def step() -> None:
         optimizer.zero_grad()

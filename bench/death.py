@@ -68,7 +68,9 @@ class Board:
 
 
 def _group_calls() -> dict[str, Callable[[], Callable[[], object]]]:
-    """What each case does again and again, made after the ranks have met."""
+    """Returns for each case a function that prepares its tensors, once ranks are connected, and returns the repeated
+    call.
+    """
     import torch
 
     import paceline as dist

@@ -1,11 +1,11 @@
-"""How long does an all-reduce of float32 take over each engine, and through torch.distributed's API?
+"""How long does an all-reduce of float32 take with each engine, and through torch.distributed's API?
 
     python bench/engines.py [--ranks 2] [--sizes BYTES ...] [--json FILE]
 
-Groups of all engines live in the same processes and take turns, and so do the bare libraries beneath them: mpi4py's
-Allreduce, and torch.distributed's own gloo. Started by Open MPI where `make` has installed it, so that mpi takes part;
-nccl takes part where there are as many GPUs as ranks. Every rank has one thread. p50 and p95 are those of the turns, n
-is the number of calls, and the ratio is a contestant's median divided by that of the engine `paceline`.
+The groups of all engines alternate in the same processes, together with the underlying libraries: mpi4py's Allreduce,
+and torch.distributed's own gloo. If `make` has installed Open MPI, it starts the processes, and mpi is included. nccl
+is included if there are as many GPUs as ranks. Every rank has one thread. p50 and p95 are computed over the turns, n is
+the number of calls, and the ratio is the median of a contestant divided by that of the engine `paceline`.
 """
 
 from __future__ import annotations

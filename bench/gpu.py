@@ -3,11 +3,11 @@
     python bench/gpu.py [--device cuda|fake|cpu] [--ranks N] [--steps NAME ...] [--budget-s 600]
                         [--at-once N] [--json FILE] [--log FILE] [--list]
 
-Runs one step after the other, each on ranks of its own and with a time limit, and never stops at a failure. The first
-steps show whether the machine and torch's own NCCL are healthy, then Paceline is compared with torch.distributed:
-collectives, streams, training, sharding, checkpoints; what follows are failures, graphs and speed. Ranks share a GPU
-where there are fewer GPUs than ranks. A line a step and a table at the end are printed; the log has the rest. The exit
-status is the number of steps that failed. `make gpu` runs it.
+Runs the steps one at a time, each with its own ranks and a time limit, and continues after failures. The first steps
+check that the machine and torch's own NCCL work. The next ones compare Paceline with torch.distributed: collectives,
+streams, training, sharding, checkpoints. The last ones test failures, graphs and speed. Ranks share a GPU if there are
+fewer GPUs than ranks. Prints a line for each step and a table at the end; everything else is written to the log. The
+exit status is the number of steps that failed. `make gpu` runs this script.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Before bench, since both have a module `hosts`.
+# before bench, because both contain a module named `hosts`
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -43,21 +43,21 @@ HERE = Path(__file__).resolve().parent
 
 OK, FAILED, TIMEOUT, LEFT_OUT = "ok", "failed", "timeout", "left out"
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Failed|Exit|Timeout\w*)\b.*", re.MULTILINE)
-_SUITE_SHARE = 0.25  # of the budget, for tests/gpu
+_SUITE_SHARE = 0.25  # share of the budget that is reserved for tests/gpu
 _TRAINING_ROUNDS = 20
-ALONE = ("failures", "speed")  # sections whose times mean something
+ALONE = ("failures", "speed")  # sections whose measured times concurrent steps would distort
 
 
 @dataclass
 class Outcome:
-    """What became of a step.
+    """The result of a step.
 
     Attributes:
-        name: that of the step.
-        result: "ok", "failed", "timeout" or "left out".
-        seconds: what it took.
-        error: the first line of its error, or why it was left out.
-        figures: what its program returned.
+        name: The name of the step.
+        result: "ok", "failed", "timeout" or "left out" (skipped).
+        seconds: The duration of the step.
+        error: The first line of its error, or the reason why it was skipped.
+        figures: The return value of its program.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Outcome:
 
 @dataclass
 class Run:
-    """The steps of one call: what was chosen, what became of them, and where they are logged."""
+    """One run of this script: the selected steps, their outcomes, and the log."""
 
     options: argparse.Namespace
     ends_at: float
@@ -112,7 +112,7 @@ def _spelled(figures: object) -> str:
 
 
 def log(text: str) -> None:
-    """Prints lines into the log, or to the terminal if there is none."""
+    """Prints lines to the log, or to the terminal if there is no log."""
     os.write(1, f"{text}\n".encode())
 
 
@@ -128,7 +128,7 @@ _terminal: int | None = None
 
 @contextlib.contextmanager
 def logged(path: str | None) -> Iterator[None]:
-    """Lets all output of this process and of its ranks go to a file, but for what is said to the terminal."""
+    """Redirects all output of this process and of its ranks to a file, except the lines printed by `say`."""
     global _terminal
     if path is None:
         yield
@@ -154,18 +154,18 @@ def logged(path: str | None) -> Iterator[None]:
 
 
 def first_line(text: str) -> str:
-    """Returns the line of a traceback that names the exception, or else the first line."""
+    """Returns the line of a traceback that contains the exception, or else the first line."""
     found = next((each for each in _EXCEPTION.finditer(text) if "RankFailed: " not in each[0]), None)
     line = found[0] if found else text.strip().split("\n")[0]
     rank = re.search(r"^(?:world.RankFailed: )?(rank \d+) ", text)
     return f"{rank[1]}: {line}"[:300] if rank and found else line[:300]
 
 
-_starting = threading.Lock()  # the server of which ranks are forks is for one thread at a time
+_starting = threading.Lock()  # the server that forks the ranks may be used by one thread at a time
 
 
 def run_step(step: Step, run: Run) -> Outcome:
-    """Runs the program of a step on ranks of its own."""
+    """Runs the program of a step on its own ranks."""
     from gpu_cases.catalogue import ONE
     from gpu_cases.session import BACKENDS, Setting
     from world import RankFailed, Ranks
@@ -194,7 +194,7 @@ def run_step(step: Step, run: Run) -> Outcome:
 
 
 def run_in_turn(chosen: list[Step], run: Run, count: int, measured: dict[str, list[dict[str, object]]]) -> None:
-    """Runs steps, several at a time where that is asked for, and adds their outcomes in their order."""
+    """Runs steps, several in parallel if requested, and adds their outcomes in the order of the steps."""
 
     def attempt(step: Step) -> Outcome:
         if count < step.least:
@@ -214,7 +214,7 @@ def run_in_turn(chosen: list[Step], run: Run, count: int, measured: dict[str, li
 
 
 def command(run: Run, name: str, words: list[str], limit_s: float, folder: Path) -> Outcome:
-    """Runs a program of its own, whose output goes into the log."""
+    """Runs a separate program, whose output is written to the log."""
     started = time.monotonic()
     try:
         done = subprocess.run(words, cwd=folder, timeout=max(1.0, min(limit_s, run.left_s)), stdin=subprocess.DEVNULL)
@@ -253,7 +253,7 @@ def suite(run: Run) -> list[Outcome]:
 
 
 def training_speed(run: Run, tables: list[dict[str, object]]) -> Outcome:
-    """Runs `bench/nccl.py` and takes its table over."""
+    """Runs `bench/nccl.py` and adopts its table."""
     import json
 
     with tempfile.TemporaryDirectory() as folder:
@@ -285,7 +285,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def run_all(run: Run) -> list[dict[str, object]]:
-    """Runs the chosen steps; returns the tables of the result."""
+    """Runs the selected steps; returns the tables of the result."""
     import torch
     from gpu_cases.catalogue import steps
     from gpu_cases.facts import facts, topology
@@ -308,7 +308,7 @@ def run_all(run: Run) -> list[dict[str, object]]:
         import fake_device
 
         fake_device.build()
-    Ranks(1)(os.getpid)  # starts the process that imports torch, of which all ranks are forks
+    Ranks(1)(os.getpid)  # starts the process that imports torch, from which all ranks are forked
     chosen = [step for step in steps() if run.is_chosen(step.name) and options.device in step.devices]
     health = [step for step in chosen if step.section == "health"]
     measured: dict[str, list[dict[str, object]]] = {}
@@ -324,7 +324,7 @@ def run_all(run: Run) -> list[dict[str, object]]:
 
 
 def note(options: argparse.Namespace, machine: list[dict[str, str]]) -> str:
-    """Returns a sentence about the ranks and the GPUs they had."""
+    """Returns a sentence that states the number of ranks and the GPUs they used."""
     known = {row["fact"]: row["value"] for row in machine}
     if options.device != "cuda":
         return f"{options.ranks} ranks."

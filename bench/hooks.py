@@ -1,14 +1,15 @@
-"""What does data parallelism cost the training thread for each parameter, when there is nobody to talk to?
+"""How much processor time does data parallelism add to the training thread per parameter, without other ranks?
 
     python bench/hooks.py [--rounds 100] [--json FILE]
 
-Counted is the processor time of the training thread in forward and backward of 200 layers of 16 x 16 and a bias,
-beyond the bare model's, divided by the 400 parameters: hooks, finding buckets full, looking at gradients, handing
-buckets to the progress thread, and waiting for it at the end. What the progress thread does is not counted. One rank,
-one thread, the least of n rounds, in turns; p50 and p95 are those of the rounds, less the bare model's median. "empty
-hooks" is torch's part: hooks that do nothing.
-"launches" are the buckets that are handed over while backward goes on; "us a launch" is what each costs beyond the
-first, whatever its size: most of it is to wake the progress thread.
+The script measures the processor time of the training thread in the forward and backward pass of 200 layers of 16 x 16
+with a bias, subtracts that of the bare model, and divides the difference by the 400 parameters. This includes running
+hooks, detecting full buckets, checking gradients, passing buckets to the progress thread, and waiting for it at the
+end, but not the progress thread's own work. One rank with one thread runs n rounds, alternating; the lowest time
+counts. p50 and p95 are computed over the rounds, minus the bare model's median. "empty hooks" is torch's part: hooks
+that do nothing.
+"launches" is the number of buckets that are passed on during the backward pass; "us a launch" is the cost of each one
+beyond the first, regardless of its size. Most of it is spent on waking the progress thread.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""How long does an all-reduce of float32 between hosts take, against torch's gloo?
+"""How long does an all-reduce of float32 between hosts take, compared with torch's gloo?
 
     python bench/hosts.py [--hosts 2 4] [--per-host 1] [--rates none 1gbit 10gbit] [--delays 0 0.1 20] [--json FILE]
     python bench/hosts.py --hosts 4 --rates 1gbit --delays 0 --algorithms ring hierarchical circulant
     python bench/hosts.py --hosts 2 --rates 1gbit --delays 0 --sizes 67108864 --wires bf16 int8 int4
 
-Hosts are network namespaces of this machine, joined by veth pairs, whose rate `tc tbf` bounds; a delay goes through a
-small bridge of the tests, which carries some 8 Gbit/s and so is measured at 1gbit only. Paceline and gloo take turns in
-the same processes, one thread a rank, and all ranks meet before each turn. p50 and p95 are those of the turns, n is the
-number of calls, and the ratio is a contestant's median divided by Paceline's. "of line" is 2 (n - 1) / n times the
-tensor, over the time, over what frames of 1500 bytes leave of the rate for the payload (95.6 %). `--algorithms` adds
-groups in which these are forced, and `--wires` averages of normally distributed numbers that are rounded between hosts,
-with error feedback.
+Hosts are network namespaces of this machine, joined by veth pairs whose rate `tc tbf` limits. Delays are added by a
+small bridge program from the tests, which forwards about 8 Gbit/s, so they are measured at 1gbit only. Paceline and
+gloo alternate in the same processes with one thread per rank, and a barrier precedes each turn. p50 and p95 are
+computed over the turns, n is the number of calls, and the ratio is the median of a contestant divided by Paceline's.
+"of line" is the throughput, 2 (n - 1) / n times the size of the tensor divided by the time, as a fraction of the line
+rate available for payload (95.6 % with frames of 1500 bytes). `--algorithms` adds groups in which these algorithms are
+forced. `--wires` adds averages of normally distributed numbers that are rounded between hosts, with error feedback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAYLOAD = 0.956
 
 
 def calls_for(nbytes: int, delay_ms: float, rate: str) -> int:
-    """Enough calls for some 25 ms."""
+    """Returns a number of calls that takes about 25 ms."""
     bytes_per_s = RATES.get(rate, 20e9) / 8
     one = max(1e-4, 4e-3 * delay_ms, nbytes / bytes_per_s)
     return max(1, min(125, int(0.025 / one)))
@@ -91,7 +91,7 @@ def rank_main(
 
 
 def chosen_in(explained: str) -> str:
-    """Returns the algorithm that runs."""
+    """Returns the algorithm that the group uses."""
     return next(line.split()[1] for line in explained.splitlines() if line.startswith("->"))
 
 

@@ -1,12 +1,13 @@
-"""How long does it take to start an asynchronous call, and until the group's thread runs it?
+"""How long does it take to start an asynchronous call, and how long until the group's thread runs it?
 
     python bench/launch.py [--gaps MICROSECONDS ...] [--calls 300] [--json FILE]
 
-One rank, with its main thread on one core and the group's thread on another. "waits" is a group whose rank has a core
-to spare, so that its thread waits for the next call with the core busy; in "sleeps" the rank says that it computes with
-two threads, so there is no such core. Between two calls the main thread is busy for a gap, and after each start for
-100 µs. "start" is what `start()` takes the main thread, and "until it runs" the time from the call to its beginning on
-the other thread, from the recording: the least, the median (p50) and the 95th percentile of `--calls` calls.
+One rank runs its main thread on one core and the group's thread on another. "waits" is a group whose rank has a core to
+spare, so its thread busy-waits for the next call. In "sleeps" the rank reports that it computes with two threads, so
+there is no spare core and the thread sleeps. The main thread is busy for the gap between two calls, and for 100 µs
+after each start. "start" is the time that `start()` takes in the main thread. "until it runs" is the time from the call
+until the other thread begins to run it, according to the recording. The minimum, the median (p50) and the 95th
+percentile over `--calls` calls are shown.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def place_threads(cores: list[int]) -> None:
 
 
 def waits_of_recording() -> list[float]:
-    """How long each asynchronous call in the recording waited for its thread, in microseconds, oldest first."""
+    """Returns how long each recorded asynchronous call waited for its thread, in microseconds, oldest first."""
     from paceline.comm.record.recorder import directory_of_files
     from paceline.operate.diagnosis.recording_reader import read
 
@@ -65,7 +66,7 @@ def measure(
             starts.append(1e6 * (time.perf_counter() - began))
             busy(AFTERWARDS_S)
             wait()
-        starts[-10 - CALLS_PER_READING :] = starts[-CALLS_PER_READING:]  # without those after the reading
+        starts[-10 - CALLS_PER_READING :] = starts[-CALLS_PER_READING:]  # excludes the calls after the reading
         waits += waits_of_recording()[-CALLS_PER_READING:]
     return starts, waits
 
@@ -109,7 +110,7 @@ def main() -> None:
     chosen = arguments.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("there is one core; the main thread and the group's thread need one each")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:  # where no other process's recordings are
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:  # a directory without recordings of other processes
         os.environ["PACELINE_RECORD_DIR"] = directory
         rows = rows_of_ranks(rank_main, 1, chosen.gaps, chosen.calls)
     show("launches of asynchronous calls", rows, chosen.json)

@@ -1,10 +1,10 @@
-"""How long is it, with many ranks on this host, from the last arrival to the end of the first barrier?
+"""With many ranks on this host, how long does the first barrier take after the last rank has joined?
 
     python bench/many_ranks.py [--ranks 256] [--rounds 5] [--json FILE]
 
-The ranks are forked from a process that has imported torch and Paceline, and may have 1,024 descriptors each. They also
-make every collective and check its result. The other rows are the time from a rank's death until all others know of it,
-and from then on until all have left. The last line says how much memory (Pss) all of them had together.
+The ranks are forked from a process that has imported torch and Paceline, and are limited to 1,024 file descriptors
+each. They also run every collective and check the results. The other rows are the time from a rank's death until all
+others have detected it, and from then until all have left. The last line is the total memory (Pss) of the ranks.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from paceline.comm.group.collectives import collectives as _collectives  # noqa:
 
 DESCRIPTORS = 1024
 _TIMEOUT = timedelta(seconds=120)
-_RESULTS = 6  # numbers that a rank reports
+_RESULTS = 6  # the number of values that each rank reports
 
 
 def pss_mib() -> float:
-    """Returns this process's memory, in which each page counts by the share that the process has of it."""
+    """Returns this process's memory in MiB; a page shared by n processes counts as 1/n."""
     with open("/proc/self/smaps_rollup") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def check_collectives(rank: int, size: int) -> None:
-    """Makes every collective once, on tensors that are small or of some parts, and checks what comes."""
+    """Runs every collective once, with small tensors and with tensors of several chunks, and checks the results."""
     total = size * (size - 1) // 2
     for count in (1, 4096, 100_000):
         tensor = torch.full((count,), float(rank))
@@ -68,7 +68,7 @@ def check_collectives(rank: int, size: int) -> None:
 
 
 def rank_program(rank: int, size: int, port: int) -> list[float]:
-    """Returns its memory, and when it came, left the first barrier, had checked all, knew of the death, and left."""
+    """Returns the rank's memory in MiB, and the times at which it completed each stage, starting with its start."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     torch.set_num_threads(1)
     times = [time.monotonic()]
@@ -81,7 +81,7 @@ def rank_program(rank: int, size: int, port: int) -> list[float]:
     times.insert(0, pss_mib())
     dist.barrier()
     if rank == size - 1:
-        time.sleep(0.5)  # all others wait by then
+        time.sleep(0.5)  # by then all other ranks wait in the call
         times += [time.monotonic()] * 2
         return times
     lost = None
@@ -117,7 +117,7 @@ def fork_rank(program: Callable[[], list[float]], is_to_die: bool) -> tuple[int,
 
 
 def one_round(size: int) -> list[list[float]]:
-    """Returns what every rank reports."""
+    """Runs one round, and returns the values that every rank reports."""
     os.environ["PACELINE_SECRET"] = secrets.token_hex(16)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,8 +1,9 @@
-"""How long is it until N workers that import no torch have started and all have met?
+"""How long does it take until N workers that do not import torch have started and have all connected?
 
     python bench/many_workers.py [--workers 256] [--rounds 3] [--json FILE]
 
-The workers meet in the launcher's store as the ranks of a group do; the time is from starting the launcher.
+The workers perform a rendezvous in the launcher's store, as the ranks of a group do; the time is measured from the
+start of the launcher.
 """
 
 from __future__ import annotations

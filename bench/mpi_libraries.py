@@ -1,6 +1,6 @@
-"""Finds the MPI libraries of this environment, and starts worlds of their processes.
+"""Finds the MPI libraries of this environment, and runs programs with them.
 
-`make` installs Open MPI and MPICH. Intel MPI is installed by the first benchmark that wants it, into its own folder.
+`make` installs Open MPI and MPICH. Intel MPI is installed into a folder of its own by the first benchmark that uses it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 @dataclass(frozen=True)
 class Library:
-    """An MPI library: its name, and the folder that has its `bin` and `lib`."""
+    """An MPI library: its name, and the folder that contains its `bin` and `lib`."""
 
     name: str
     place: Path
@@ -27,11 +27,11 @@ class Library:
         return min(self.place.glob("lib/libmpi.so.*"), default=None)
 
     def is_there(self) -> bool:
-        """Returns whether the library is installed."""
+        """Returns True if the library is installed."""
         return self._file is not None
 
     def run(self, ranks: int, script: str, *arguments: str, timeout_s: float = 900) -> None:
-        """Runs a script of Python with mpi4py on that many ranks of one thread; raises if it fails."""
+        """Runs a Python script with mpi4py on so many ranks of one thread each, and raises an error if it fails."""
         environment = {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -49,11 +49,11 @@ class Library:
 
 
 def libraries(intel_in: str | None = None) -> list[Library]:
-    """Returns the libraries that are there.
+    """Returns the installed libraries.
 
     Args:
-        intel_in: the folder of Intel MPI, into which it is installed if it is not there; without it, and without the
-            default folder, Intel MPI is left out. "default" stands for the folder `impi` of this environment.
+        intel_in: The folder of Intel MPI, which is installed there if it is missing; "default" is the folder `impi` of
+            this environment. None returns Intel MPI only if the default folder contains it.
     """
     base = Path(sys.prefix)
     found = [Library(name, base / "mpi" / name) for name in _MADE_BY_MAKE]
@@ -74,5 +74,5 @@ def libraries(intel_in: str | None = None) -> list[Library]:
 
 
 def open_mpi() -> Library | None:
-    """Returns the Open MPI that `make` has installed; None without it."""
+    """Returns the Open MPI that `make` has installed, or None."""
     return next((each for each in libraries() if each.name == "openmpi"), None)

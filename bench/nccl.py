@@ -1,10 +1,11 @@
-"""What does a training step on a GPU cost with Paceline's DDP over nccl, against torch's DDP over NCCL?
+"""How long does a training step on a GPU take with Paceline's DDP over nccl, compared with torch's DDP over NCCL?
 
     python bench/nccl.py [--rounds 20] [--json FILE]
 
-One rank, so nothing crosses a network: it is the cost of hooks, buckets, streams and calls. The model is a transformer
-of 124 M parameters in bfloat16. The bare module and the two take turns, a few steps each; a step is measured by CUDA
-events around all it puts into the stream. Ratio is torch's step divided by ours: 1 or more is the aim.
+There is one rank, so nothing is sent over a network: the benchmark measures the cost of hooks, buckets, streams and
+calls. The model is a transformer with 124 M parameters in bfloat16. The bare module and the two wrappers alternate, a
+few steps each; CUDA events around a step measure the duration of everything that it enqueues in the stream. The ratio
+is torch's step time divided by Paceline's; the goal is 1 or more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT, BATCH = 12, 768, 12, 50304, 1024, 8
 
 
 class Transformer(nn.Module):
-    """Of the size of GPT-2 small; its last layer has the weights of the first."""
+    """A transformer of the size of GPT-2 small; its last layer shares its weights with the first."""
 
     def __init__(self) -> None:
         super().__init__()

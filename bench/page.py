@@ -1,11 +1,11 @@
-"""What the live page costs the launcher: how much of one core, with 64 ranks that make 10 steps a second.
+"""How much of one core does the live page use in the launcher, with 64 ranks that run 10 steps per second?
 
     python bench/page.py [--ranks 64] [--steps-per-second 10] [--seconds 10] [--json FILE]
 
-One process records steps of data-parallel training, and the page looks at it as if it were so many ranks, each second
-as it does while somebody watches. The time is that of the page's thread: looking, making the picture and the message;
-p50 and p95 are those of n looks.
-A last row is for the case that nobody watches, when the page looks every five seconds.
+One process records steps of data-parallel training, and the page reads this recording in place of each rank's, once per
+second, as it does while a browser is connected. The time is that of the page's thread: reading, building the state, and
+encoding the message. p50 and p95 are computed over n updates.
+The last row is measured without a connected browser, when the page reads only every five seconds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ while time.monotonic() < until_s:
 
 
 def measure(ranks: int, steps_per_s: float, seconds: float, every_s: float) -> dict[str, object]:
-    """The share of a core, how long looks take, and the bytes of messages a second."""
+    """Returns the share of a core, the duration of updates, and the bytes of messages per second."""
     fd = os.memfd_create("recording")
     os.ftruncate(fd, NBYTES)
     handed = HandedMemory(fd, os.fstat(fd).st_ino, os.getpid())
@@ -75,7 +75,7 @@ def measure(ranks: int, steps_per_s: float, seconds: float, every_s: float) -> d
         for rank in range(ranks):
             notes.leave_worker(rank, writer.pid, f"node{rank // 8}", fd)
         time.sleep(3)
-        for _ in range(3):  # until the page has found its pace
+        for _ in range(3):  # until the interval between updates is stable
             board.take(lookout.look())
             time.sleep(WATCHED_S)
         feed.publish(board.state())
@@ -88,7 +88,7 @@ def measure(ranks: int, steps_per_s: float, seconds: float, every_s: float) -> d
             message = feed.publish(board.state())
             looks.append(time.thread_time() - began_s)
             nbytes += len(message.data) if message is not None else 0
-        passed_s = time.monotonic() - first_s  # longer than the pauses where others use the cores
+        passed_s = time.monotonic() - first_s  # longer than the pauses caused by other processes on the cores
         return {
             "core %": 100 * sum(looks) / passed_s,
             **columns_of(spread(looks), "ms"),

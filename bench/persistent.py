@@ -1,13 +1,14 @@
-"""What does a persistent call cost, against the plain call and MPI's persistent one?
+"""How long does a persistent call take, compared with the plain call and with MPI's persistent one?
 
     python bench/persistent.py [--ranks 2] [--sizes BYTES ...] [--calls NAME ...] [--turns 300] [--json FILE]
 
-All contestants take short turns within the same processes, which an MPI library starts: Open MPI and MPICH where `make`
-has installed them, and Intel MPI where `bench/all_reduce_mpi.py` has, one after the other; none where there is none.
-"MPI init" is `Allreduce_init` and its like with Start and Wait through mpi4py, which needs a library of MPI 4; "MPI" is
-the plain call. Times are of one call in a turn: the median (p50), the 95th percentile and the fastest turn; n is the
-number of calls, and "beside" the library in whose processes the call was made. One thread a rank. Of a library that
-crashes in its persistent calls (Intel MPI 2021.18 does, in Start) only the plain ones are measured.
+The contestants alternate in short turns in the same processes, which an MPI library starts: Open MPI and MPICH if
+`make` has installed them, and Intel MPI if `bench/all_reduce_mpi.py` has, one library at a time. Without any of them,
+Paceline runs alone. "MPI init" is `Allreduce_init` or its equivalent with Start and Wait through mpi4py, which requires
+a library that implements MPI 4; "MPI" is the plain call. The times are seconds per call in a turn: the median (p50),
+the 95th percentile and the fastest turn. n is the number of calls, and "beside" is the library whose processes ran the
+call. Every rank has one thread. For a library that crashes in its persistent calls (Intel MPI 2021.18 does, in Start)
+only the plain ones are measured.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _of_mpi(world: object, name: str, tensor: object, whole: object, undo: conte
 
 
 def measure(calls: Contestants, nbytes: int, turns: int) -> dict[str, tuple[int, list[float]]]:
-    """The calls of a turn, and the seconds a call of each turn."""
+    """Returns the number of calls per turn, and the seconds per call in each turn."""
     a_turn = max(4, min(100, (1 << 20) // max(nbytes, 1 << 12)))
     counts = {name: max(4, a_turn // 4) if name == "start and wait" else a_turn for name in calls}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -139,7 +140,7 @@ def run(ranks: int, options: dict[str, object], library: Library | None) -> list
 
 
 def run_beside(ranks: int, options: dict[str, object], library: Library | None) -> list:
-    """Runs the calls, without a library's persistent ones if it crashes in them."""
+    """Runs the calls in a library's processes, without its persistent calls if it crashes in them."""
     try:
         return run(ranks, options, library)
     except subprocess.CalledProcessError:

@@ -1,14 +1,15 @@
-"""How long does a step of a pipeline take, beside the schedule's theory and torch's own pipelining?
+"""How long does a pipeline's step take, compared with the schedule's theory and with torch's own pipelining?
 
     python bench/pipeline.py [--ranks 2] [--micro-batches 8] [--width 512] [--depth 8] [--rounds 7] [--json FILE]
 
-Every rank has one thread, and `depth` linear layers of `width` features with ReLU, so all stages take the same time. A
-rank's own forwards and backwards are timed without messages, on all ranks at the same time; "theory" is the step that
-the simulation makes of these times, and "bubble" the share of the step in which a rank does not compute. "step / its
-own tasks" is the same with what each task took in that very step: a core that is slower for a moment lengthens both, so
-what remains above 1 is what messages and waits cost.
-Steps of all schedules take turns; n is the number of turns. torch's schedules run on gloo, in the same turns, unless
-one does not end within 30 s: it is said to hang, and those after it are left out, since gloo is of no use then.
+Every rank has one thread and `depth` linear layers of `width` features with ReLU, so all stages take the same time. A
+rank's own forward and backward passes are timed without messages, on all ranks at the same time. "theory" is the step
+that is simulated from these times, and "bubble" is the share of the step in which a rank does not compute. "step / its
+own tasks" divides the step by one that is simulated from the durations of its own tasks: a core that is slower for a
+moment lengthens both, so the excess over 1 is the cost of messages and waiting.
+Steps of all schedules alternate; n is the number of turns. torch's schedules run on gloo, in the same turns, unless one
+does not complete within 30 s: it is reported as hanging, and the schedules after it are skipped because gloo can no
+longer be used.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def of_torch(
 
 
 def ends(step: Callable[[], object]) -> bool:
-    """Whether a step over gloo ends before gloo's timeout."""
+    """Returns True if a step over gloo completes before gloo's timeout."""
     try:
         step()
     except RuntimeError:
@@ -69,7 +70,7 @@ def ends(step: Callable[[], object]) -> bool:
 
 @contextmanager
 def each_task_timed(stages: Iterable[object]) -> Iterator[list[float]]:
-    """Yields how long each task takes that the stages carry out meanwhile, in their order."""
+    """Yields a list that collects the durations of the tasks that the stages run in the context, in order."""
     took: list[float] = []
 
     def timed(work: Callable[..., object]) -> Callable[..., object]:
@@ -133,7 +134,7 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
             kinds[name] = step
 
     def work(name: str) -> dict[PipelinePhase, float]:
-        """Returns what each phase of a micro-batch takes on this rank."""
+        """Returns the duration of each phase of a micro-batch on this rank."""
         spent = dict.fromkeys(PipelinePhase, 0.0)
         pipeline = pipelines[name]
         small = torch.randn(ROWS_A_MICRO_BATCH, width)
@@ -158,7 +159,7 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
         return everyone
 
     def as_measured(plan: PipelineSchedule) -> dict[Task, float]:
-        """Returns what each task took in the last step."""
+        """Returns the duration of each task in the last step."""
         return {
             task: float(seconds)
             for order, times in zip(plan.orders, of_everyone(took_in_step), strict=True)

@@ -1,18 +1,19 @@
-"""How far are the predictions of `paceline plan` from what is measured?
+"""How accurate are the predictions of `paceline plan`?
 
     python bench/plan.py [--hosts 2 3 4] [--per-host 1 2] [--rates 100mbit 300mbit] [--delays 0 5] [--json FILE]
 
-Hosts are network namespaces of this machine (as root), joined by links of the rates and delays. Calibrated are the link
-of each rate and delay, with one message at a time between two hosts, the link within a host, and the steps of each
-model, while as many ranks as the point has train at the same time without any communication, since they share the
-cores of this machine. All-reduces, and steps with communication, are held out at all points.
+Hosts are network namespaces of this machine (as root), joined by links of the given rates and delays. Calibration
+measures the link for each rate and delay, with one message at a time between two hosts; the link within a host; and the
+steps of each model without communication. Because the ranks share the cores of this machine, the steps are measured
+while as many ranks train as at the grid point. All-reduces and steps with communication are not used for calibration at
+any point.
 
-The error is the distance of the prediction from the mean of the repeats, as a share of that; the spread is the distance
-between the slowest and the fastest repeat, each of which is a run of its own. "beyond spread" is what of the error is
-larger than that. "held" is the share of the points whose mean is within the printed band from the 5th to the 95th
-percentile, and the width of the band is a share of the mean. The default grid takes two hours or so; what a run has
-failed with is printed, and the others go on. Sizes below 1 MiB are left out: the buckets of tokens that bound the rates
-let 128 KiB pass at once.
+The error is the difference between the prediction and the mean of the repeats, relative to the mean. The spread is the
+difference between the slowest and the fastest repeat; each repeat is a separate run. "beyond spread" is the amount by
+which the error exceeds the spread. "held" is the share of the points whose mean is within the printed band from the 5th
+to the 95th percentile, and the width of the band is relative to the mean. The default grid takes about two hours. If a
+run fails, its error is printed and the other runs continue. Sizes below 1 MiB are excluded, because the token buckets
+that limit the rates let 128 KiB pass at once.
 """
 
 from __future__ import annotations

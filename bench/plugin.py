@@ -2,11 +2,11 @@
 
     python bench/plugin.py [--ranks 2] [--sizes BYTES ...] [--json FILE]
 
-Two tables: `torch.distributed.all_reduce` of float32, and a training step of FSDP2 (`fully_shard`) on CPU with a
-transformer of 6.8 million parameters, beside the same model unsharded, which only waits for the other ranks after
-backward ("barrier"). Every rank has one thread; the two backends are groups of the same processes and take turns. p50
-and p95 are those of the turns, n is the number of calls or steps, and the ratio is a contestant's median divided by
-that of "paceline".
+Prints two tables: `torch.distributed.all_reduce` of float32, and a training step of FSDP2 (`fully_shard`) on CPU with a
+transformer of 6.8 million parameters, compared with the same model unsharded with a barrier after the backward pass
+("barrier"). Every rank has one thread; the two backends are groups of the same processes and alternate. p50 and p95 are
+computed over the turns, n is the number of calls or steps, and the ratio is the median of a contestant divided by that
+of "paceline".
 """
 
 from __future__ import annotations

@@ -158,8 +158,7 @@ def in_turns(
     meet: Callable[[], object] = lambda: None,
     settles: bool = False,
 ) -> dict[str, list[float]]:
-    """Returns the seconds per call in each turn. Turns alternate, so changes in the machine's load affect all
-    contestants.
+    """Returns the seconds per call in each turn. Turns alternate, so changes in load affect all contestants equally.
 
     `meet` is called before each turn and is not timed: with a barrier of all ranks, work that is still pending from one
     turn does not slow down the next. With `settles`, as many untimed calls as timed ones precede them: after a

@@ -40,8 +40,7 @@ def rounded(wire: str, values: torch.Tensor, residual: torch.Tensor | None = Non
 
 
 def reduced(wire: str, parts: list[torch.Tensor], residuals: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """Returns the sum over hosts. The owner of a slice adds its own part exactly and rounds the sum; two hosts round
-    both.
+    """Returns the sum over hosts. A slice's owner adds its own part exactly and rounds the sum; two hosts round both.
     """
     kept = residuals or [None] * len(parts)
     if len(parts) == 2:
