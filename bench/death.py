@@ -68,9 +68,7 @@ class Board:
 
 
 def _group_calls() -> dict[str, Callable[[], Callable[[], object]]]:
-    """Returns for each case a function that prepares its tensors, once ranks are connected, and returns the repeated
-    call.
-    """
+    """Returns for each case a function that prepares its tensors and returns the call to repeat."""
     import torch
 
     import paceline as dist

@@ -1,1 +1,1 @@
-"""Programs of torch.distributed for `bench/compat.py`, which know nothing of Paceline."""
+"""Programs of torch.distributed for `bench/compat.py`, which do not import Paceline."""

@@ -1,9 +1,9 @@
-"""A training of torch.distributed: it names gloo, knows nothing of Paceline, and is started by a launcher.
+"""Trains a model with torch.distributed and gloo. It does not import Paceline and is started by a launcher.
 
     torchrun --nproc-per-node 2 program.py WAY MODEL BLOCKS STEPS
 
-WAY is "ddp", "fsdp" or "by hand" (an all-reduce of each gradient). The bare model and the distributed one train in
-turns, STEPS steps each and BLOCKS times; rank 0 prints the seconds of a step in each block, and the sum of its
+WAY is "ddp", "fsdp" or "by hand" (an all-reduce of each gradient). The bare model and the distributed one are trained
+alternately, STEPS steps each and BLOCKS times. Rank 0 prints the seconds per step in each block, and the sum of its
 parameters at the end.
 """
 
@@ -24,18 +24,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 SETTLING_STEPS = 3
-LEARNING_RATE = 1e-6  # the loss, a sum, has no least value
+LEARNING_RATE = 1e-6  # the loss is a sum and has no minimum
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Does what tutorials do before they come to DistributedDataParallel."""
+    """Averages each gradient with an all-reduce, as tutorials do before they introduce DistributedDataParallel."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
 
 
 def distributed(model: nn.Module, way: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
-    """Returns the model as it trains on all ranks, and what it needs between backward and the optimizer."""
+    """Returns the distributed model, and the function to call between the backward pass and the optimizer step."""
     if way == "ddp":
         return DistributedDataParallel(model), lambda _: None
     if way == "fsdp":
@@ -46,7 +46,7 @@ def distributed(model: nn.Module, way: str) -> tuple[nn.Module, Callable[[nn.Mod
 
 
 def training(model: nn.Module, x: torch.Tensor, after_backward: Callable[[nn.Module], None]) -> Callable[[], None]:
-    """Returns a step of the training."""
+    """Returns a function that runs one training step."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
 
     def step() -> None:
@@ -59,7 +59,7 @@ def training(model: nn.Module, x: torch.Tensor, after_backward: Callable[[nn.Mod
 
 
 def total(model: nn.Module) -> float:
-    """Returns the sum of all parameters; every rank must ask."""
+    """Returns the sum of all parameters; a collective call."""
     values = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
     return float(sum(each.detach().double().sum() for each in values))
 

@@ -1,5 +1,5 @@
-"""The cases of `bench/elastic.py`: one file each, the programs whose workers are killed, and what they share.
+"""The cases of `bench/elastic.py`, the programs that their workers run, and shared code.
 
-`train_*.py` run as scripts in the workers; `timeline.py` is where they note each step, and `pauses.py` turns these
-notes into figures. Start reading at `death.py`.
+The workers run `train_*.py` as scripts. `timeline.py` records each step that they commit, and `pauses.py` computes
+figures from these records. Start reading at `death.py`.
 """

@@ -1,4 +1,4 @@
-"""Uses a part of a core until it is killed: python bench/elastic_cases/busy.py SHARE."""
+"""Uses a share of a core until it is killed: python bench/elastic_cases/busy.py SHARE."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import time
 
 _PAUSE_S = 0.001
-_LONGEST_S = 0.1  # a longer time between two looks is one in which it was stopped
+_LONGEST_S = 0.1  # a longer interval means that the process was stopped
 
 
 def main() -> None:

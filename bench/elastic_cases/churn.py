@@ -1,4 +1,4 @@
-"""Kills or stops a random worker of a job again and again, at random instants drawn from a seed."""
+"""Repeatedly kills or stops a random worker of a job, at random instants drawn from a seed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from elastic_cases import timeline
 from elastic_cases.jobs import Job
 
 _POLL_S = 0.02
-_LAST_PART = 0.85  # of the steps; whoever is killed later is not back before the end
+_LAST_PART = 0.85  # steps at the end without kills: a replacement would not join before the job completes
 _DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True)
 class Kill:
-    """A worker that was killed, and when (monotonic)."""
+    """A worker that was killed, and the monotonic time of the kill."""
 
     slot: int
     pid: int
@@ -27,18 +27,18 @@ class Kill:
 
 @dataclass(frozen=True)
 class Churn:
-    """What happens to the workers of a job.
+    """The kills in a job.
 
-    The next kill comes after all of `workers` slots have committed a step since the one before, and a random time of up
-    to `rest_s`.
+    Each kill happens after all `workers` slots have committed a step since the previous one, and then a random time of
+    up to `rest_s`.
 
     Attributes:
-        workers: how many slots there are.
-        steps: how many steps the job has.
-        most: how often workers are killed at most; the job may be too short for that.
-        signal: what they get.
-        rest_s: the longest time between everybody's return and the next kill.
-        slots: whom it may be; all if empty.
+        workers: The number of slots.
+        steps: The number of steps of the job.
+        most: The maximum number of kills; a short job may have fewer.
+        signal: The signal that is sent.
+        rest_s: The maximum time between the return of all workers and the next kill, in seconds.
+        slots: The slots whose workers may be killed, or () for all.
     """
 
     workers: int
@@ -50,10 +50,10 @@ class Churn:
 
 
 def disturb(job: Job, churn: Churn, random: Random) -> list[Kill]:
-    """Runs a job to its end; returns whom it has killed.
+    """Runs a job until it completes; returns the kills.
 
     Raises:
-        TimeoutError: the job does not end.
+        TimeoutError: The job does not complete in time.
     """
     kills: list[Kill] = []
     due_s: float | None = None

@@ -1,4 +1,4 @@
-"""What it costs a job of several machines when the launcher that coordinates it is lost, or only the way to it."""
+"""Measures the pause of a job on several machines after it loses the coordinating launcher or the connection to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SAYS = "coordinates from now on"
 
 
 def measure(options: Options) -> tuple[str, Rows]:
-    """Returns the table of machines that lose their coordinator, or the connection to it."""
+    """Returns the table of jobs that lose the coordinating machine, or the connection to it."""
     title = f"{_HOSTS} machines with a worker each, and the launcher that coordinates them"
     if os.geteuid() != 0:
         return title, [{"event": machines.NEEDS_ROOT}]
@@ -52,7 +52,8 @@ def _row(event: str, does: Callable[[jobs.Launched], None], times: int, digest: 
 
 
 def _disturbed(does: Callable[[jobs.Launched], None]) -> tuple[list[float], list[float], set[object]]:
-    """Returns the longest pause of each worker that is left, the time to a new coordinator, and the final digests."""
+    """Returns the longest pause of each survivor, the time until a new coordinator is elected, and the final digests.
+    """
     network = Network(_HOSTS, 1, 1500, None, None)
     with (
         contextlib.closing(network),

@@ -1,4 +1,4 @@
-"""Workers are killed with kill -9 at random instants: how long do the others stand still, and what is lost?"""
+"""Kills workers with SIGKILL at random instants, and measures how long the others pause and what is lost."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from elastic_cases.jobs import Job
 from elastic_cases.options import Options, Rows
 from elastic_cases.pauses import Figures, distribution
 
-_RESTARTS = 1_000_000  # torchrun's: no bound
+_RESTARTS = 1_000_000  # for torchrun: unlimited
 
 
 class Contestant:
-    """A system that trains while its workers are killed, one job after another.
+    """A training system whose workers are killed, one job at a time.
 
     Args:
-        name: of the row.
-        start: starts a job.
-        digest: that of the undisturbed run, if the system promises the same.
-        keeps_weights: whether a sample has the same weight in every step. If the mean is over fewer workers after a
-            death, a sample that was used once cannot be told from one that was used twice.
+        name: The label of its row.
+        start: A function that starts a job.
+        digest: The digest of an undisturbed run, if the system guarantees the same result.
+        keeps_weights: True if a sample has the same weight in every step. If the mean is over fewer workers after a
+            death, a sample that was used once cannot be distinguished from one that was used twice.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ def measure(options: Options) -> tuple[str, Rows]:
 
 
 def measure_peers(options: Options) -> tuple[str, Rows]:
-    """Returns the table of Paceline and its peers, whose jobs take turns."""
+    """Returns the table of Paceline and its peers, whose jobs alternate."""
     contestants = [_paceline(options), _torchrun(options)]
     rows: Rows = []
     if _has_torchft(options.torchft):

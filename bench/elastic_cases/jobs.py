@@ -1,4 +1,4 @@
-"""Jobs that run beside the benchmark, each in a directory of its own; closed, none of their processes runs."""
+"""Jobs that run beside the benchmark, each in its own directory. Closing a job stops all its processes."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ class Job(Protocol):
     directory: Path
 
     def is_over(self) -> bool:
-        """Whether the job has ended well; keeps it going otherwise.
+        """Returns True if the job has completed successfully; otherwise restarts processes where necessary.
 
         Raises:
-            RuntimeError: it has failed.
+            RuntimeError: The job has failed.
         """
 
     def output(self) -> str:
-        """Returns what it has printed so far."""
+        """Returns the output so far."""
 
     def close(self) -> None:
-        """Ends what still runs; idempotent."""
+        """Stops the processes that are still running; idempotent."""
 
 
 def popen(words: Sequence[str], output: TextIO, environment: Mapping[str, str] = ENVIRONMENT) -> Popen:
-    """Starts a process without input, whose output goes to a file."""
+    """Starts a process without standard input; its output is written to a file."""
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
 
 
 class Launched:
-    """A job of one or more launchers, which look after the workers.
+    """A job of one or more launchers, which manage the workers.
 
     Args:
-        commands: those of the launchers, in which `{directory}` stands for the job's directory.
-        start: starts a launcher, given its command and where its output goes.
+        commands: The launchers' commands, in which `{directory}` is replaced by the job's directory.
+        start: A function that starts a launcher, given its command and the path of its output.
     """
 
     def __init__(self, *commands: Sequence[str], start: Callable[[list[str], TextIO], Popen] = popen) -> None:
@@ -79,7 +79,7 @@ class Launched:
         return None not in codes
 
     def output(self) -> str:
-        """Returns what the launchers and their workers have printed."""
+        """Returns the output of the launchers and their workers."""
         return "".join(path.read_text() for path in sorted(self.directory.glob("output-*")))
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Launched:
 
 
 class TorchFT:
-    """Replica groups of one worker each, with a lighthouse; whoever dies is started again, as a scheduler would."""
+    """Replica groups of one worker each, with a lighthouse. A dead worker is restarted, as a scheduler would do."""
 
     def __init__(self, python: str, workers: int, steps: int) -> None:
         self._made = tempfile.TemporaryDirectory(prefix="paceline-bench-")
@@ -120,7 +120,7 @@ class TorchFT:
 
     def is_over(self) -> bool:
         if any(worker.poll() == 0 for worker in self._workers):
-            # Whoever has not come back by now would find nobody, and train alone from the first step.
+            # A worker that has not rejoined by now would find no others, and would train alone from the first step.
             deadline = time.monotonic() + _ALONE_S
             with contextlib.suppress(subprocess.TimeoutExpired):
                 for worker in self._workers:
@@ -132,7 +132,7 @@ class TorchFT:
         return False
 
     def output(self) -> str:
-        """Returns what the lighthouse and the workers have printed."""
+        """Returns the output of the lighthouse and the workers."""
         return (self.directory / "output-0").read_text()
 
     def close(self) -> None:
@@ -144,22 +144,22 @@ class TorchFT:
 
 
 def elastic(workers: int, steps: int, *options: str, script: str = "train_shards.py") -> Launched:
-    """Starts Paceline's job of `train_shards.py`, or of another script."""
+    """Starts an elastic Paceline job that runs `train_shards.py` or another script."""
     launcher = (sys.executable, "-m", "paceline", "run", "--elastic", "--nproc-per-node", str(workers))
     return Launched([*launcher, str(HERE / script), "{directory}", "--steps", str(steps), *options])
 
 
 def torchrun(workers: int, steps: int, restarts: int) -> Launched:
-    """Starts torchrun's job of `train_ddp.py`."""
+    """Starts a torchrun job that runs `train_ddp.py`."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
     script = (str(HERE / "train_ddp.py"), "{directory}", "--steps", str(steps))
-    # Workers that are started again would find the addresses of the dead ones in a store that the agent keeps.
+    # Restarted workers would find the addresses of the dead ones in a store that the agent keeps open.
     fresh_store = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     return Launched([*fresh_store, *launcher, "--max-restarts", str(restarts), *script])
 
 
 def undisturbed_digest(steps: int, shards: int = 4) -> str:
-    """Returns the digest of a run of one process without a launcher."""
+    """Returns the digest of a run in one process without a launcher."""
     script = (str(HERE / "train_shards.py"), "{directory}", "--steps", str(steps), "--shards", str(shards))
     job = Launched([sys.executable, *script])
     with contextlib.closing(job):
@@ -170,5 +170,5 @@ def undisturbed_digest(steps: int, shards: int = 4) -> str:
 
 
 def results_of(directory: Path) -> list[dict[str, object]]:
-    """Returns what the workers that came to the end of their loop have left."""
+    """Returns the results of the workers that completed their training loop."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob("result-*")) if not path.suffix]

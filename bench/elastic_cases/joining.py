@@ -1,7 +1,7 @@
-"""A worker is killed and replaced: when does the replacement take part, and what do the others notice of it?
+"""Kills a worker, and measures how long its replacement takes to join and how much it slows down the others.
 
-Where all cores are busy, the others are slower in any case while another process starts. As a bound, the same loop runs
-beside a stranger that uses as much of a core as the replacements did.
+If all cores are busy, the other workers slow down whenever another process starts. As a lower bound for the slowdown,
+the same loop runs beside an unrelated process that uses as much of a core as the replacements did.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from elastic_cases.jobs import Job
 from elastic_cases.options import Options, Rows
 from elastic_cases.pauses import Figures, distribution
 
-_STEPS = 400  # of a job; between two deaths there are some seconds
+_STEPS = 400  # steps of a job, enough for some seconds between two deaths
 _RATE = "1gbit"
 _HOSTS = 2
 
 
 def measure(options: Options) -> tuple[str, Rows]:
-    """Returns the table of all sizes of the state, on one machine and on two."""
+    """Returns the table for all sizes of the state, on one machine and on two."""
     rows: Rows = []
     for loop, script in _LOOPS.items():
         for mib in options.states:
@@ -35,7 +35,7 @@ def measure(options: Options) -> tuple[str, Rows]:
     if os.geteuid() != 0:
         return _TITLE, [*rows, {"where": f"two machines: {machines.NEEDS_ROOT}"}]
     per_host = options.workers // _HOSTS
-    slots = tuple(range(per_host, _HOSTS * per_host))  # of the second host, since the first one gives the state
+    slots = tuple(range(per_host, _HOSTS * per_host))  # on the second host, because the first one sends the state
     with _network() as network:
         for loop, script in _LOOPS.items():
             for mib in options.states:

@@ -1,4 +1,5 @@
-"""The ways to train the models of `bench/ddp.py`, step by step, on the same samples."""
+"""Training loops with shards, with DistributedDataParallel and without communication, for the models of `bench/ddp.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import paceline as dist
 
 
 class Repeated(torch.utils.data.Dataset[torch.Tensor]):
-    """The samples of one step again and again; each shard has a batch of its own, derived from the given one."""
+    """The samples of one step, repeated in every step; each shard has its own batch, derived from the given one."""
 
     def __init__(self, batch: torch.Tensor, steps: int, shards: int) -> None:
         self._step = torch.cat([batch.roll(shard, -1) for shard in range(shards)])
@@ -26,7 +27,8 @@ class Repeated(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def model_and_samples(name: str, steps: int, shards: int) -> tuple[nn.Module, Repeated, int]:
-    """Returns a model of `bench/ddp.py`, the samples of so many steps, and how many of them a shard takes in a step."""
+    """Returns a model of `bench/ddp.py`, the samples for `steps` steps, and the number of samples per shard and step.
+    """
     torch.manual_seed(0)
     model, batch = build(name)
     return model, Repeated(batch, steps, shards), len(batch)
@@ -39,7 +41,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def with_shards(
     model: nn.Module, shards: dist.LogicalShards, loader: dist.ShardLoader, optimizer: torch.optim.Optimizer
 ) -> Iterator[None]:
-    """Trains an epoch; stops after the loader has yielded the next batches, and goes on for the rest of the step."""
+    """Trains an epoch; yields after the loader has returned the next batches, and then runs the rest of the step."""
     for batches in loader:
         yield
         optimizer.zero_grad()
@@ -48,16 +50,16 @@ def with_shards(
 
 
 def with_ddp(model: nn.Module, samples: Repeated, batch_size: int) -> Iterator[None]:
-    """Trains an epoch with DistributedDataParallel; stops like `with_shards`.
+    """Trains an epoch with DistributedDataParallel; yields at the same points as `with_shards`.
 
-    Rank r takes the samples that shard r takes there.
+    Rank r uses the samples that shard r has in `with_shards`.
     """
     wrapped = dist.DistributedDataParallel(model)
     yield from _epoch(wrapped, samples, batch_size, optimizer_of(model), int)
 
 
 def with_barrier(model: nn.Module, samples: Repeated, batch_size: int) -> Iterator[None]:
-    """Trains an epoch on the same samples, in which the workers only wait for each other after backward."""
+    """Trains an epoch on the same samples, with a barrier after each backward pass as the only communication."""
     yield from _epoch(model, samples, batch_size, optimizer_of(model), dist.barrier)
 
 

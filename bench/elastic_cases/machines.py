@@ -1,4 +1,4 @@
-"""Jobs of several machines, which are network namespaces with a launcher each."""
+"""Jobs on several machines, each a network namespace with a launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NEEDS_ROOT = "not measured, since network namespaces need root"
 def elastic(
     network: Network, per_host: int, steps: int, *options: str, nnodes: str = "", script: str = "train_shards.py"
 ) -> Launched:
-    """Starts Paceline's job of `train_shards.py`, or of another script, with a launcher on each host of a network."""
+    """Starts an elastic job that runs `train_shards.py` or another script, with a launcher on each host of a network.
+    """
     launcher = [sys.executable, "-m", "paceline", "run", "--elastic", "--nproc-per-node", str(per_host)]
     meeting = ["--nnodes", nnodes or str(len(network.hosts)), "--rdzv-endpoint", f"{ipv4(0)}:29400"]
     program = [str(HERE / script), "{directory}", "--steps", str(steps), *options]

@@ -1,4 +1,4 @@
-"""What the network does to a job of several machines: it is cut in two, or it is so slow that everything queues."""
+"""Measures jobs on several machines whose network is partitioned, or so slow that data queues up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic_cases.pauses import distribution
 _HOSTS, _MINORITY = 5, 2
 _STEPS_OF_A_CUT = 120
 _CUT_AFTER = 40  # steps
-_IN_FLIGHT_S = 0.2  # what was on its way when the link was cut may still be committed
+_IN_FLIGHT_S = 0.2  # messages in flight when the link was cut may still lead to a commit
 _RATE = "10mbit"
 _THIN_HOSTS, _PER_HOST = 2, 2
 _STEPS_OF_THIN = 40
@@ -28,7 +28,7 @@ _POLL_S = 0.01
 
 
 def measure_partition(options: Options) -> tuple[str, Rows]:
-    """Returns the table of five machines that are cut into three and two, again and again."""
+    """Returns the table of five machines that are repeatedly partitioned into three and two."""
     title = f"{_HOSTS} machines that are cut into {_HOSTS - _MINORITY} and {_MINORITY}"
     if os.geteuid() != 0:
         return title, [{"side": machines.NEEDS_ROOT}]
@@ -50,9 +50,9 @@ def measure_partition(options: Options) -> tuple[str, Rows]:
 
 
 def _cut(number: int) -> tuple[list[float], int, set[object]]:
-    """Cuts one job's network; returns the majority's pauses, the minority's later commits and the digests at the end.
+    """Partitions one job's network; returns the majority's pauses, the minority's later commits and the final digests.
 
-    The machine that coordinates is among the majority. Which others are differs from cut to cut.
+    The coordinating machine is always in the majority. The other machines in it differ from one partition to the next.
     """
     minority = {1 + (number + each) % (_HOSTS - 1) for each in range(_MINORITY)}
     majority = set(range(_HOSTS)) - minority
@@ -81,7 +81,7 @@ def _cut(number: int) -> tuple[list[float], int, set[object]]:
 
 
 def measure_thin(options: Options) -> tuple[str, Rows]:
-    """Returns the table of a job whose gradients fill a slow line for most of the time."""
+    """Returns the table of a job whose gradients occupy a slow link most of the time."""
     del options
     title = f"{_THIN_HOSTS} machines, {_PER_HOST} workers each, with {_RATE} between them"
     if os.geteuid() != 0:
@@ -110,7 +110,7 @@ def measure_thin(options: Options) -> tuple[str, Rows]:
 
 
 def furthest(job: jobs.Launched, workers: int) -> int:
-    """Returns the number of the latest step that all of so many workers have committed; 0 until they are all there."""
+    """Returns the latest step that all `workers` workers have committed, or 0 if some have not committed any."""
     notes = timeline.latest(job.directory)
     return min(note.step for note in notes) if len(notes) == workers else 0
 
@@ -119,7 +119,7 @@ def until(job: jobs.Launched, is_done: Callable[[], bool]) -> None:
     """Waits for a condition.
 
     Raises:
-        TimeoutError: it does not come about.
+        TimeoutError: The condition is not met in time.
     """
     deadline_s = time.monotonic() + _DEADLINE_S
     while not is_done():

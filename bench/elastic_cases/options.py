@@ -1,4 +1,4 @@
-"""What the command line of `bench/elastic.py` says."""
+"""The options of `bench/elastic.py`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ Rows = list[dict[str, object]]
 
 @dataclass(frozen=True)
 class Options:
-    """How much is measured.
+    """Selects the size of the measurements.
 
     Attributes:
-        workers: of every job.
-        steps: of every job whose workers are killed.
-        kills: how many workers are killed in the case `death`; a tenth of it in the others.
-        rounds: how often two loops take turns in `overhead` and `shards`.
-        states: the sizes of the state in `join`, in MiB.
-        models: the models of `overhead` and `shards`.
-        torchft: a Python that has torchft, or None.
-        seed: of all random instants and victims.
+        workers: The number of workers in every job.
+        steps: The number of steps of each job whose workers are killed.
+        kills: The number of workers that are killed in the case `death`; other cases use a tenth of it.
+        rounds: The number of times that two loops alternate in `overhead` and `shards`.
+        states: The sizes of the state in `join`, in MiB.
+        models: The models used in `overhead` and `shards`.
+        torchft: The path of a Python interpreter with torchft installed, or None.
+        seed: The seed for all random instants and victims.
     """
 
     workers: int
@@ -33,5 +33,5 @@ class Options:
 
     @property
     def few(self) -> int:
-        """How many workers are killed in each row of the other cases."""
+        """Returns the number of workers that are killed in each row of the other cases."""
         return max(2, self.kills // 10)

@@ -1,4 +1,4 @@
-"""Turns the notes of a job's workers, and the list of those that were killed, into figures."""
+"""Computes figures from the records of a job's workers and the list of kills."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from elastic_cases.churn import Kill
 from elastic_cases.timeline import Commit
 
 _NS_A_MS, _NS_A_S = 1e6, 1e9
-_SETTLING_NS = 300_000_000  # after a death
-_FEW = 5  # steps, of which there must be more for a median
+_SETTLING_NS = 300_000_000  # duration of the disturbance after a death
+_FEW = 5  # a median requires more steps than this
 
 
 @dataclass
 class Figures:
-    """What the deaths of one or more jobs have cost; times are in ms.
+    """The effects of the deaths in one or more jobs; times are in ms.
 
     Attributes:
-        at_death: for each death and each other slot, the longest time between two steps before the replacement's first
-            one, less the median step.
-        at_entry: the same for the replacement's first step.
-        back: for each death, the time until a step was committed that nobody had committed before.
-        joined: for each death, the time until the replacement's first step.
-        at_lesson: for each death and each other slot, the longest time between two steps from when the survivors had
-            settled until the replacement's first step, less the median step: senders fork in it.
-        shares: for each death, the part of a core that the replacement has used until its first step.
-        meanwhile: for each death and each other slot, its median step from when the survivors had settled until the
+        at_death: For each death and each other slot, the longest time between two steps before the replacement's first
+            one, minus the median step.
+        at_entry: For each death and each other slot, the time between the two steps around the replacement's first one,
+            minus the median step.
+        back: For each death, the time until a step was committed that had not been committed before.
+        joined: For each death, the time until the replacement's first step.
+        at_lesson: For each death and each other slot, the longest time between two steps from the end of the
+            disturbance until the replacement's first step, minus the median step. Senders fork in this period.
+        shares: For each death, the share of a core that the replacement used until its first step.
+        meanwhile: For each death and each other slot, its median step from the end of the disturbance until the
             replacement's first step, divided by its median step in the whole job.
     """
 
@@ -42,10 +43,10 @@ class Figures:
     meanwhile: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)  # the median step of each job
     deaths: int = 0
-    lost: int = 0  # steps that nobody has committed
-    redone: int = 0  # steps that a slot has committed before
+    lost: int = 0  # steps that no worker committed
+    redone: int = 0  # steps that a slot committed more than once
     given_up: int = 0
-    restarted: int = 0  # workers that were started again though nobody had killed them
+    restarted: int = 0  # workers that were restarted without having been killed
 
     def add(
         self,
@@ -55,7 +56,7 @@ class Figures:
         steps: int,
         processor_s: Mapping[int, float] = {},
     ) -> None:
-        """Adds a job that has ended; `processor_s` is what each process had used at its first step."""
+        """Adds a completed job; `processor_s` has the processor time of each process at its first step, in seconds."""
         commits = [note for note in notes if note.step > 0]
         of_slot = {slot: [each for each in commits if each.slot == slot] for slot in range(workers)}
         median_ns = statistics.median(
@@ -85,10 +86,10 @@ class Figures:
     ) -> None:
         everybody = [each for commits in of_slot.values() for each in commits]
         before = max(each.step for each in everybody if each.at_ns <= kill.at_ns)
-        # Another death may come while steps are still done again, so this may be later than `until_ns`.
+        # Another death may occur while steps are being repeated, so this may be later than `until_ns`.
         new = [each.at_ns for each in everybody if each.at_ns > kill.at_ns and each.step > before]
         first = next((each for each in of_slot[kill.slot] if each.at_ns > kill.at_ns and each.pid != kill.pid), None)
-        if first is not None:  # otherwise the job was over before the replacement had come
+        if first is not None:  # None if the job completed before the replacement joined
             self.joined.append((first.at_ns - kill.at_ns) / _NS_A_MS)
             if first.pid in processor_s:
                 self.shares.append(processor_s[first.pid] * _NS_A_S / (first.at_ns - kill.at_ns))

@@ -1,4 +1,4 @@
-"""Workers that do not die but stand still, or are slow: when do the others go on, and is anybody left out?"""
+"""Stops or slows down workers, and measures when the others continue and which workers are excluded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic_cases.churn import Churn, disturb
 from elastic_cases.options import Options, Rows
 from elastic_cases.pauses import Figures, distribution
 
-_TIMES = 10  # slower than the others
+_TIMES = 10  # times as slow as the others
 _STEPS_OF_THE_SLOW = 100
 
 

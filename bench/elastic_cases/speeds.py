@@ -1,7 +1,8 @@
-"""Workers of different speeds: what share of the sum of their speeds do they train with?
+"""Compares a job whose workers have different speeds with the sum of these speeds.
 
-The speed of a worker is that of a job of its own, with the same limit. The jobs of one worker run at the same time,
-since cores that share their caches are slower together; they and the job of all workers take turns, several times.
+The speed of a worker is measured in a job of its own, with the same limit. The jobs with one worker each run at the
+same time, because cores that share caches slow each other down. They alternate with the job of all workers, several
+times.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from elastic_cases import jobs, timeline
 from elastic_cases.options import Options, Rows
 
 _SPEEDS = (1.0, 1.0, 0.5, 0.5)
-_CORES = 0.5  # of a worker of speed 1: with the launcher, and what a host takes away, all need less than two cores
-_SHARDS = (24, 48)  # of a step, which takes about half a second and a second
+_CORES = 0.5  # share of a core at speed 1; with launchers and host interference, the total is below two cores
+_SHARDS = (24, 48)  # shards per step; a step takes about half a second or one second
 _ROUNDS = 3
-_BATCH = 512  # samples of a shard, which make its computation long beside what each worker does once a step
-_STEPS, _STEPS_ALONE = 80, 35  # the workers that are alone take longer for each
-_SETTLING, _SETTLING_ALONE = 30, 5  # of these, until the speeds are known, or only until everything is loaded
-_PERIOD_US = 4_000  # a tick; a worker that has used up its share of a period answers nobody until the next one
+_BATCH = 512  # samples per shard, enough for the computation to dominate the fixed cost of a step
+_STEPS, _STEPS_ALONE = 80, 35  # the steps of a worker that trains alone take longer
+_SETTLING, _SETTLING_ALONE = 30, 5  # steps excluded at the start, until speeds are known or everything is loaded
+_PERIOD_US = 4_000  # one tick; a worker that has used up its share of a period does not respond until the next one
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
@@ -66,7 +67,7 @@ def _limited(slots: Sequence[int], cgroups: Sequence[str]) -> list[str]:
 
 
 def _paces(shards: int, limits: Sequence[list[str]]) -> list[float]:
-    """Returns the steps a second of jobs that run at the same time, for as long as all of them run and have settled."""
+    """Returns the steps per second of jobs that run at the same time, measured while all of them run undisturbed."""
     with contextlib.ExitStack() as running:
         started = [running.enter_context(contextlib.closing(_job(shards, words))) for words in limits]
         while not any(job.is_over() for job in started):
@@ -90,7 +91,7 @@ def _pace(times_ns: Sequence[int]) -> float:
 
 @contextlib.contextmanager
 def _limits() -> Iterator[list[str]]:
-    """Yields a cgroup for each slot with the quota that its speed means; none if they cannot be made."""
+    """Yields a cgroup for each slot with the quota for its speed, or none if cgroups cannot be created."""
     made: list[Path] = []
     try:
         with contextlib.suppress(OSError):
@@ -103,10 +104,10 @@ def _limits() -> Iterator[list[str]]:
 
 
 def _limit(quota_us: int) -> Path:
-    """Returns a new cgroup whose processes get so many microseconds of each period.
+    """Returns a new cgroup whose processes get `quota_us` microseconds of each period.
 
     Raises:
-        OSError: the kernel or its settings do not allow it.
+        OSError: The kernel or its settings do not allow it.
     """
     root = _V1 if (_V1 / "cpu.cfs_quota_us").exists() else _V2
     path = root / f"paceline-bench-{os.getpid()}-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""How much slower is a job beside a process that has nothing to do with it, and uses a part of a core?"""
+"""Measures how much slower a job is beside an unrelated process that uses a share of a core."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from elastic_cases import busy, timeline
 from elastic_cases.jobs import Job
 from elastic_cases.timeline import Commit
 
-_TURN_NS = 1_000_000_000  # how long the stranger runs, and then rests
+_TURN_NS = 1_000_000_000  # how long the unrelated process runs, and then pauses
 _SETTLES_NS = 100_000_000
 _POLL_S = 0.02
 _DEADLINE_S = 600.0
-Turn = tuple[int, int]  # from when until when (monotonic)
+Turn = tuple[int, int]  # start and end (monotonic)
 
 
 def slowdown(job: Job, share: float) -> float | None:
-    """Runs a job to its end, and beside it in every other second a process that uses such a part of a core.
+    """Runs a job until it completes. Every other second, an unrelated process uses `share` of a core.
 
     Returns:
-        The median step in those seconds, divided by that in the others; None if the job was too short.
+        The median step in those seconds, divided by the median step in the others, or None if the job was too short.
 
     Raises:
-        TimeoutError: the job does not end.
+        TimeoutError: The job does not complete in time.
     """
     turns: dict[bool, list[Turn]] = {True: [], False: []}
     with subprocess.Popen([sys.executable, str(Path(busy.__file__)), str(share)]) as process:
@@ -52,7 +52,7 @@ def slowdown(job: Job, share: float) -> float | None:
 
 
 def _steps_within(notes: Sequence[Commit], turns: Sequence[Turn]) -> Iterator[int]:
-    """Yields how long the steps took that lie within some turns."""
+    """Yields the durations of the steps that lie within the given periods."""
     for slot in {note.slot for note in notes}:
         for earlier, later in pairwise(note for note in notes if note.slot == slot):
             if any(first_ns < earlier.at_ns and later.at_ns < last_ns for first_ns, last_ns in turns):

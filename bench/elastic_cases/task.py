@@ -1,7 +1,7 @@
-"""What the workers of every system train: a network that counts, in a parameter, how often each sample was used.
+"""The training task of all systems: a network that counts, in a parameter, how often each sample was used.
 
-The loss of a batch contains the mean of its samples' tallies. The gradient of that does not depend on anything else,
-so after training the parameter shows in how many committed steps each sample had a part, whatever happened meanwhile.
+The loss of a batch contains the mean of its samples' tallies. The gradient of this term is constant, so after training
+the parameter shows in how many committed steps each sample was used, whatever happened during the job.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 SHARDS = 4
-BATCH = 16  # samples of a shard in a step, where nothing else is said
+BATCH = 16  # default number of samples per shard in a step
 _FEATURES, _HIDDEN, _CLASSES = 256, 512, 10
-_POOL = 4096  # different inputs; samples beyond share them
+_POOL = 4096  # number of distinct inputs, which samples with higher indices share
 _TALLY_RATE = 1.0
 
 Sample = tuple[int, torch.Tensor, torch.Tensor]
@@ -25,7 +25,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Samples(torch.utils.data.Dataset[Sample]):
-    """As many samples as so many steps use, if each is used once."""
+    """As many samples as `steps` steps use, if each is used once."""
 
     def __init__(self, steps: int, shards: int, batch: int = BATCH) -> None:
         drawn = torch.Generator().manual_seed(1)
@@ -45,7 +45,7 @@ class Network(nn.Module):
     """A network with three layers.
 
     Args:
-        tallies: the number of samples that it counts: all of them, or 1 where nobody wants to know.
+        tallies: The number of samples that it counts: all of them, or 1 if the counts are not needed.
     """
 
     def __init__(self, tallies: int) -> None:
@@ -72,7 +72,7 @@ def optimizer_of(network: Network) -> torch.optim.Optimizer:
 
 
 def batch_of(samples: Samples, step: int, shard: int) -> Batch:
-    """Returns the batch of a shard in a step counted from 0; each sample is in one of them."""
+    """Returns the batch of a shard in a step counted from 0; each sample is in exactly one batch."""
     first = (step * SHARDS + shard) * BATCH
     batch: Batch = torch.utils.data.default_collate([samples[i] for i in samples.order[first : first + BATCH].tolist()])
     return batch
@@ -81,7 +81,7 @@ def batch_of(samples: Samples, step: int, shard: int) -> Batch:
 def leave_result(
     directory: str, slot: int, network: Network, digest: str | None = None, samples_of_a_step: int = SHARDS * BATCH
 ) -> None:
-    """Writes what the parameters tell, and their digest, for the benchmark to read."""
+    """Writes the tallies and the digest of the parameters to a file for the benchmark."""
     uses = (network.tally.detach() * (-samples_of_a_step / _TALLY_RATE)).round()
     result = {"digest": digest, "lost": int((uses == 0).sum()), "repeated": int((uses > 1).sum())}
     path = Path(directory, f"result-{slot}-{os.getpid()}")
@@ -90,7 +90,7 @@ def leave_result(
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Returns what every program is told."""
+    """Parses the options that every program accepts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--steps", type=int, required=True)

@@ -1,4 +1,4 @@
-"""Where workers note each step that they have committed, so that it is known after a kill -9."""
+"""Records of the steps that workers commit, in files that survive a SIGKILL."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_NOTE = struct.Struct("qq")  # the number of a step, and when it was committed; the negative number of one given up
+_NOTE = struct.Struct("qq")  # the number of a step (negative if the step was abandoned), and the time
 
 
 class Recorder:
-    """Writes the notes of this process, each with one system call.
+    """Writes the records of this process, each with one system call.
 
     Args:
-        directory: where all workers of the job write.
-        slot: which of the job's workers this one is; the replacement of a dead worker has the same slot.
+        directory: The directory to which all workers of the job write.
+        slot: The slot of this worker; a replacement has the slot of the dead worker.
     """
 
     def __init__(self, directory: str, slot: int) -> None:
@@ -24,20 +24,20 @@ class Recorder:
         self._busy: Path | None = Path(directory, f"busy-{os.getpid()}")
 
     def committed(self, step: int) -> None:
-        """Notes that the parameters have changed by step number `step`, counted from 1."""
+        """Records that step number `step`, counted from 1, has changed the parameters."""
         os.write(self._file, _NOTE.pack(step, time.monotonic_ns()))
         if self._busy is not None:
             self._busy.write_text(str(time.process_time()))
             self._busy = None
 
     def given_up(self, step: int) -> None:
-        """Notes that step number `step` was computed and did not change the parameters."""
+        """Records that step number `step` was computed and did not change the parameters."""
         os.write(self._file, _NOTE.pack(-step, time.monotonic_ns()))
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A step that a process has committed, and when (monotonic)."""
+    """A step that a process committed, and the monotonic time of the commit."""
 
     slot: int
     pid: int
@@ -46,7 +46,7 @@ class Commit:
 
 
 def read(directory: Path) -> list[Commit]:
-    """Returns all notes in the order of their times; `step` is negative in those of steps that were given up."""
+    """Returns all records in chronological order; `step` is negative for abandoned steps."""
     notes = []
     for path in directory.glob("steps-*"):
         slot, pid = map(int, path.name.split("-")[1:])
@@ -57,12 +57,12 @@ def read(directory: Path) -> list[Commit]:
 
 
 def processor_seconds(directory: Path) -> dict[int, float]:
-    """Returns, for each process, the processor time that it had used when it had committed its first step."""
+    """Returns, for each process, the processor time that it had used when it committed its first step, in seconds."""
     return {int(path.name.split("-")[1]): float(path.read_text() or 0) for path in directory.glob("busy-*")}
 
 
 def latest(directory: Path) -> list[Commit]:
-    """Returns the last note of each process that still runs."""
+    """Returns the last record of each process that is still running."""
     notes = []
     for path in directory.glob("steps-*"):
         slot, pid = map(int, path.name.split("-")[1:])
@@ -77,7 +77,7 @@ def latest(directory: Path) -> list[Commit]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs, or is stopped, and is no zombie."""
+    """Returns True if a process is running or stopped, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:

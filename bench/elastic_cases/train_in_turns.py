@@ -1,4 +1,6 @@
-"""A worker of `overhead`: the loop of shards, in an elastic job or another, or of a bare model, in turns."""
+"""A worker for `overhead`: runs a loop with shards, in an elastic job or not, or with a bare model, when it is its
+turn.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker of Paceline's elastic job; started without a launcher it is the undisturbed run of one process."""
+"""A worker of Paceline's elastic job; without a launcher, it is the undisturbed run in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic_cases.timeline import Recorder
 
 
 class Ballast:
-    """A state of a given size that no step changes."""
+    """A state of a given size that training does not change."""
 
     def __init__(self, mib: int) -> None:
         self._tensor = torch.full((mib << 18,), 1.0)
@@ -31,7 +31,7 @@ class Ballast:
 
 
 def seconds_of_a_shard(network: Network, samples: Samples, size: int) -> float:
-    """Measures a forward and a backward of one batch of so many samples; leaves no gradient."""
+    """Returns the duration of a forward and backward pass for `samples` samples; leaves no gradients."""
     batch = torch.utils.data.default_collate([samples[i] for i in range(size)])
     taken_s = []
     for _ in range(5):
@@ -67,7 +67,7 @@ def main() -> None:
     recorder = Recorder(options.directory, slot)
 
     def loss_of(batch: Batch) -> torch.Tensor:
-        time.sleep(delay_s)  # as on a slower core, which takes no time from the others
+        time.sleep(delay_s)  # emulates a slower core without using processor time
         loss: torch.Tensor = network(batch)
         return loss
 

@@ -1,6 +1,7 @@
 """A worker of torchft: one replica group of one process, as in torchft's train_ddp.py.
 
-A step that is not committed uses its samples again, which is kinder than that example: it goes on to the next batch.
+A step that is not committed repeats its samples. The example in torchft continues with the next batch instead and loses
+them.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _MEETING_S = 120.0
 
 
 def meet(directory: Path, replica: int, replicas: int) -> None:
-    """Waits until all replicas have come for the first time: whoever is early would begin to train without the others.
+    """Waits until all replicas have started, because early ones would begin to train without the others.
 
     Raises:
-        TimeoutError: somebody does not come.
+        TimeoutError: A replica does not start in time.
     """
     (directory / f"here-{replica}").touch()
     deadline = time.monotonic() + _MEETING_S
@@ -75,7 +76,7 @@ def main() -> None:
     meet(Path(options.directory), options.replica, options.replicas)
     while manager.current_step() < options.steps:
         step = manager.current_step()
-        optimizer.zero_grad()  # which starts the quorum; a worker that comes late learns the step below only then
+        optimizer.zero_grad()  # starts the quorum; a worker that joins late receives the current step only now
         model(batch_of(samples, step, options.replica)).backward()
         optimizer.step()
         if manager.current_step() > step:
@@ -83,7 +84,7 @@ def main() -> None:
         else:
             recorder.given_up(step + 1)
     leave_result(options.directory, options.replica, network)
-    os._exit(0)  # the manager's threads would wait for the others
+    os._exit(0)  # the threads of the manager would wait for the other replicas
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A worker of Paceline's elastic job in the usual loop, with DistributedDataParallel and StatefulLoader."""
+"""A worker of Paceline's elastic job with the usual loop, DistributedDataParallel and StatefulLoader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic_cases.timeline import Recorder
 
 
 class Count:
-    """How many steps there were, which belongs to the state."""
+    """The number of completed steps, as part of the state."""
 
     def __init__(self) -> None:
         self.steps = 0

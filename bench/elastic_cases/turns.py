@@ -1,4 +1,4 @@
-"""Loops in different jobs that take turns: all others sleep, so that the times of a turn are its own."""
+"""Loops in different jobs that run alternately: while one runs, the others sleep and do not affect its times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HELLO, _SECONDS = struct.Struct("16s"), struct.Struct("d")
 
 
 class Turn:
-    """A worker's part: its loop waits before each turn and says how long the turn took."""
+    """The worker's side: the loop waits before each turn and reports how long the turn took."""
 
     def __init__(self, directory: str, job: str) -> None:
         self._connection = socket.socket(socket.AF_UNIX)
@@ -23,21 +23,21 @@ class Turn:
         self._connection.sendall(_HELLO.pack(job.encode()))
 
     def wait(self) -> None:
-        """Returns when it is this job's turn."""
+        """Blocks until it is this job's turn."""
         _receive(self._connection, 1)
 
     def report(self, seconds: float) -> None:
-        """Ends the turn."""
+        """Reports the duration of the turn."""
         self._connection.sendall(_SECONDS.pack(seconds))
 
 
 class Turns:
-    """The benchmark's part.
+    """The benchmark's side.
 
     Args:
-        directory: where the workers connect to.
-        workers: how many there are of each of the jobs.
-        jobs: the jobs' names.
+        directory: The directory of the socket to which workers connect.
+        workers: The number of workers of each job.
+        jobs: The names of the jobs.
     """
 
     def __init__(self, directory: str, workers: int, jobs: tuple[str, ...]) -> None:
@@ -73,7 +73,7 @@ class Turns:
 
 @contextmanager
 def turns(directory: str, workers: int, *jobs: str) -> Iterator[Turns]:
-    """Yields the turns of these jobs."""
+    """Yields a `Turns` object for these jobs."""
     made = Turns(directory, workers, jobs)
     try:
         yield made

@@ -1,4 +1,4 @@
-"""Nothing happens: what do elasticity, and shards instead of DistributedDataParallel, cost in each step?"""
+"""Measures how much elasticity, and shards instead of DistributedDataParallel, add to each step without failures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from elastic_cases.jobs import HERE, Launched
 from elastic_cases.options import Options, Rows
 from elastic_cases.turns import turns
 
-_STEPS = 4  # of a turn
+_STEPS = 4  # steps per turn
 _SETTLING_TURNS = 1
 
 
 def measure_overhead(options: Options) -> tuple[str, Rows]:
-    """Returns the table of the shards' loop in a job that is elastic and in one that is not."""
+    """Returns the table of the loop with shards in an elastic job and in one that is not elastic."""
     rows: Rows = []
     for model in options.models:
         times: dict[str, list[float]] = {"elastic": [], "plain": [], "barrier": []}
@@ -49,7 +49,7 @@ def _launch(job: str, model: str, directory: str, options: Options) -> Launched:
 
 
 def measure_shards(options: Options) -> tuple[str, Rows]:
-    """Returns the table of the shards' loop against DistributedDataParallel."""
+    """Returns the table of the loop with shards against DistributedDataParallel."""
     import paceline as dist
 
     with tempfile.TemporaryDirectory() as directory:
@@ -66,10 +66,10 @@ def _rank_main(rank: int, models: tuple[str, ...], rounds: int, directory: str) 
     from elastic_cases.loops import model_and_samples, optimizer_of, with_barrier, with_ddp, with_shards
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".* slow each other down")  # in all loops alike
+    warnings.filterwarnings("ignore", message=".* slow each other down")  # the same for all loops
     dist.init_process_group()
     ranks = dist.get_world_size()
-    steps = _STEPS * (_SETTLING_TURNS + rounds) + 1  # an iterator stops once before its first step
+    steps = _STEPS * (_SETTLING_TURNS + rounds) + 1  # an iterator yields once before its first step
     measured = {}
     for name in models:
         model, samples, batch_size = model_and_samples(name, steps, ranks)
@@ -104,7 +104,7 @@ def _columns(kind: str, times_s: list[float]) -> dict[str, float]:
 
 
 def _compared(model: str, times: dict[str, list[float]]) -> dict[str, object]:
-    """Returns a row of times, with the ratio of the first to the second and how it varied from turn to turn."""
+    """Returns a row of times, with the ratio of the first to the second and its variation between turns."""
     (name, first), (other, second), _ = times.items()
     ratios = statistics.quantiles([a / b for a, b in zip(first, second, strict=True)], n=10, method="inclusive")
     return {

@@ -1,6 +1,6 @@
-"""Steps of `bench/gpu.py`: programs of ranks that compare Paceline with torch.distributed on a device.
+"""Steps of `bench/gpu.py`: programs for ranks that compare Paceline with torch.distributed on a device.
 
-`catalogue.py` lists the steps in their order. `session.py` forms both process groups of a rank and gives the programs
-streams. The other modules hold the programs, by what they show. Nothing here prints: a program returns the figures of
-its step, and raises where Paceline is wrong. Start reading at `catalogue.py`.
+`catalogue.py` lists the steps in order. `session.py` forms both process groups of a rank and provides the programs with
+streams. The other modules contain the programs, grouped by subject. Nothing here prints: a program returns the figures
+of its step, and raises an error if Paceline is wrong. Start reading at `catalogue.py`.
 """

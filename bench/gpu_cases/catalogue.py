@@ -1,4 +1,4 @@
-"""Steps of `bench/gpu.py` in their order: programs, how many ranks each has, and its time limit."""
+"""The steps of `bench/gpu.py` in order, with their programs, numbers of ranks and time limits."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Program = Callable[..., object]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A program that some ranks run.
+    """A program that is run on a number of ranks.
 
     Attributes:
-        name: what `--steps` selects; the part before the first colon is its section.
-        program: called with a `Setting` on each rank.
-        ranks: 1, or MANY for as many as the run has.
-        limit_s: the seconds after which its ranks are ended.
-        devices: the types of devices on which it has a meaning.
-        least: the number of devices that it needs.
-        dies: whether the last rank ends without an answer.
-        variables: what the environment of its ranks has beside the usual.
-        backend: Paceline's, where it is not the one of the run.
+        name: The name for `--steps`; the part before the first colon is its section.
+        program: The function that each rank calls with a `Setting`.
+        ranks: 1, or MANY for the number of ranks of the run.
+        limit_s: The number of seconds after which the ranks are killed.
+        devices: The device types to which the step applies.
+        least: The minimum number of devices.
+        dies: True if the last rank exits without returning a result.
+        variables: Additional environment variables for the ranks.
+        backend: Paceline's backend, if it differs from the run's.
     """
 
     name: str
@@ -52,7 +52,7 @@ BLOCKING = (("CUDA_LAUNCH_BLOCKING", "1"),)
 
 
 def steps() -> list[Step]:
-    """Returns all steps, the first of which show whether the others can work."""
+    """Returns all steps; the first ones check the requirements of the others."""
     training_limit = {"torch.compile": 90.0}
     return [
         Step("health: torch on one rank", health.theirs, ONE, 60),
@@ -130,7 +130,7 @@ def steps() -> list[Step]:
 
 
 def staged() -> list[Step]:
-    """Returns the steps that are also run on GPUs without NCCL, with tensors that travel through host memory."""
+    """Returns the steps that also run on GPUs without NCCL, with tensors staged in host memory."""
     return [
         *(
             Step(f"{name}, types and layouts", functools.partial(collectives.all_types, name=name))

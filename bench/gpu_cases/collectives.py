@@ -1,4 +1,4 @@
-"""Every collective with every type, layout and pattern of streams, beside the same call of torch.distributed."""
+"""Compares every collective with torch.distributed's, for all types, layouts and stream patterns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Outputs = list[torch.Tensor]
 
 
 class Call(Protocol):
-    """A collective of either library; returns the tensors that it writes, and a work where it is asynchronous."""
+    """A collective of either library; returns the tensors that it writes, and a work object if it is asynchronous."""
 
     def __call__(
         self, on: ModuleType, here: Session, x: torch.Tensor, op: str, **options: bool
@@ -33,7 +33,7 @@ SHAPE = (4, 3, 4, 5)
 
 
 def like(x: torch.Tensor, rows: int | None = None) -> torch.Tensor:
-    """Returns a tensor for results in the layout of `x`, with as many rows as `x` or `rows` times as many."""
+    """Returns a tensor for results in the layout of `x`, with `rows` times as many rows."""
     shape = list(x.shape)
     shape[0] *= rows or 1
     if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
@@ -44,7 +44,7 @@ def like(x: torch.Tensor, rows: int | None = None) -> torch.Tensor:
 
 
 def blocks(x: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Returns an input for each rank, each of the shape of `x`."""
+    """Returns an input for each rank, each with the shape of `x`."""
     made = []
     for shift in range(size):
         block = like(x)
@@ -122,7 +122,7 @@ def all_to_all_single(on: ModuleType, here: Session, x: torch.Tensor, op: str, *
 
 
 class _Works:
-    """Several works as one."""
+    """Combines several work objects into one."""
 
     def __init__(self, works: list[Any]) -> None:
         self.works = works
@@ -135,7 +135,7 @@ class _Works:
 def batch_isend_irecv(
     on: ModuleType, here: Session, x: torch.Tensor, op: str, async_op: bool = False
 ) -> tuple[Outputs, Any]:
-    """Sends to the next rank and receives from the one before."""
+    """Sends to the next rank and receives from the previous one."""
     received = like(x)
     send = on.P2POp(on.isend, x, (here.rank + 1) % here.size)
     receive = on.P2POp(on.irecv, received, (here.rank - 1) % here.size)
@@ -157,7 +157,7 @@ LAYOUTS = ("contiguous", "strided", "channels_last")
 
 
 def made(here: Session, dtype: torch.dtype, shape: tuple[int, ...], op: str) -> torch.Tensor:
-    """Returns small whole numbers on the CPU, whose sums are exact in any order."""
+    """Returns small integers on the CPU, whose sums are exact in any order."""
     count = torch.Size(shape).numel()
     generator = torch.Generator().manual_seed(100 * here.rank + count)
     highest = 2 if op == "PRODUCT" or dtype is torch.bool else 4 if dtype in SMALL else 8
@@ -182,11 +182,11 @@ def on_cpu(outputs: Outputs) -> Outputs:
 
 
 def compare(here: Session, label: str, ours: Outputs, theirs: Outputs, is_exact: bool) -> None:
-    """Requires the same bits, or values that are close where a mean is not exact."""
+    """Requires bitwise equality, or approximate equality for means, which are not exact."""
     if len(ours) != len(theirs):
         raise AssertionError(f"{label}: {len(ours)} results instead of {len(theirs)}")
     for mine, wanted in zip(ours, theirs, strict=True):
-        if mine.dtype is torch.bool:  # gloo writes 2 for the sum of two
+        if mine.dtype is torch.bool:  # gloo returns 2 for this sum of booleans
             differs = mine.view(torch.uint8).ne(0) != wanted.view(torch.uint8).ne(0)
         elif mine.dtype in SMALL:
             differs = mine.view(torch.uint8) != wanted.view(torch.uint8)
@@ -201,7 +201,7 @@ def compare(here: Session, label: str, ours: Outputs, theirs: Outputs, is_exact:
 
 
 def _refusal(call: Callable[[], Outputs]) -> tuple[Outputs | None, str]:
-    """Returns the results, or the reason for which the library refused the call before it began."""
+    """Returns the results, or the error message if the library rejected the call before running it."""
     try:
         return call(), ""
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
@@ -209,7 +209,7 @@ def _refusal(call: Callable[[], Outputs]) -> tuple[Outputs | None, str]:
 
 
 def all_types(setting: Setting, name: str) -> dict[str, object]:
-    """Compares a collective for every type, reduction and layout; returns how many calls were compared."""
+    """Compares a collective for every type, reduction and layout; returns the number of compared calls."""
     call, (ours, theirs) = CALLS[name], modules()
     compared, demanding, alone, refused = 0, 0, 0, 0
     with session(setting) as here:
@@ -223,7 +223,7 @@ def all_types(setting: Setting, name: str) -> dict[str, object]:
                 def reference(x: torch.Tensor = x, op: str = op) -> Outputs:
                     return on_cpu(call(theirs, here, x.to(here.reference_device, copy=True), op)[0])
 
-                # torch refuses this type within a group of NCCL's calls, which never ends then: later calls wait.
+                # torch rejects this type inside a group of NCCL calls, which it then never closes, so later calls hang
                 is_refused = here.reference_device.type == "cuda" and dtype is torch.int16
                 wanted, reason = (None, "") if is_refused else _refusal(reference)
                 if wanted is None and dtype is torch.float32 and here.device.type == "cuda":
@@ -238,7 +238,7 @@ def all_types(setting: Setting, name: str) -> dict[str, object]:
                     if found is None and layout != "contiguous" and "contiguous" in why:
                         demanding += 1
                         continue
-                    if found is None and here.is_staged and dtype in SMALL:  # the CPU's engine does not reduce them
+                    if found is None and here.is_staged and dtype in SMALL:  # the CPU engine does not reduce these types
                         refused += 1
                         continue
                     if found is None and wanted is not None:
@@ -264,7 +264,7 @@ def plainly(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> Outpu
 
 
 def within_a_side_stream(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> Outputs:
-    """Makes the input late on a side stream, calls there, and reads there."""
+    """Computes the input late on a side stream, and calls and reads on that stream."""
     stream = here.stream()
     stream.wait_stream(here.current_stream())
     with here.within(stream):
@@ -276,7 +276,7 @@ def within_a_side_stream(here: Session, call: Call, on: ModuleType, x: torch.Ten
 
 
 def waited_for_by_another_stream(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> Outputs:
-    """Calls on the current stream, and waits and reads within another."""
+    """Calls on the current stream; waits and reads on another stream."""
     stream = here.stream()
     here.delay()
     outputs, work = call(on, here, x * 1, "SUM", async_op=True)
@@ -288,7 +288,7 @@ def waited_for_by_another_stream(here: Session, call: Call, on: ModuleType, x: t
 
 
 def without_wait(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> Outputs:
-    """Never waits for the call, only for the device."""
+    """Does not wait for the call, only for the device."""
     here.delay()
     outputs, work = call(on, here, x * 1, "SUM", async_op=True)
     if here.has_streams:
@@ -299,7 +299,7 @@ def without_wait(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> 
 
 
 def freed_at_once(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> Outputs:
-    """Drops the input right after the call and writes to memory that is allocated then."""
+    """Frees the input right after the call, and writes to memory that is allocated then."""
     here.delay()
     outputs, work = call(on, here, x * 1, "SUM", async_op=True)
     others = [torch.full_like(x, 77) for _ in range(8)]
@@ -309,7 +309,7 @@ def freed_at_once(here: Session, call: Call, on: ModuleType, x: torch.Tensor) ->
 
 
 def many_at_once(here: Session, call: Call, on: ModuleType, x: torch.Tensor) -> Outputs:
-    """Starts ten calls and waits for them from the last to the first."""
+    """Starts ten calls and waits for them in reverse order."""
     started = [call(on, here, x + at, "SUM", async_op=True) for at in range(10)]
     for _, work in reversed(started):
         work.wait()
@@ -328,7 +328,7 @@ OF_STREAMS = ("side stream", "second stream waits")
 
 
 def all_patterns(setting: Setting, name: str) -> dict[str, object]:
-    """Compares a collective for every pattern of streams, each several times."""
+    """Compares a collective for every stream pattern, each several times."""
     call, (ours, theirs) = CALLS[name], modules()
     compared = 0
     with session(setting) as here:
@@ -347,7 +347,7 @@ def all_patterns(setting: Setting, name: str) -> dict[str, object]:
 
 
 def objects_and_barriers(setting: Setting) -> None:
-    """Sends objects, and passes barriers with and without device_ids."""
+    """Sends objects, and runs barriers with and without device_ids."""
     ours, _ = modules()
     with session(setting, theirs=False) as here:
         told: list[object] = [None] * here.size
@@ -367,7 +367,9 @@ def objects_and_barriers(setting: Setting) -> None:
 
 
 def subgroups(setting: Setting) -> None:
-    """Reduces in a group of one's own, in the whole one and in a group in another order, one after the other."""
+    """Runs reductions one at a time in a group of this rank, in a group of all ranks, and in one with another rank
+    order.
+    """
     ours, _ = modules()
     with session(setting, theirs=False) as here:
         mirrored = ours.new_group(list(reversed(range(here.size))))

@@ -1,4 +1,4 @@
-"""Divided models and divided steps on a device, beside one process on the CPU; and calls with several tensors."""
+"""Compares sharded models and steps on a device with one process on the CPU, and tests calls with several tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _layers() -> nn.Sequential:
 
 
 def _whole_losses(model: nn.Module, ranks: int, rows: int = 16) -> list[float]:
-    """Returns the losses of one process on the CPU that has the batches of all ranks."""
+    """Returns the losses of one process on the CPU that trains on the batches of all ranks."""
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     told = []
     for step in range(STEPS):
@@ -39,7 +39,7 @@ def _whole_losses(model: nn.Module, ranks: int, rows: int = 16) -> list[float]:
 
 
 def pipeline(setting: Setting, schedule: str) -> dict[str, object]:
-    """Trains layers that are divided over the ranks."""
+    """Trains layers that are divided among the ranks."""
     with session(setting, theirs=False) as here:
         stages = 2 if schedule == "interleaved" else 1
         divided = dist.Pipeline(
@@ -61,7 +61,7 @@ def pipeline(setting: Setting, schedule: str) -> dict[str, object]:
 
 
 def tensor_parallel(setting: Setting) -> dict[str, object]:
-    """Trains two linear layers of which each rank has some columns or rows."""
+    """Trains two linear layers; each rank has some of their columns or rows."""
     with session(setting, theirs=False) as here:
         model = _layers().to(here.device)
         mesh = dist.init_device_mesh("cuda" if here.device.type == "cuda" else "cpu", (here.size,))
@@ -83,7 +83,7 @@ def _compared(here: Session, label: str, found: list[float], wanted: list[float]
 
 
 def logical_shards(setting: Setting) -> dict[str, object]:
-    """Trains with LogicalShards on all ranks, and then alone: the parameters must have the same bits."""
+    """Trains with LogicalShards on all ranks and then on one; the parameters must be bitwise equal."""
     with session(setting, theirs=False) as here:
         alone = [dist.new_group([rank]) for rank in range(here.size)][here.rank]
         ends = [_sharded(here, group) for group in (None, alone)]
@@ -111,7 +111,7 @@ def _sharded(here: Session, group: Any) -> dict[str, torch.Tensor]:
 
 
 def deterministic(setting: Setting) -> dict[str, object]:
-    """Trains with `deterministic=True` on all ranks, and then alone: the parameters must have the same bits."""
+    """Trains with `deterministic=True` on all ranks and then on one; the parameters must be bitwise equal."""
     with session(setting, theirs=False) as here:
         alone = [dist.new_group([rank]) for rank in range(here.size)][here.rank]
         ends = []
@@ -138,7 +138,7 @@ def deterministic(setting: Setting) -> dict[str, object]:
 
 
 def diloco(setting: Setting) -> dict[str, object]:
-    """Trains alone and exchanges every fifth step; afterwards all ranks have the same parameters."""
+    """Trains locally and exchanges every fifth step; afterwards all ranks must have the same parameters."""
     with session(setting, theirs=False) as here:
         torch.manual_seed(0)
         model = _layers().to(here.device)
@@ -179,7 +179,7 @@ class _Recurrent(nn.Module):
 
 
 def packed_sequences(setting: Setting) -> dict[str, object]:
-    """Passes a PackedSequence, which `device_ids` moves to the device, and trains."""
+    """Trains on a PackedSequence, which `device_ids` moves to the device."""
     with session(setting, theirs=False) as here:
         torch.manual_seed(0)
         ids = None if here.device.type == "cpu" else [here.device.index]
@@ -196,7 +196,7 @@ def packed_sequences(setting: Setting) -> dict[str, object]:
 
 
 def device_objects(setting: Setting) -> None:
-    """Gathers objects that hold tensors of the device."""
+    """Gathers objects that contain tensors on the device."""
     with session(setting, theirs=False) as here:
         told: list[Any] = [None] * here.size
         dist.all_gather_object(told, {"loss": torch.full((2,), float(here.rank), device=here.device)})
@@ -206,7 +206,7 @@ def device_objects(setting: Setting) -> None:
 
 
 def several_tensors(setting: Setting) -> None:
-    """Calls with lists: coalesced ones, and those of several devices a rank where there are two."""
+    """Calls collectives with lists of tensors: coalesced, and on several devices per rank if there are two."""
     with session(setting, theirs=False) as here:
         total = here.size * (here.size + 1) / 2
         tensors = [torch.full((count,), here.rank + 1.0, device=here.device) for count in (1, 4, 0, 7)]
@@ -224,7 +224,7 @@ def several_tensors(setting: Setting) -> None:
 
 
 def default_device(setting: Setting) -> None:
-    """Trains with default tensors on the device, so that a tensor made without `device=` would be one of these."""
+    """Trains with the device as torch's default, so that a tensor created without `device=` would be on it."""
     with session(setting, theirs=False) as here:
         torch.set_default_device(here.device)
         model = dist.DistributedDataParallel(nn.Linear(4, 2))

@@ -1,4 +1,4 @@
-"""Facts about a machine that explain how a GPU behaves on it."""
+"""Facts about a machine that explain the behavior of its GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 _LIMIT_S = 15
-_QUERIES = {  # by nvidia-smi, so that this process opens no GPU
+_QUERIES = {  # queried with nvidia-smi, so that this process does not open a GPU
     "GPU": "name",
     "driver": "driver_version",
     "compute capability": "compute_cap",
@@ -27,7 +27,7 @@ _QUERIES = {  # by nvidia-smi, so that this process opens no GPU
 
 
 def facts() -> list[dict[str, object]]:
-    """Returns a row for each fact that can be found here; `value` has one line."""
+    """Returns a row for each fact that can be determined here; `value` has one line."""
     found: dict[str, Callable[[], object]] = {
         "Python": lambda: f"{platform.python_version()}, {sysconfig.get_config_var('SOABI')}",
         "platform": sysconfig.get_platform,
@@ -57,7 +57,7 @@ def facts() -> list[dict[str, object]]:
 
 
 def topology() -> str:
-    """Returns what nvidia-smi prints about the machine, for the log; "" where there is no such command."""
+    """Returns the output of `nvidia-smi topo` for the log, or "" without the command."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return f"{_output('nvidia-smi')}\n{_output('nvidia-smi', 'topo', '-m')}\n"
     return ""

@@ -1,4 +1,5 @@
-"""Ranks that die, are late, raise or leave early: which error the others get, and after how long."""
+"""Tests ranks that die, are late, raise errors or leave early: the errors on the other ranks, and the time until then.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ import paceline as dist
 from gpu_cases.session import Session, Setting, open_device, session
 
 TIMEOUT_S = 5.0
-BUSY_S = 4.0  # of a stream before the last call
+BUSY_S = 4.0  # cycles by which a stream is delayed before the last call
 
 
 def _reduced(here: Session) -> torch.Tensor:
-    """Calls a first time, which connects the ranks."""
+    """Runs a first call, which connects the ranks."""
     tensor = torch.ones(1000, device=here.device)
     dist.all_reduce(tensor)
     here.synchronize()
@@ -25,7 +26,7 @@ def _reduced(here: Session) -> torch.Tensor:
 
 
 def _error_of(call: Callable[[], object], limit_s: float) -> tuple[BaseException, float]:
-    """Calls again and again until it raises; returns the error and the seconds until then."""
+    """Repeats a call until it raises; returns the error and the seconds until then."""
     started = time.perf_counter()
     while time.perf_counter() - started < limit_s:
         try:
@@ -37,7 +38,7 @@ def _error_of(call: Callable[[], object], limit_s: float) -> tuple[BaseException
 
 
 def killed(setting: Setting) -> dict[str, object]:
-    """Kills the last rank; the others must be told of it within seconds, and by its number."""
+    """Kills the last rank; the others must raise an error that names it within seconds."""
     with session(setting, theirs=False, timeout_s=60, ends=False) as here:
         tensor = _reduced(here)
         dist.barrier()
@@ -77,7 +78,7 @@ def late(setting: Setting) -> dict[str, object]:
 
 
 def raised(setting: Setting) -> dict[str, object]:
-    """Raises on one rank, which then ends its process; the others must not wait for the timeout."""
+    """Raises on one rank, whose process then exits; the others must fail before the timeout."""
     with session(setting, theirs=False, timeout_s=60, ends=False) as here:
         tensor = _reduced(here)
         dist.barrier()
@@ -96,7 +97,7 @@ def raised(setting: Setting) -> dict[str, object]:
 
 
 def destroyed_behind_a_busy_stream(setting: Setting) -> dict[str, object]:
-    """Destroys the group right after a call that the device reaches only in seconds; its result must be whole."""
+    """Destroys the group right after a call that the device runs seconds later; the result must be complete."""
     with session(setting, theirs=False, timeout_s=60, ends=False) as here:
         tensor = _reduced(here)
         started = time.perf_counter()
@@ -128,7 +129,7 @@ def destroyed_behind_a_busy_stream(setting: Setting) -> dict[str, object]:
 
 
 def two_on_one_gpu(setting: Setting) -> dict[str, object]:
-    """Puts all ranks onto device 0 without asking for that; nccl must refuse it and name the fix."""
+    """Puts all ranks onto device 0; nccl must reject this, and its error must include the solution."""
     os.environ["LOCAL_RANK"] = "0"
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     device = open_device(setting)

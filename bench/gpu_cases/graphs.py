@@ -1,4 +1,4 @@
-"""Capture of CUDA graphs while a process group exists, with and without collectives in the graph."""
+"""Captures CUDA graphs while a process group exists, with and without collectives in the graph."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gpu_cases.session import Session, Setting, session
 
 
 def beside_calls(setting: Setting) -> None:
-    """Captures a graph without collectives while calls are under way, and replays it between others."""
+    """Captures a graph without collectives while calls are pending, and replays it between others."""
     with session(setting, theirs=False) as here:
         tensor, x = torch.ones(1 << 20, device=here.device), torch.ones(100, device=here.device)
         dist.all_reduce(tensor)
         here.synchronize()
         works = [dist.all_reduce(torch.ones(1 << 20, device=here.device), async_op=True) for _ in range(5)]
         graph = _captured(lambda: x.mul_(2))
-        time.sleep(0.2)  # the engine's threads look at the calls of the group while nothing is captured
+        time.sleep(0.2)  # the engine's threads query the calls of the group only while no graph is captured
         for work in works:
             work.wait()
         x.fill_(1)

@@ -1,4 +1,4 @@
-"""Programs that show whether the machine and the two libraries work at all."""
+"""Programs that check that the machine and the two libraries work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ours(setting: Setting) -> None:
 
 
 def theirs(setting: Setting) -> None:
-    """Does the same with torch.distributed: where this fails, the machine is at fault."""
+    """Does the same with torch.distributed; if this fails, the cause is not in Paceline."""
     with session(setting, ours=False) as here:
         tensor = torch.full((1 << 20,), here.rank + 1.0, device=here.reference_device)
         torch_dist.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""A session of a rank: its device, Paceline's process group and torch's beside it, and streams."""
+"""A rank's session: its device, Paceline's and torch's process groups, and streams."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from shared_gpu import share_gpu
 import paceline as dist
 
 BACKENDS = {"cuda": "cpu:paceline,cuda:nccl", "fake": "paceline", "cpu": "paceline"}
-_DELAY_CYCLES, _DELAY_S = 20_000_000, 0.01  # some 10 ms of a GPU
+_DELAY_CYCLES, _DELAY_S = 20_000_000, 0.01  # about 10 ms on a GPU
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Choices of a run that every step follows.
+    """Settings that apply to every step of a run.
 
     Attributes:
         device_type: "cuda", "fake" or "cpu".
-        backend: Paceline's, for `init_process_group`.
-        folder: a folder of this step, in which torch's ranks meet.
-        scale: the number of rounds of a measurement, relative to the usual one.
-        variables: what the environment of the ranks has beside the usual.
+        backend: The backend for Paceline's `init_process_group`.
+        folder: A folder for this step, which contains the file for the rendezvous of torch's ranks.
+        scale: The number of rounds of a measurement, relative to the default.
+        variables: Additional environment variables for the ranks.
     """
 
     device_type: str
@@ -49,10 +49,10 @@ class Session:
     """A rank in its process groups.
 
     Attributes:
-        setting: the choices of the run.
-        rank, size: those of both groups.
-        device: the rank's device.
-        reference_device: the device of torch's side: the same with CUDA, and otherwise the CPU, with gloo.
+        setting: The settings of the run.
+        rank, size: The rank and the size in both groups.
+        device: The rank's device.
+        reference_device: The device for torch.distributed: the same device with CUDA, otherwise the CPU, with gloo.
     """
 
     setting: Setting
@@ -67,7 +67,7 @@ class Session:
 
     @property
     def is_staged(self) -> bool:
-        """Whether Paceline's calls travel through host memory."""
+        """Returns True if Paceline's calls are staged in host memory."""
         return self.device.type != "cpu" and "nccl" not in self.setting.backend
 
     @property
@@ -88,20 +88,20 @@ class Session:
         return self.module.current_stream()
 
     def delay(self) -> None:
-        """Lets the current stream be late by some milliseconds, where the device has streams."""
+        """Delays the current stream by some milliseconds, if the device has streams."""
         if self.device.type == "cuda":
             torch.cuda._sleep(_DELAY_CYCLES)
         elif self.device.type == "fake":
             self.module.launch(lambda: time.sleep(_DELAY_S))
 
     def meet(self) -> None:
-        """Waits for all ranks and for what they have put into their streams."""
+        """Waits for all ranks and for the work in their streams."""
         self.synchronize()
         dist.barrier()
 
 
 def open_device(setting: Setting) -> torch.device:
-    """Prepares this process for the device of its rank and returns that."""
+    """Selects and returns the device of this rank."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     os.environ.update(dict(setting.variables))
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def session(
 ) -> Iterator[Session]:
     """Forms the process groups of `paceline` and of `torch.distributed`.
 
-    Without an error it destroys them, unless `ends` is False: for programs whose group is broken in the end.
+    Destroys them if no error occurs, unless `ends` is False, for programs that break their group.
     """
     device = open_device(setting)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -154,5 +154,5 @@ def session(
 
 
 def modules() -> tuple[ModuleType, ModuleType]:
-    """Returns the two libraries that are compared: Paceline and torch.distributed."""
+    """Returns the two libraries to compare: Paceline and torch.distributed."""
     return dist, torch_dist

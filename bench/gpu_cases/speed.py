@@ -1,4 +1,4 @@
-"""Figures of a device: bandwidth of all_reduce, the host's time for a call, and memory of a communicator."""
+"""Measures the bandwidth of all_reduce, the host time of a call, and the memory of a communicator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = [8 << (2 * power) for power in range(13)] + [256 << 20]  # 8 B, 32 B, ..
 
 
 def _seconds(here: Session, call: Callable[[], object], calls: int) -> float:
-    """Returns the seconds of a call, of those that the device needs."""
+    """Returns the duration of a call on the device, in seconds."""
     here.meet()
     started = time.perf_counter()
     for _ in range(calls):
@@ -26,7 +26,7 @@ def _seconds(here: Session, call: Callable[[], object], calls: int) -> float:
 
 
 def bandwidth(setting: Setting) -> list[dict[str, object]]:
-    """Returns a row for each size: medians of both libraries, and the bus bandwidth, 2 (n - 1) / n bytes a second."""
+    """Returns a row for each size: medians of both libraries, and the bus bandwidth, 2 (n - 1) / n bytes per second."""
     rows: list[dict[str, object]] = []
     with session(setting) as here:
         for nbytes in SIZES if here.device.type == "cuda" else SIZES[:9]:
@@ -55,7 +55,8 @@ def bandwidth(setting: Setting) -> list[dict[str, object]]:
 
 
 def host_time(setting: Setting) -> list[dict[str, object]]:
-    """Returns the host's µs for a small all_reduce, of both libraries, while the device does not hold it up."""
+    """Returns the host time of a small all_reduce in µs for both libraries, while the device does not delay the host.
+    """
     rows: list[dict[str, object]] = []
     with session(setting) as here:
         tensor = torch.ones(4, device=here.device)
@@ -86,7 +87,7 @@ def host_time(setting: Setting) -> list[dict[str, object]]:
 
 
 def memory(setting: Setting) -> list[dict[str, object]]:
-    """Returns the device's memory that the first all_reduce of a group takes, of both libraries."""
+    """Returns the device memory that the first all_reduce of a group allocates, for both libraries."""
     rows: list[dict[str, object]] = []
     with session(setting) as here:
         tensor = torch.ones(1 << 20, device=here.device)
@@ -99,7 +100,7 @@ def memory(setting: Setting) -> list[dict[str, object]]:
 
         groups = {"paceline": (dist, dist.new_group()), "torch": (torch_dist, torch_dist.new_group())}
         for module, _ in groups.values():
-            module.all_reduce(tensor)  # the default group's, with what the library takes once
+            module.all_reduce(tensor)  # the default group, which includes the library's one-time allocations
         for by, (module, group) in groups.items():
             before = free()
             started = time.perf_counter()

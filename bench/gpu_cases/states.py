@@ -1,4 +1,4 @@
-"""Sharded optimizers and checkpoints on a device, beside training that is not sharded and not interrupted."""
+"""Compares sharded optimizers and resumed training on a device with unsharded and uninterrupted training."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _trained(here: Session, stage: int) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def checkpoints(setting: Setting, stage: int) -> dict[str, object]:
-    """Saves while training goes on, loads into new objects, and requires the same losses from there."""
+    """Saves during training, loads into new objects, and requires the same losses from then on."""
     folder = Path(setting.folder, f"checkpoints-{stage}")
     half = STEPS // 2
     with session(setting, theirs=False) as here:
@@ -85,7 +85,7 @@ def checkpoints(setting: Setting, stage: int) -> dict[str, object]:
 
 
 def map_location(setting: Setting) -> None:
-    """Saves on one rank with torch.save, and loads on each with `map_location`, as PyTorch's tutorial does."""
+    """Saves on one rank with torch.save, and loads on each with `map_location`, as in PyTorch's tutorial."""
     path = Path(setting.folder, "model.pt")
     with session(setting, theirs=False) as here:
         model, _ = _trained(here, 0)

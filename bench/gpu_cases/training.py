@@ -1,4 +1,4 @@
-"""Loss curves of Paceline's DistributedDataParallel beside those of torch's, with what programs on GPUs use."""
+"""Compares loss curves of Paceline's DistributedDataParallel with torch's, with features that programs on GPUs use."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CLASSES = 8
 
 
 class Network(nn.Module):
-    """A convolution with batch normalisation, and two blocks of which a batch may leave one out."""
+    """A convolution with batch normalization, and two blocks, of which a batch may skip one."""
 
     def __init__(self, skips: bool = False, recomputes: bool | None = None) -> None:
-        """Initialises the layers.
+        """Initializes the layers.
 
         Args:
-            skips: whether every other batch of a rank leaves a block out.
-            recomputes: whether the blocks are checkpointed, and then whether reentrantly; None for not at all.
+            skips: True if every other batch of a rank skips a block.
+            recomputes: The value of `use_reentrant` for checkpointing the blocks, or None to disable checkpointing.
         """
         super().__init__()
         self.skips, self.recomputes = skips, recomputes
@@ -59,17 +59,17 @@ class Variant:
     """A way to train.
 
     Attributes:
-        dtype: the type of parameters and inputs.
-        autocast: the type of `torch.autocast`; None without.
-        scales: whether losses are scaled by a GradScaler.
-        accumulates: how many batches a step has, all but the last under `no_sync`.
-        channels_last: whether parameters and inputs lie so.
-        synchronizes: whether batch normalisation is over all ranks.
-        compiles: whether the wrapped module is compiled.
-        network: arguments of `Network`.
-        ddp: arguments of both classes.
-        hook: Paceline's and torch's communication hook; torch's None if there is no equal one.
-        tolerance: the relative difference of losses that is allowed.
+        dtype: The type of parameters and inputs.
+        autocast: The type for `torch.autocast`, or None to disable it.
+        scales: True if losses are scaled with a GradScaler.
+        accumulates: The number of batches in a step; all but the last run under `no_sync`.
+        channels_last: True if parameters and inputs have the memory format `torch.channels_last`.
+        synchronizes: True if batch normalization is synchronized across ranks.
+        compiles: True if the wrapped module is compiled.
+        network: The arguments for `Network`.
+        ddp: The arguments for both DistributedDataParallel classes.
+        hook: Paceline's and torch's communication hooks; torch's is None if it has no equivalent.
+        tolerance: The relative tolerance for losses.
     """
 
     dtype: torch.dtype = torch.float32
@@ -107,14 +107,14 @@ VARIANTS: dict[str, Variant] = {
 
 
 def batch(step: int, rank: int, rows: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns images, and for each as its class the column in which its first row is brightest."""
+    """Returns images and their classes; the class is the column in which an image's first row is brightest."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     images = torch.randn(rows, 3, 8, 8, generator=generator)
     return images, images[:, 0, 0].argmax(1)
 
 
 def _prepared(here: Session, variant: Variant, device: torch.device) -> nn.Module:
-    torch.manual_seed(here.rank)  # wrapping must make them the same
+    torch.manual_seed(here.rank)  # differs between ranks; wrapping must make the parameters equal
     module: nn.Module = Network(**variant.network).to(device, variant.dtype)
     return module.to(memory_format=torch.channels_last) if variant.channels_last else module
 
@@ -140,13 +140,13 @@ def theirs(here: Session, variant: Variant) -> nn.Module:
         module, device_ids=[here.reference_device.index] if is_cuda else None, **variant.ddp
     )
     has_hook = variant.hook is not None and variant.hook[1] is not None
-    if has_hook and (is_cuda or variant.hook[1] is not default_hooks.bf16_compress_hook):  # which gloo lacks
+    if has_hook and (is_cuda or variant.hook[1] is not default_hooks.bf16_compress_hook):  # not implemented by gloo
         model.register_comm_hook(None, variant.hook[1])
     return model
 
 
 def curve(here: Session, variant: Variant, model: nn.Module, device: torch.device, steps: int = STEPS) -> list[float]:
-    """Trains `model`, which is in one of the two classes, and returns the loss of each batch."""
+    """Trains `model`, which is wrapped in one of the two classes, and returns the loss of each batch."""
     forward: Callable[[torch.Tensor], torch.Tensor] = model
     if variant.compiles:
         forward = torch.compile(model, backend="inductor" if device.type == "cuda" else "eager")
@@ -201,7 +201,7 @@ def largest_difference(label: str, found: list[float], wanted: list[float], tole
 
 
 def compare(setting: Setting, name: str) -> dict[str, object]:
-    """Trains in both classes; returns the largest relative difference of their losses."""
+    """Trains with both classes; returns the largest relative difference between their losses."""
     variant = VARIANTS[name]
     with session(setting) as here:
         found = curve(here, variant, ours(here, variant), here.device)
@@ -230,7 +230,7 @@ class _Halves(nn.Module):
 
 
 def two_devices(setting: Setting) -> dict[str, object]:
-    """Trains a module on two devices a rank in both classes."""
+    """Trains a module that spans two devices per rank with both classes."""
     with session(setting) as here:
         count = here.module.device_count()
         pair = tuple(torch.device(here.device.type, (here.rank * 2 + at) % count) for at in range(2))
@@ -272,7 +272,7 @@ def data_parallel(setting: Setting) -> dict[str, object]:
 
 
 def uneven_inputs(setting: Setting) -> dict[str, object]:
-    """Trains with one batch more on each next rank, under `join`, in both classes."""
+    """Trains with one more batch on each successive rank, under `join`, with both classes."""
     with session(setting) as here:
         variant = Variant()
 

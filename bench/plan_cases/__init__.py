@@ -1,1 +1,3 @@
-"""What `bench/plan.py` measures: `programs.py` is what ranks run, `grid.py` the points and their errors."""
+"""The measurements of `bench/plan.py`: `programs.py` has the programs of the ranks, `grid.py` the points and their
+errors.
+"""

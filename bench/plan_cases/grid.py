@@ -1,4 +1,4 @@
-"""The grid: each point is measured several times, and predicted from links and steps that were measured apart."""
+"""Measures each point of a grid several times, and predicts it from separate measurements of links and steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Grid:
-    """What the points are made of."""
+    """The dimensions of the grid."""
 
     hosts: tuple[int, ...]
     per_host: tuple[int, ...]
@@ -40,17 +40,18 @@ class Grid:
     repeats: int
 
     def networks(self) -> Iterator[tuple[str, float]]:
-        """Yields each rate and delay."""
+        """Yields each combination of rate and delay."""
         return itertools.product(self.rates, self.delays_ms)
 
     def worlds(self) -> Iterator[tuple[int, int]]:
-        """Yields each number of hosts and of ranks on a host."""
+        """Yields each combination of a number of hosts and a number of ranks per host."""
         return itertools.product(self.hosts, self.per_host)
 
 
 @dataclass(frozen=True)
 class Known:
-    """What was calibrated: the link of each rate and delay, that within a host, and a step with so many ranks."""
+    """The calibration: the link for each rate and delay, the link within a host, and the step for each number of ranks.
+    """
 
     links: dict[tuple[str, float], NetworkLink]
     within_host: NetworkLink
@@ -63,7 +64,7 @@ class Known:
 
 
 def calibrate(grid: Grid) -> Known:
-    """Measures the links with two ranks, and the steps with as many ranks as a point has, which wait for nobody."""
+    """Measures the links with two ranks, and the steps without communication on as many ranks as each point has."""
     links = {}
     for rate, delay_ms in grid.networks():
         (link, _), *_ = Hosts(2, 1, rate=rate, delay_ms=delay_ms)(programs.measure_two, timeout_s=_TIMEOUT_S)
@@ -77,12 +78,13 @@ def calibrate(grid: Grid) -> Known:
 
 
 def points(grid: Grid, known: Known, failed: list[str]) -> Iterator[Row]:
-    """Yields what was measured and predicted of each call and step at each point.
+    """Yields the measured and predicted times of each call and step at each point.
 
     Args:
-        grid: the points.
-        known: what was calibrated.
-        failed: gets a line for each run that has failed, whose point has one repeat less, or is left out without any.
+        grid: The points.
+        known: The calibration.
+        failed: The list to which a line is added for each failed run. The point then has one repeat fewer; a point
+            without repeats is skipped.
     """
     for (rate, delay_ms), (hosts, per_host) in itertools.product(grid.networks(), grid.worlds()):
         world = Hosts(hosts, per_host, rate=rate, delay_ms=delay_ms)
@@ -133,7 +135,7 @@ def _predicted(grid: Grid, known: Known, hosts: int, per_host: int, links: Links
 
 
 def compared(band: Band, times_s: Sequence[float]) -> Row:
-    """Returns the error of a prediction, the spread of the repeats, as shares of the mean, and if the band holds it."""
+    """Returns the error and the spread of the repeats, relative to the mean, and if the band contains the mean."""
     mean, predicted_s = fmean(times_s), band.predicted_s
     return {
         "n": len(times_s),
@@ -149,7 +151,7 @@ def compared(band: Band, times_s: Sequence[float]) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """Returns the errors' percentiles, of the all-reduces, of the steps, and of each algorithm."""
+    """Returns percentiles of the errors: of the all-reduces, of the steps, and of each algorithm."""
     kinds = {"all-reduces": "all_reduce", "steps": "step"}
     groups = {name: [row for row in rows if str(row["what"]).startswith(start)] for name, start in kinds.items()}
     for algorithm in dict.fromkeys(str(row["algorithm"]) for row in rows):

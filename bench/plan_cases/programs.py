@@ -1,4 +1,4 @@
-"""What the ranks of the grid run: trainings of a few steps, and all-reduces; and how they are calibrated."""
+"""Programs for the ranks of the grid: short training runs, all-reduces, and their calibration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CALLS = 3
 
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """Returns a model of some 4 MB of gradients, which 100 Mbit/s carries in a third of a second, and a batch."""
+    """Returns a model with about 4 MB of gradients, which take a third of a second at 100 Mbit/s, and a batch."""
     if name == "wide MLP":
         layers = (nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 768), nn.ReLU(), nn.Linear(768, 10))
         return nn.Sequential(*layers), torch.randn(32, 256)
@@ -30,7 +30,7 @@ MODELS = ("wide MLP", "transformer")
 
 
 def train(model: nn.Module, x: torch.Tensor, steps: int, seconds: float = 0.0) -> list[float]:
-    """Trains for so many steps, and on until so much time has passed; returns the seconds of each step."""
+    """Trains for at least the given number of steps and the given time; returns the seconds of each step."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     began, times = time.perf_counter(), []
     while len(times) < steps or time.perf_counter() - began < seconds:
@@ -43,7 +43,7 @@ def train(model: nn.Module, x: torch.Tensor, steps: int, seconds: float = 0.0) -
 
 
 def measure_two() -> object:
-    """The link between rank 0 and rank 1, and the time to add a byte; rank 0 returns them."""
+    """Measures the link between ranks 0 and 1, and the time to add a byte; returns them on rank 0."""
     import paceline as dist
     from paceline.operate.plan.measure_worker import measure_link
     from paceline.operate.plan.step_watch import reduction_s_per_byte
@@ -56,9 +56,9 @@ def measure_two() -> object:
 
 
 def calibrate(models: Sequence[str], steps: int) -> dict[str, bytes]:
-    """Each model's calibration while all ranks train at once, each for itself; without a link between hosts.
+    """Calibrates each model while all ranks train independently, without a link between hosts.
 
-    The ranks of the grid share the cores of one machine, so what they compute takes as long as with all of them.
+    The ranks of the grid share the cores of one machine, so the calibration must use them all.
     """
     import paceline as dist
     from paceline.operate.plan.calibration import Links, encode
@@ -91,18 +91,18 @@ def calibrate(models: Sequence[str], steps: int) -> dict[str, bytes]:
 
 
 def measure(algorithm: str, sizes: Sequence[int], models: Sequence[str], steps: int) -> dict[str, float]:
-    """The median seconds of an all-reduce of each size, and of a step of each model."""
+    """Returns the median seconds of an all-reduce of each size, and of a step of each model."""
     import paceline as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(algorithm=algorithm)
-    torch.manual_seed(dist.get_rank())  # rank 0's model goes to all; the batches differ
+    torch.manual_seed(dist.get_rank())  # all ranks start from rank 0's model, with different batches
     found = {}
     for nbytes in sizes:
         tensor = torch.zeros(nbytes // 4)
         turns = []
         for _ in range(TURNS):
-            # The call before the timed ones empties the buckets of tokens, which let 128 KiB pass at any rate.
+            # The call before the timed ones empties the token buckets, which let 128 KiB pass at any rate.
             dist.all_reduce(tensor)
             began = time.perf_counter()
             for _ in range(CALLS):
