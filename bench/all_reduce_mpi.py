@@ -80,8 +80,7 @@ def run(library: Library, ranks: int, options: dict[str, object]) -> dict[str, T
 
 
 def rows_of(nbytes: int, runs: dict[str, list[Turns]]) -> list[dict[str, object]]:
-    """Returns a size's rows: each library and Paceline in the same processes, and Paceline against the fastest library.
-    """
+    """Returns a size's rows: each library beside Paceline in the same processes, and Paceline against the fastest."""
     rows: list[dict[str, object]] = []
     for name, repeats in runs.items():
         row: dict[str, object] = {"size": human(nbytes), "library": name}

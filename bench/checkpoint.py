@@ -176,8 +176,7 @@ def save_main(rank: int, gigabytes: float, rounds: int, steps: int, where: str, 
 
 
 class Turn(NamedTuple):
-    """The times of one round, in seconds, on the slowest rank: of a step, lost, of the call, and until it is durable.
-    """
+    """The times of a round in seconds, on the slowest rank: of a step, lost, of the call, and until it is durable."""
 
     step: float
     lost: float

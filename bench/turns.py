@@ -16,8 +16,7 @@ from report import columns_of, spread
 
 @dataclass
 class Turns:
-    """The measurements of this rank, by kind: the seconds of a step in each turn, and the processor time of all turns.
-    """
+    """This rank's measurements by kind: the seconds of a step in each turn, and the processor time of all turns."""
 
     step_s: dict[str, list[float]] = field(default_factory=dict)
     processor_s: dict[str, float] = field(default_factory=dict)

@@ -40,8 +40,7 @@ def rounded(wire: str, values: torch.Tensor, residual: torch.Tensor | None = Non
 
 
 def reduced(wire: str, parts: list[torch.Tensor], residuals: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """Returns the sum over hosts. A slice's owner adds its own part exactly and rounds the sum; two hosts round both.
-    """
+    """Returns the sum over hosts. A slice's owner adds its own part exactly and rounds the sum; two hosts round all."""
     kept = residuals or [None] * len(parts)
     if len(parts) == 2:
         return sum(rounded(wire, part, residual) for part, residual in zip(parts, kept, strict=True))

@@ -52,8 +52,7 @@ def _row(event: str, does: Callable[[jobs.Launched], None], times: int, digest: 
 
 
 def _disturbed(does: Callable[[jobs.Launched], None]) -> tuple[list[float], list[float], set[object]]:
-    """Returns the longest pause of each survivor, the time until a new coordinator is elected, and the final digests.
-    """
+    """Returns the longest pause of each survivor, the time until there is a new coordinator, and the final digests."""
     network = Network(_HOSTS, 1, 1500, None, None)
     with (
         contextlib.closing(network),

@@ -1,5 +1,4 @@
-"""Training loops with shards, with DistributedDataParallel and without communication, for the models of `bench/ddp.py`.
-"""
+"""Training loops for the models of `bench/ddp.py`: shards, DistributedDataParallel, and no communication."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class Repeated(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def model_and_samples(name: str, steps: int, shards: int) -> tuple[nn.Module, Repeated, int]:
-    """Returns a model of `bench/ddp.py`, the samples for `steps` steps, and the number of samples per shard and step.
-    """
+    """Returns a model of `bench/ddp.py`, the samples for `steps` steps, and the number of samples per shard."""
     torch.manual_seed(0)
     model, batch = build(name)
     return model, Repeated(batch, steps, shards), len(batch)

@@ -19,8 +19,7 @@ NEEDS_ROOT = "not measured, since network namespaces need root"
 def elastic(
     network: Network, per_host: int, steps: int, *options: str, nnodes: str = "", script: str = "train_shards.py"
 ) -> Launched:
-    """Starts an elastic job that runs `train_shards.py` or another script, with a launcher on each host of a network.
-    """
+    """Starts an elastic job that runs `train_shards.py` or another script, with a launcher on each of the hosts."""
     launcher = [sys.executable, "-m", "paceline", "run", "--elastic", "--nproc-per-node", str(per_host)]
     meeting = ["--nnodes", nnodes or str(len(network.hosts)), "--rdzv-endpoint", f"{ipv4(0)}:29400"]
     program = [str(HERE / script), "{directory}", "--steps", str(steps), *options]

@@ -1,6 +1,4 @@
-"""A worker for `overhead`: runs a loop with shards, in an elastic job or not, or with a bare model, when it is its
-turn.
-"""
+"""A worker for `overhead`: runs a loop with shards (in an elastic job or not) or with a bare model, in turns."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def all_types(setting: Setting, name: str) -> dict[str, object]:
                     if found is None and layout != "contiguous" and "contiguous" in why:
                         demanding += 1
                         continue
-                    if found is None and here.is_staged and dtype in SMALL:  # the CPU engine does not reduce these types
+                    if found is None and here.is_staged and dtype in SMALL:  # not reduced by the CPU engine
                         refused += 1
                         continue
                     if found is None and wanted is not None:
@@ -367,9 +367,7 @@ def objects_and_barriers(setting: Setting) -> None:
 
 
 def subgroups(setting: Setting) -> None:
-    """Runs reductions one at a time in a group of this rank, in a group of all ranks, and in one with another rank
-    order.
-    """
+    """Runs reductions sequentially in a group of one rank, in one with reversed ranks, and in the default group."""
     ours, _ = modules()
     with session(setting, theirs=False) as here:
         mirrored = ours.new_group(list(reversed(range(here.size))))

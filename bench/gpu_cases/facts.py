@@ -57,7 +57,7 @@ def facts() -> list[dict[str, object]]:
 
 
 def topology() -> str:
-    """Returns the output of `nvidia-smi topo` for the log, or "" without the command."""
+    """Returns the output of `nvidia-smi` and `nvidia-smi topo` for the log, or "" if the command fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return f"{_output('nvidia-smi')}\n{_output('nvidia-smi', 'topo', '-m')}\n"
     return ""

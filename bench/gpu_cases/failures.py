@@ -1,5 +1,4 @@
-"""Tests ranks that die, are late, raise errors or leave early: the errors on the other ranks, and the time until then.
-"""
+"""Tests ranks that die, are late, raise errors or leave early, and measures how soon the others raise errors."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import paceline as dist
 from gpu_cases.session import Session, Setting, open_device, session
 
 TIMEOUT_S = 5.0
-BUSY_S = 4.0  # cycles by which a stream is delayed before the last call
+BUSY_S = 4.0  # delay of a stream before the last call
 
 
 def _reduced(here: Session) -> torch.Tensor:

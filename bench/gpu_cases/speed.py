@@ -55,8 +55,7 @@ def bandwidth(setting: Setting) -> list[dict[str, object]]:
 
 
 def host_time(setting: Setting) -> list[dict[str, object]]:
-    """Returns the host time of a small all_reduce in µs for both libraries, while the device does not delay the host.
-    """
+    """Returns the host time of a small all_reduce in µs, for both libraries, while the device is not a bottleneck."""
     rows: list[dict[str, object]] = []
     with session(setting) as here:
         tensor = torch.ones(4, device=here.device)

@@ -1,3 +1,1 @@
-"""The measurements of `bench/plan.py`: `programs.py` has the programs of the ranks, `grid.py` the points and their
-errors.
-"""
+"""The measurements of `bench/plan.py`: `programs.py` runs on the ranks; `grid.py` has the points and their errors."""

@@ -50,8 +50,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Known:
-    """The calibration: the link for each rate and delay, the link within a host, and the step for each number of ranks.
-    """
+    """The calibration: a link for each rate and delay, the link within a host, and a step for each number of ranks."""
 
     links: dict[tuple[str, float], NetworkLink]
     within_host: NetworkLink

@@ -1,4 +1,4 @@
-"""What each block of the documentation shows."""
+"""Defines the content of each block in the documentation."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def store(results: Results) -> str:
 
 
 def hosts(name: str, *columns: str) -> Callable[[Results], str]:
-    """Returns the block of a result of `bench/hosts.py`; the columns say what distinguishes its lines."""
+    """Returns the block of a result of `bench/hosts.py`; the columns list the parameters that distinguish its lines."""
     heads = {"hosts": "hosts × ranks", "delay ms": "one-way delay ms"}
 
     def of_line(contestant: str) -> Callable[[Contestants], object]:

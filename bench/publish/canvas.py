@@ -1,4 +1,4 @@
-"""How pictures look: drawn by matplotlib, in colours that follow the reader's light or dark theme."""
+"""Draws pictures with matplotlib, in colors that follow the reader's light or dark theme."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise ImportError("pictures are drawn with matplotlib, which is missing: pip install 'paceline[bench]'") from error
 
-Axes = Any  # matplotlib's own classes have few types
+Axes = Any  # matplotlib's own classes are mostly untyped
 
 INK, QUIET, LINE, PAPER = "#1f2430", "#5b6472", "#c3c9d4", "#ffffff"
 BLUE, AMBER, GREEN, VIOLET, GREY = "#0369a1", "#b45309", "#15803d", "#6d28d9", "#64748b"
@@ -28,11 +28,11 @@ _DARK = {
     VIOLET: "#c4b5fd",
     GREY: "#94a3b8",
 }
-_COORDINATE = re.compile(r"-?\d+\.\d{3,}")  # with more decimals than can be seen
+_COORDINATE = re.compile(r"-?\d+\.\d{3,}")  # coordinates with more decimals than are visible
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "paceline",
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so texts have the same size everywhere
+    "font.family": "DejaVu Sans",  # included in matplotlib, so texts have the same size on all machines
     "font.size": 9,
     "text.color": INK,
     "axes.titlesize": 10,
@@ -59,11 +59,11 @@ def picture(title: str, panels: int, paint: Any, width: float = 8.0, height: flo
     """Returns an SVG.
 
     Args:
-        title: for those who cannot see it.
-        panels: how many axes there are, side by side.
-        paint: is called with the axes.
-        width: in inches.
-        height: in inches.
+        title: The alternative text for readers who cannot see the picture.
+        panels: The number of axes, side by side.
+        paint: A function that draws, given the axes.
+        width: The width in inches.
+        height: The height in inches.
     """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -75,7 +75,7 @@ def picture(title: str, panels: int, paint: Any, width: float = 8.0, height: flo
 
 
 def _finished(svg: str, title: str) -> str:
-    """Returns the SVG with a title, with the colours of the dark theme, and with no more digits than one sees."""
+    """Returns the SVG with a title, the colors of the dark theme, and coordinates rounded to visible precision."""
     rules = "".join(
         f'[style*="{attribute}: {light}"]{{{attribute}:{dark} !important}}'
         for light, dark in _DARK.items()
@@ -90,13 +90,13 @@ def _finished(svg: str, title: str) -> str:
 
 
 def bars(axes: Axes, groups: Sequence[str], series: dict[str, tuple[str, list[float | None]]], unit: str) -> None:
-    """Paints groups of bars with their values above; a value of None is left out.
+    """Draws groups of bars with their values above; a value of None is omitted.
 
     Args:
-        axes: where.
-        groups: the names of the groups.
-        series: for each name its colour, and a value for each group.
-        unit: of the values, as the label of the axis.
+        axes: The axes to draw on.
+        groups: The names of the groups.
+        series: For each name, its color and a value for each group.
+        unit: The unit of the values, used as the axis label.
     """
     width = 0.8 / len(series)
     for at, (name, (colour, values)) in enumerate(series.items()):

@@ -1,4 +1,4 @@
-"""Which runs of which scripts the documentation shows: the name of each result and the words that make it."""
+"""The runs that the documentation shows: the name of each result, and the script and options that produce it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ USUAL = (
     "store",
     "startup",
     "engines",
-)  # what `make bench` runs by itself
+)  # the default of `make bench`
 
 RUNS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("all_reduce.py",),

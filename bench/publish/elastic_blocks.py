@@ -1,4 +1,4 @@
-"""What the blocks of elastic training show."""
+"""Defines the blocks about elastic training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from publish.tables import Cell, duration, markdown, number, source, table
 
 Results = Mapping[str, Result]
 
-_OTHERS, _MAJORITY = "others' pause", "majority's pause"  # as the columns are called
+_OTHERS, _MAJORITY = "others' pause", "majority's pause"  # the column names
 _AT_SLOWEST = "at the slowest's pace / sum"
 
 
@@ -34,7 +34,7 @@ def deaths(results: Results) -> str:
 
 
 def joining(results: Results) -> str:
-    """Returns a table of how replacements come to take part, for both loops."""
+    """Returns a table of how replacements join, for both loops."""
 
     def times(row: Row, p50: str, most: str | None = None) -> str:
         if row[p50] is None:
@@ -63,7 +63,7 @@ def joining(results: Results) -> str:
 
 
 def events(results: Results) -> str:
-    """Returns a table of all that happens to a job besides."""
+    """Returns a table of all other events in a job."""
     names = ("elastic-overhead", "elastic-frozen", "elastic-coordinator", "elastic-speeds", "elastic-thin")
     lines = [line for name in names for line in _EVENTS[name](results[name])]
     return "\n\n".join([markdown(["event", "result"], lines), source(*(results[name] for name in names))])

@@ -1,4 +1,4 @@
-"""What the blocks of docs/gpu.md show: which steps of `bench/gpu.py` ran where, and how fast a GPU was."""
+"""Defines the blocks of docs/gpu.md: where each step of `bench/gpu.py` ran and its result, and the speed of a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLLAPSED = ("health", "collectives", "streams", "checkpoint", "CUDA_LAUNCH_BLO
 
 
 def _columns(results: Results) -> dict[str, Result]:
-    """Returns the results by the heads of their columns."""
+    """Returns the results by column header."""
     found = {head: results[name] for name, head in _RUNS.items() if name in results}
     if _GPU in results:
         found[_name_of_gpu(results[_GPU])] = results[_GPU]
@@ -28,7 +28,7 @@ def _name_of_gpu(result: Result) -> str:
 
 
 def _lines(columns: Mapping[str, Result]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name of each line with the steps it stands for."""
+    """Yields the name of each line and the steps that it summarizes."""
     names = list(dict.fromkeys(row["step"] for result in columns.values() for row in result.rows("steps")))
     sections: dict[str, list[str]] = {}
     for name in names:
@@ -42,7 +42,7 @@ def _lines(columns: Mapping[str, Result]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _cell(result: Result, names: Sequence[str]) -> str:
-    """Returns "ok", "failed", how many of several steps are, or "-" if none ran."""
+    """Returns "ok", "failed", the number of steps that passed if there are several, or "-" if none ran."""
     rows = [row for row in result.rows("steps") if row["step"] in names and row["result"] != "left out"]
     right = sum(row["result"] == "ok" for row in rows)
     if not rows:
@@ -69,12 +69,12 @@ def steps(results: Results) -> str:
 
 
 def _plain(error: str) -> str:
-    """Returns an error as code, on one line."""
+    """Returns an error formatted as code on one line."""
     return f"`{error.replace('`', chr(39))}`"
 
 
 def _of_case(block_name: str, case: str, columns: Mapping[str, Cell]) -> Callable[[Results], str]:
-    """Returns the block of a table that the run of all steps has, or else that of the steps of speed alone."""
+    """Returns the block of a table from the run of all steps, or else from the run of the speed steps alone."""
 
     def block(results: Results) -> str:
         found = [results[name] for name in (_GPU, "gpu-speed") if name in results and _has(results[name], case)]

@@ -1,10 +1,10 @@
-"""Pages of the documentation, in which blocks between markers are drawn from results.
+"""Pages of the documentation with blocks between markers, which are generated from results.
 
     <!-- figures: all_reduce -->
-    ... what `blocks.py` makes of bench/results/all_reduce.json ...
+    ... what `blocks.py` generates from bench/results/all_reduce.json ...
     <!-- end of figures -->
 
-A block that `blocks.py` does not name shows all that the result of its name has.
+A block without a definition in `blocks.py` shows all tables of the result with its name.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _BLOCK = re.compile(r"(?<=<!-- figures: )([\w.-]+)( -->\n)(.*?)(?=<!-- end of fi
 
 
 def pages() -> list[Path]:
-    """Returns the pages that have blocks."""
+    """Returns the pages that contain blocks."""
     found = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in found if _BLOCK.search(page.read_text())]
 
 
 def filled(text: str, results: Mapping[str, Result], page: Path) -> str:
-    """Returns the text of a page with all its blocks drawn anew. Their links are those of a page in docs/."""
+    """Returns the text of a page with all its blocks regenerated. Links are relative to a page in docs/."""
     up = "../" * (len(page.relative_to(ROOT).parts) - 1)
 
     def fill(match: re.Match[str]) -> str:
@@ -38,7 +38,7 @@ def filled(text: str, results: Mapping[str, Result], page: Path) -> str:
 
 
 def block(name: str, results: Mapping[str, Result]) -> str:
-    """Returns what stands between the markers of a block."""
+    """Returns the text between the markers of a block."""
     if name in BLOCKS:
         return BLOCKS[name](results)
     if name not in results:
@@ -56,7 +56,7 @@ def _everything(result: Result) -> str:
 
 
 def draw_all() -> list[Path]:
-    """Draws all blocks and pictures anew; returns the files that this changed."""
+    """Regenerates all blocks and pictures; returns the files that changed."""
     from publish.plots import PICTURES
 
     results = read_all()

@@ -1,4 +1,4 @@
-"""The pictures of results, each as a function from results to SVG."""
+"""Draws the pictures of results; each picture is a function from results to SVG."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def between_hosts(results: Results) -> str:
 
 
 def _by_size(axis: Axes, rows: Sequence[Row], title: str) -> None:
-    """Paints a line for each contestant, and the range up to the 95th percentile where it is known."""
+    """Draws a line for each contestant, and the range up to the 95th percentile if it is known."""
     for name in dict.fromkeys(str(row["by"]) for row in rows):
         mine = [row for row in rows if row["by"] == name]
         sizes = [_nbytes(row["size"]) for row in mine]
@@ -49,7 +49,7 @@ def _by_size(axis: Axes, rows: Sequence[Row], title: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     all_sizes = sorted({_nbytes(row["size"]) for row in rows})
-    sizes = [size for at, size in enumerate(all_sizes) if at == 0 or size >= 4 * all_sizes[at - 1]]  # room for a label
+    sizes = [size for at, size in enumerate(all_sizes) if at == 0 or size >= 4 * all_sizes[at - 1]]  # space for a label
     axis.set_xticks(sizes, [_short(size) for size in sizes], rotation=45)
     axis.minorticks_off()
     axis.set_ylabel("µs")

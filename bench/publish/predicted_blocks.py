@@ -1,4 +1,4 @@
-"""What the blocks of docs/plan.md and docs/uneven-networks.md show: predictions, and choices that follow from them."""
+"""Defines the blocks of docs/plan.md and docs/uneven-networks.md: predictions, and choices based on them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan(results: Results) -> str:
 
 
 def held_out(results: Results) -> str:
-    """Returns the block of a result of `bench/plan.py` at other points than those that gave the errors of calls."""
+    """Returns the block of a `bench/plan.py` result at points that were not used to determine the errors of calls."""
     result = results["plan-held-out"]
     columns: dict[str, Cell] = {
         "predicted": "of",

@@ -1,4 +1,4 @@
-"""What the blocks of README.md and README.zh.md show: a few figures of the results, in the language of the page."""
+"""Defines the blocks of README.md and README.zh.md: a few figures from the results, in the language of the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Results = Mapping[str, Result]
 
 @dataclass(frozen=True)
 class Words:
-    """The words of a language; what is in braces is filled in."""
+    """The phrases in a language; fields in braces are filled in."""
 
     four_ranks: str
     steps: str

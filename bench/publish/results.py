@@ -1,4 +1,4 @@
-"""Results of benchmarks, as `--json` has written them."""
+"""Reads benchmark results that were written by `--json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a result; `case` names it where a benchmark has several."""
+    """A table of a result; `case` identifies it if a benchmark has several."""
 
     title: str
     case: str | None
@@ -24,17 +24,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run of a benchmark has measured.
+    """The measurements of one run of a benchmark.
 
     Attributes:
-        name: that of the file, without `.json`.
-        command: what was called.
-        date: of the run, as YYYY-MM-DD.
-        machine: its processor, cores, kernel and Python.
-        versions: those of the packages that matter.
-        origin: "measured", or "documentation" if only the documentation had kept the figures.
-        note: what else a reader must know to judge the figures.
-        tables: what was measured.
+        name: The name of the file, without `.json`.
+        command: The command line.
+        date: The date of the run, as YYYY-MM-DD.
+        machine: The processor, cores, kernel and Python version.
+        versions: The versions of the relevant packages.
+        origin: "measured", or "documentation" if the figures were taken from the documentation.
+        note: Other information that a reader needs to interpret the figures.
+        tables: The measured tables.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Result:
 
 
 def read(path: Path) -> Result:
-    """Returns the result in a file."""
+    """Reads the result in a file."""
     content = json.loads(path.read_text())
     tables = tuple(Table(each["title"], each.get("case"), tuple(each["rows"])) for each in content["tables"])
     return Result(
@@ -76,5 +76,5 @@ def read(path: Path) -> Result:
 
 
 def read_all(folder: Path = FOLDER) -> dict[str, Result]:
-    """Returns all results by their names."""
+    """Returns all results by name."""
     return {path.stem: read(path) for path in sorted(folder.glob("*.json"))}

@@ -1,4 +1,4 @@
-"""Tables in Markdown, from rows of figures."""
+"""Formats figures as Markdown tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Cell = str | Callable[[Row], object]
 
 
 def number(value: object) -> str:
-    """Returns a figure with three digits, and "-" if there is none."""
+    """Returns a figure with three significant digits, or "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -19,12 +19,12 @@ def number(value: object) -> str:
 
 
 def duration(ms: float) -> str:
-    """Returns a time in ms with two or three digits, in seconds from 1,000 ms on."""
+    """Returns a time in ms with two or three digits, or in seconds from 1,000 ms upwards."""
     return f"{number(ms)} ms" if ms < 1000 else f"{ms / 1000:.3g} s"
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Returns a table of those columns that have a value in any row."""
+    """Returns a table of those columns that have a value in at least one row."""
     all_rows = [list(row) for row in rows]
     shown = [at for at, _ in enumerate(heads) if any(row[at] is not None for row in all_rows)]
     body = [[number(row[at]) for at in shown] for row in all_rows]
@@ -36,8 +36,8 @@ def table(rows: Iterable[Row], columns: Mapping[str, Cell]) -> str:
     """Returns a table with a line for each row.
 
     Args:
-        rows: what is shown.
-        columns: for each head the name of a value, or what makes the cell out of a row.
+        rows: The rows to show.
+        columns: For each header, the name of a value or a function that formats a cell from a row.
     """
     return markdown(list(columns), [[_cell(row, cell) for cell in columns.values()] for row in rows])
 
@@ -48,13 +48,13 @@ def pivot(
     columns: Mapping[str, Callable[[Mapping[str, Row]], object]],
     by: str = "by",
 ) -> str:
-    """Returns a table with one line for all contestants together.
+    """Returns a table in which each line combines all contestants.
 
     Args:
-        rows: a row for each contestant.
-        lines: what distinguishes the lines, as the columns of `table`.
-        columns: for each further head what makes the cell out of the contestants' rows, by name.
-        by: the column that names the contestant.
+        rows: A row for each contestant.
+        lines: The columns that distinguish the lines, as for `table`.
+        columns: For each further header, a function that formats a cell from the contestants' rows, by name.
+        by: The column that contains the contestant's name.
     """
     groups: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
@@ -65,31 +65,31 @@ def pivot(
 
 
 def renamed(column: str, names: Mapping[str, str]) -> Callable[[Row], str]:
-    """Returns what makes a cell out of a column: the name that `names` has for the value, or the value itself."""
+    """Returns a function that formats a column: the name that `names` has for the value, or else the value itself."""
     return lambda row: names.get(row[column], row[column])
 
 
 def spread(name: str, unit: str = "µs") -> Callable[[Mapping[str, Row]], object]:
-    """Returns what makes a cell out of a contestant's median, with the 95th percentile in brackets if it is known."""
+    """Returns a function that formats a contestant's median, with the 95th percentile in parentheses if it is known."""
     return lambda contestants: spread_of(contestants[name], unit) if name in contestants else None
 
 
 def spread_of(row: Row, unit: str = "µs") -> str | None:
-    """Returns the median of a row, with the 95th percentile in brackets if it is known; None without a median."""
+    """Returns the median of a row, with the 95th percentile in parentheses if it is known, or None without a median."""
     return with_tail(row.get(f"p50 {unit}"), row.get(f"p95 {unit}"))
 
 
 def with_tail(p50: float | None, p95: float | None) -> str | None:
-    """Returns a median, with the 95th percentile in brackets if it is known; None without a median."""
+    """Returns a median, with the 95th percentile in parentheses if it is known, or None without a median."""
     return None if p50 is None else number(p50) + ("" if p95 is None else f" ({number(p95)})")
 
 
 def ratio(name: str, to: str, unit: str = "µs") -> Callable[[Mapping[str, Row]], object]:
-    """Returns what makes a cell out of the median of one contestant divided by that of another."""
+    """Returns a function that formats the median of one contestant divided by that of another."""
 
     def cell(contestants: Mapping[str, Row]) -> object:
         both = [contestants[each] for each in (name, to) if each in contestants]
-        # Where both have their ratio to a third one, it is of more digits than times that were kept rounded.
+        # The ratios to a third contestant, if stored, have more digits than times that were stored rounded.
         column = "ratio" if all(row.get("ratio") for row in both) else f"p50 {unit}"
         values = [row.get(column) for row in both]
         return values[0] / values[1] if len(values) == 2 and None not in values else None
@@ -98,7 +98,7 @@ def ratio(name: str, to: str, unit: str = "µs") -> Callable[[Mapping[str, Row]]
 
 
 def source(*results: Result) -> str:
-    """Returns what a reader must know of results: the commands, the machine, the date, n, the notes and the files."""
+    """Returns the origin of results: the commands, the machine, the date, the meaning of n, the notes and the files."""
     runs: dict[str, list[Result]] = {}
     for each in results:
         torch = f", torch {each.versions['torch']}" if "torch" in each.versions else ""

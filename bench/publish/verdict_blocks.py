@@ -1,4 +1,4 @@
-"""What the blocks of docs/observe.md show: how often a fault is told right, and who is accused in vain."""
+"""Defines the blocks of docs/observe.md: how often faults are diagnosed correctly, and how often falsely."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def faults(results: Results) -> str:
 
 
 def _counts(rows: Sequence[Row], has_times: bool = True) -> list[object]:
-    """Returns the cells of rows together: how many runs were told right on one host and two, how soon, and by torch."""
+    """Returns cells that sum up rows: correct runs on one host and on two, times until the verdict, torch's results."""
     by_hosts = [[row for row in rows if row["hosts"] == hosts] for hosts in (1, 2)]
     torch = [row for row in rows if row.get("torch names the rank") is not None]
     times = [row for row in rows if has_times and row.get("median s") is not None]
@@ -53,7 +53,7 @@ def _counts(rows: Sequence[Row], has_times: bool = True) -> list[object]:
 
 
 def _of(rows: Sequence[Row], column: str) -> str | None:
-    """Returns how many of the runs a column counts."""
+    """Returns the number of runs that a column counts, out of the total."""
     return f"{sum(row[column] for row in rows)} of {sum(row['runs'] for row in rows)}" if rows else None
 
 
@@ -65,7 +65,7 @@ def _seconds(rows: Sequence[Row], column: str) -> str | None:
 
 
 def healthy(results: Results) -> str:
-    """Returns a line for each kind of work with which rank 0 keeps the others waiting."""
+    """Returns a line for each kind of work during which rank 0 keeps the others waiting."""
     result = results["verdicts-healthy"]
     kinds = {"evaluate": "evaluates", "save": "saves a checkpoint", "compile": "waits for a compiler"}
     lines = []

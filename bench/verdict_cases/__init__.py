@@ -1,1 +1,1 @@
-"""What bench/verdicts.py is made of: the faulty program, the faults, and the jobs that run it."""
+"""The parts of bench/verdicts.py: the faulty program, the faults, and the jobs that run it."""

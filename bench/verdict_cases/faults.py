@@ -1,4 +1,4 @@
-"""The classes of faults, and what a sentence must contain that names the right rank and cause."""
+"""The classes of faults, and the patterns of sentences that report the right rank and cause."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class Fault:
     """A class of faults.
 
     Attributes:
-        name: that of the program's argument.
-        right: a pattern of the right sentence; BAD stands for the rank.
-        torchs: the same for torch's analyzer, in its words: of the rank only, since it names no causes.
-        hosts: on how many hosts it is tried; all if empty.
-        at_the_end: whether it is told when the job ends, and not while it runs.
-        is_alone: whether nothing else may run beside it.
+        name: The program's argument that selects the fault.
+        right: A pattern of the right sentence; BAD is replaced by the rank.
+        torchs: A pattern of the right output of torch's analyzer, with the rank only, since it does not report causes.
+        hosts: The numbers of hosts on which the fault is tested, or () for all.
+        at_the_end: True if the launcher reports the fault when the job ends instead of while it runs.
+        is_alone: True if nothing else may run at the same time.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Fault:
     is_alone: bool = False
 
     def is_right(self, text: str, bad: int) -> bool:
-        """Returns whether one of the lines names the right rank and cause."""
+        """Returns True if one of the lines reports the right rank and cause."""
         return re.search(self.right.replace("BAD", str(bad)), text) is not None
 
 
@@ -56,5 +56,5 @@ NO_ERROR = "This is not an error"
 
 
 def is_accused(text: str) -> bool:
-    """Returns whether a line says that something is wrong."""
+    """Returns True if a line reports a problem."""
     return any(ACCUSATION.search(line) and NO_ERROR not in line for line in text.splitlines())

@@ -24,19 +24,19 @@ PROGRAM = str(Path(program.__file__).resolve())
 LIMIT_S = 120.0
 _MEMORY = Path("/sys/fs/cgroup/memory")
 _SLOW_RATE = "100mbit"
-_EVERY_S = 0.01  # how often is looked at what was said, and at the memory; times are as exact as that
+_EVERY_S = 0.01  # interval at which output and memory are checked; the resolution of the times
 
 
 @dataclass(frozen=True)
 class Said:
-    """What was said of a job, and how long after the fault; None if nothing that was waited for."""
+    """The output of a job, and the seconds from the fault to the sufficient sentence, or None if there was none."""
 
     text: str
     after_s: float | None
 
 
 def paceline(fault: str, ranks: int, hosts: int, stall_after_s: float, is_enough: Callable[[str], bool]) -> Said:
-    """Runs the program until it ends, or until what was said is enough."""
+    """Runs the program until it exits, or until the reported sentence is sufficient."""
     flags = ["--no-pin", f"--stall-after={stall_after_s}", "--shutdown-timeout=1", f"--nproc-per-node={ranks // hosts}"]
     with tempfile.TemporaryDirectory(prefix="paceline-verdict-") as name:
         words = [*flags, "--log-dir", name, "--rdzv-id=job", PROGRAM, "paceline", fault, name]
@@ -59,9 +59,10 @@ def _wait(
     is_enough: Callable[[str], bool],
     room: Path | None = None,
 ) -> Said:
-    """Waits for a sentence that is enough, or for the end; then ends the launchers.
+    """Waits for a sufficient sentence or for the exit of the launchers, and then stops them.
 
-    In a `room` with little memory, the fault is that the kernel kills a process, however long it took to fill the room.
+    In a `room` (a cgroup) with little memory, the fault is the moment at which the kernel kills a process, however long
+    it took to fill the memory.
     """
     deadline_s, after_s = time.monotonic() + LIMIT_S, None
     while after_s is None and time.monotonic() < deadline_s:
@@ -76,7 +77,7 @@ def _wait(
             break
         time.sleep(_EVERY_S)
     for launcher in launchers:
-        if after_s is not None:  # the rest is the consequences
+        if after_s is not None:  # later lines are consequences of the fault
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(1)
         launcher.terminate()
@@ -87,7 +88,7 @@ def _wait(
 
 @contextlib.contextmanager
 def _room(fault: str) -> Iterator[Path | None]:
-    """Yields a cgroup with little memory, if the fault is to use it up."""
+    """Yields a cgroup with little memory if the fault is to exhaust it."""
     if fault != "memory":
         yield None
         return
@@ -105,12 +106,12 @@ def _room(fault: str) -> Iterator[Path | None]:
 
 
 def _has_killed(room: Path) -> bool:
-    """Returns whether the kernel has killed a process of a cgroup since its memory ran out."""
+    """Returns True if the kernel has killed a process of a cgroup that ran out of memory."""
     return re.search(r"^oom_kill [1-9]", (room / "memory.oom_control").read_text(), re.MULTILINE) is not None
 
 
 def torchs(fault: str, ranks: int) -> Said:
-    """Runs the program under torchrun with gloo; returns what torch's analyzer says of the flight recorders."""
+    """Runs the program under torchrun with gloo; returns the output of torch's analyzer for the flight recorders."""
     with tempfile.TemporaryDirectory(prefix="torch-verdict-") as name:
         variables = {**ENVIRONMENT, "TORCH_FR_BUFFER_SIZE": "2000", "OMP_NUM_THREADS": "1"}
         words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -123,7 +124,7 @@ def torchs(fault: str, ranks: int) -> Said:
                 fault_file, traces = Path(name, "fault"), list(Path(name).glob("trace_*"))
                 patience_s = program.DUMP_AFTER_S + (
                     1 if len(traces) == ranks else 15
-                )  # to write the recorders takes long
+                )  # writing the flight recorders takes long
                 if fault_file.exists() and time.time() - fault_file.stat().st_mtime > patience_s:
                     break
                 time.sleep(0.05)
@@ -138,7 +139,7 @@ def torchs(fault: str, ranks: int) -> Said:
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:
-    """Ends torchrun and its workers, of which one may be stopped."""
+    """Stops torchrun and its workers, one of which may be suspended."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     pids = [int(pid) for pid in re.findall(r"\d+", children.read_text())] if children.exists() else []
     for pid in pids:

@@ -1,7 +1,7 @@
 """A training loop with one fault: `program.py LIBRARY FAULT DIRECTORY`, where LIBRARY is `paceline` or `torch`.
 
-The last rank is at fault, in step 30. It leaves the time in DIRECTORY/fault just before; that of memory that runs out
-is when the kernel kills it, which others see.
+The fault occurs on the last rank in step 30, which writes the time to DIRECTORY/fault just before. If memory runs out,
+the fault is the moment at which the kernel kills the rank, which only other processes can observe.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 AT, STEPS = 30, 60
-DUMP_AFTER_S = 3.0  # after the fault, ranks of torch write their flight recorders
+DUMP_AFTER_S = 3.0  # seconds after the fault at which torch's ranks write their flight recorders
 
 
 class Stuck(Dataset[int]):
-    """Samples of which one never comes."""
+    """A dataset in which one sample is never returned."""
 
     def __len__(self) -> int:
         return 8
@@ -52,7 +52,7 @@ def save(directory: Path, seconds: float) -> None:
 
 
 def compile_something(seconds: float) -> None:
-    """Waits for programs that compute, as for a compiler."""
+    """Waits for subprocesses that compute, as for a compiler."""
     import subprocess
 
     code = f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
@@ -60,16 +60,16 @@ def compile_something(seconds: float) -> None:
 
 
 def fill_memory() -> None:
-    """Takes memory until the kernel ends this process."""
+    """Allocates memory until the kernel kills this process."""
     held = []
     while True:
         held.append(bytearray(os.urandom(1 << 20) * 8))
 
 
 def dump(directory: Path, rank: int) -> None:
-    """Writes torch's flight recorder, as its analyzer reads it.
+    """Writes torch's flight recorder in the format that torch's analyzer reads.
 
-    On gloo, torch 2.13 leaves out the groups' names, without which its analyzer fails; so they are filled in.
+    On gloo, torch 2.13 omits the names of the groups, which the analyzer requires; they are filled in here.
     """
     from torch._C._distributed_c10d import _dump_fr_trace
     from torch.distributed.distributed_c10d import _world
@@ -86,7 +86,7 @@ def dump(directory: Path, rank: int) -> None:
 
 
 def dump_later(directory: Path, rank: int) -> None:
-    """Writes the flight recorder a while after the fault, whatever the main thread does."""
+    """Writes the flight recorder some time after the fault, whatever the main thread does."""
     while not (directory / "fault").exists():
         time.sleep(0.05)
     time.sleep(DUMP_AFTER_S)
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def train(dist: Any, fault: str, directory: Path) -> None:
-    """Runs the loop."""
+    """Runs the training loop."""
     rank, size = dist.get_rank(), dist.get_world_size()
     is_stray = rank == size - 1
     large, small = torch.ones(1 << 18 if fault == "slow_link" else 4096), torch.ones(128)
@@ -149,7 +149,7 @@ def train(dist: Any, fault: str, directory: Path) -> None:
 
 
 def happen(fault: str) -> None:
-    """Does what the rank at fault does instead of going on."""
+    """Runs the faulty behavior on the rank at fault."""
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "kill":
@@ -158,7 +158,7 @@ def happen(fault: str) -> None:
         for _ in DataLoader(Stuck(), batch_size=2, num_workers=1):
             pass
     elif fault == "stuck":
-        reading, _ = os.pipe()  # waits in native code, with the interpreter's lock
+        reading, _ = os.pipe()  # blocks in native code while holding the interpreter's lock
         ctypes.PyDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
     elif fault == "raise":
         raise ValueError("bad sample")
