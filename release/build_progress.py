@@ -2,7 +2,7 @@
 
 python release/build_progress.py -c constraints.txt torch      (runs `pip install -c constraints.txt torch`)
 
-The build of the package also uses it: pip hides the output of a build, so that of `pip install .` would be a spinner.
+The package's build backend also uses it, because pip hides a build's output: `pip install .` would show only a spinner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LARGE_MB = 10  # smaller downloads are not printed
-PARTS = 6  # the number of lines about the compilation
+PARTS = 6  # the number of progress lines printed during compilation
 
 NINJA_STEP = re.compile(r"\s*\[(\d+)/(\d+)\] (?:Building|Linking) ")
 DOWNLOAD = re.compile(r"\s*(Downloading|Using cached) \S*?([^/\s]+)\.(?:whl|tar\.gz)\S* \(([\d.]+) (MB|GB)\)")
@@ -26,19 +26,19 @@ PACKAGES = re.compile(r"Installing collected packages: (.+)")
 
 
 def compiled_files(line: str) -> tuple[int, int] | None:
-    """Returns how many files have been compiled and how many there are, if `line` is ninja's report of a step."""
+    """Returns the numbers of compiled files and of all files if `line` is one of ninja's progress lines."""
     step = NINJA_STEP.match(line)
     return (int(step[1]), int(step[2])) if step else None
 
 
 class InstallationProgress:
-    """Selects from pip's verbose output what somebody who waits for it wants to read."""
+    """Selects the lines from pip's verbose output that show the progress to a user."""
 
     def __init__(self) -> None:
         self._part = 0
 
     def message(self, line: str) -> str | None:
-        """Returns the message for one line of pip's output, or None if the line is not worth one."""
+        """Returns the message for a line of pip's output, or None if the line is to be skipped."""
         if files := compiled_files(line):
             done, total = files
             part = done * PARTS // total
@@ -59,12 +59,12 @@ class InstallationProgress:
 
     @staticmethod
     def _large(verb: str, file: str, megabytes: float) -> str | None:
-        name = " ".join(file.split("-")[:2])  # of a wheel or a source archive: the project and its version
+        name = " ".join(file.split("-")[:2])  # the project and version in the name of a wheel or source archive
         return f"{verb} {name} ({megabytes:.0f} MB)" if megabytes >= LARGE_MB else None
 
 
 def pip_install(arguments: Sequence[str]) -> int:
-    """Runs `pip install` with `arguments`, printing its progress, or everything if it fails; returns its exit code."""
+    """Runs `pip install` with `arguments`, and prints its progress, or all output on failure; returns the exit code."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--verbose", "--no-compile"]
     progress = InstallationProgress()
     output = []
@@ -84,7 +84,7 @@ def pip_install(arguments: Sequence[str]) -> int:
 
 
 def pip_terminal() -> int | None:
-    """Returns a descriptor of the terminal on which pip, this process's parent, shows a spinner, or None."""
+    """Returns a descriptor of the terminal on which pip, the parent process, shows a spinner, or None."""
     parent = Path("/proc", str(os.getppid()))
     try:
         command = (parent / "cmdline").read_text(errors="replace").split("\0")
@@ -103,10 +103,10 @@ def pip_terminal() -> int | None:
 
 @contextmanager
 def compilation_shown_on(terminal: int | None) -> Iterator[None]:
-    """Writes the number of compiled files before pip's spinner, while standard output still goes to pip.
+    """Writes the number of compiled files before pip's spinner, while standard output is still sent to pip.
 
     Args:
-        terminal: A descriptor to write to, which is closed at the end; None to show nothing.
+        terminal: A descriptor to write to, which is closed at the end, or None to show nothing.
     """
     if terminal is None:
         yield
@@ -122,7 +122,7 @@ def compilation_shown_on(terminal: int | None) -> Iterator[None]:
             for line in lines:
                 os.write(standard_output, line)
                 if files := compiled_files(line.decode(errors="replace")):
-                    # The spinner replaces the last character and, at the end, writes "done" in its place.
+                    # The spinner overwrites the last character, and at the end writes "done" there.
                     text = f"\r  Building wheel for paceline (pyproject.toml): {files[0]} of {files[1]} files ... -"
                     os.write(terminal, text.encode())
 
@@ -132,7 +132,7 @@ def compilation_shown_on(terminal: int | None) -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(standard_output, 1)  # which also closes the pipe's last writer
+        os.dup2(standard_output, 1)  # also closes the last write end of the pipe
         forwarding.join()
         os.close(standard_output)
         os.close(terminal)

@@ -1,11 +1,11 @@
-"""Builds the wheel, repairs it, installs it where there is no compiler, and trains with it: `make wheel`.
+"""Builds the wheel, repairs it, installs it in an environment without a compiler, and trains with it: `make wheel`.
 
     python release/check_wheel.py                       the wheel of this interpreter
     python release/check_wheel.py --from-sdist          the same, built from the sources that would be published
-    python release/check_wheel.py --python P --others Q ...   built by P; P and the Qs only meet with it, without torch
+    python release/check_wheel.py --python P --others Q ...   built by P; P and the Qs only run a rendezvous, without torch
 
-The environment has what the wheel depends on and nothing else. torch and the example's data are borrowed from the
-environment that runs this, since they are large. docs/install.md says what is published.
+The environment contains the wheel's dependencies and nothing else. torch and the example's data are shared with the
+environment that runs this script, because they are large. docs/install.md describes what is published.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLACE = ROOT / "build" / "wheel"
 _QUIET = ("--quiet", "--disable-pip-version-check")
 _KEPT = ("HOME", "TMPDIR", "LANG", "CC", "CXX", "CMAKE_CXX_COMPILER_LAUNCHER", "SSL_CERT_FILE")
 _LONGEST_S = 1800
-BORROWED = ("torch", "numpy", "scikit-learn")  # scikit-learn has the digits
+BORROWED = ("torch", "numpy", "scikit-learn")  # scikit-learn contains the digits
 MEETING = (
     "from paceline.comm.rendezvous.rendezvous import rendezvous\n"
     "met = rendezvous('env://', None, -1, -1, 60)\n"
@@ -38,19 +38,19 @@ MEETING = (
 
 
 class CheckFailed(Exception):
-    """What is wrong with the wheel."""
+    """A defect of the wheel."""
 
 
 def build(python: str, from_sdist: bool) -> Path:
-    """Builds a wheel and repairs it; returns the repaired one."""
+    """Builds and repairs a wheel; returns the repaired one."""
     shutil.rmtree(PLACE, ignore_errors=True)
     source = str(ROOT)
     if from_sdist:
-        # pip makes no sdist, and this way the project's own backend does.
+        # pip cannot build an sdist, and this command uses the project's own backend
         program = f"import linux_only; print(linux_only.build_sdist({str(PLACE / 'sdist')!r}))"
         _run([sys.executable, "-c", program], PYTHONPATH=str(ROOT / "release"))
         [source] = map(str, (PLACE / "sdist").glob("*.tar.gz"))
-    ready = ["--no-build-isolation"] if python == sys.executable else []  # this one has what a build needs
+    ready = ["--no-build-isolation"] if python == sys.executable else []  # build requirements are in this environment
     _run([python, "-m", "pip", "wheel", *_QUIET, "--no-deps", *ready, "-w", str(PLACE / "raw"), source])
     [raw] = (PLACE / "raw").glob("*.whl")
     _run([sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "-w", str(PLACE / "repaired"), str(raw)])
@@ -59,10 +59,10 @@ def build(python: str, from_sdist: bool) -> Path:
 
 
 def examine(wheel: Path) -> None:
-    """Looks at the name of a repaired wheel and at what is in it.
+    """Checks the name and the contents of a repaired wheel.
 
     Raises:
-        CheckFailed: it could not be published.
+        CheckFailed: The wheel cannot be published.
     """
     if "-manylinux_" not in wheel.name:
         raise CheckFailed(f"{wheel.name} is not repaired: it must be tagged manylinux")
@@ -83,7 +83,7 @@ def examine(wheel: Path) -> None:
 
 
 def bare(python: str, borrowed: Iterable[str] = ()) -> Path:
-    """Makes an environment with nothing but pip and the borrowed packages; returns its folder of programs."""
+    """Creates an environment with only pip and the shared packages; returns its directory of executables."""
     place = PLACE / f"bare-{Path(python).name}"
     shutil.rmtree(place, ignore_errors=True)
     _run([python, "-m", "venv", str(place)])
@@ -98,7 +98,7 @@ def bare(python: str, borrowed: Iterable[str] = ()) -> Path:
 
 
 def _closure(names: Iterable[str]) -> set[str]:
-    """Returns the packages that these need, themselves included."""
+    """Returns these packages and their transitive dependencies."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -118,12 +118,12 @@ def _lend(distribution: metadata.Distribution, place: Path) -> None:
 
 
 def install(wheel: Path, programs: Path, with_torch: bool) -> tuple[float, float]:
-    """Installs the wheel without a compiler; returns how long that took and its processor time, in seconds."""
+    """Installs the wheel without a compiler; returns the elapsed and the processor time, in seconds."""
     began_s, before = time.monotonic(), os.times()
     needs = [] if with_torch else ["--no-deps"]
     _run([str(programs / "pip"), "install", *_QUIET, "--only-binary", ":all:", *needs, str(wheel)], PATH=str(programs))
     took_s, after = time.monotonic() - began_s, os.times()
-    busy_s = sum(after[2:4]) - sum(before[2:4])  # of children
+    busy_s = sum(after[2:4]) - sum(before[2:4])  # processor time of child processes
     if not with_torch:
         words = [str(programs / "pip"), "install", *_QUIET, "--only-binary", ":all:", "msgspec", "xxhash", "shtab"]
         _run(words, PATH=str(programs))
@@ -131,10 +131,10 @@ def install(wheel: Path, programs: Path, with_torch: bool) -> tuple[float, float
 
 
 def try_out(programs: Path, with_torch: bool) -> None:
-    """Runs the command, and trains on two ranks, or without torch has two ranks meet.
+    """Runs the command, and trains on two ranks, or without torch runs a rendezvous of two ranks.
 
     Raises:
-        CheckFailed: paceline is another one than that of the wheel, or a rank has not done its work.
+        CheckFailed: The imported paceline is not the wheel's, or a rank did not complete.
     """
     where = _run([str(programs / "python"), "-c", "import paceline; print(paceline.__file__)"], PATH=str(programs))
     if not where.startswith(str(programs.parent)):
@@ -153,10 +153,10 @@ def try_out(programs: Path, with_torch: bool) -> None:
 
 
 def _run(words: Sequence[str], **environment: str) -> str:
-    """Runs a command; returns what it printed.
+    """Runs a command; returns its output.
 
     Raises:
-        CheckFailed: it failed; with what it printed.
+        CheckFailed: The command failed; the message contains its output.
     """
     kept = {
         name: value

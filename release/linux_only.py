@@ -1,6 +1,6 @@
-"""Builds the package with scikit-build-core, after a sentence for those whose system Paceline does not run on.
+"""Builds the package with scikit-build-core, or rejects unsupported operating systems with an explanation.
 
-pip shows the output of a build that fails, so what stands here is the last thing that a user of macOS or Windows reads.
+pip shows the output of a failed build, so on macOS and Windows this explanation is the last line that users see.
 """
 
 import sys
@@ -35,7 +35,7 @@ Settings = dict[str, "str | list[str]"]
 def build_wheel(
     wheel_directory: str, config_settings: "Settings | None" = None, metadata_directory: "str | None" = None
 ) -> str:
-    """Builds the wheel as scikit-build-core does, and shows how many files have been compiled."""
+    """Builds the wheel with scikit-build-core, and shows the number of compiled files."""
     with compilation_shown_on(pip_terminal()):
         return backend.build_wheel(wheel_directory, config_settings, metadata_directory)
 

@@ -1,6 +1,6 @@
-"""Writes .github/workflows from the table of the versions of Python and torch that go together: `make workflows`.
+"""Writes .github/workflows from the table of compatible versions of Python and torch: `make workflows`.
 
-A test compares the files with the table, so that nobody edits one without the other.
+A test compares the files with the table, so neither can be edited without the other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 WORKFLOWS = Path(__file__).parents[1] / ".github" / "workflows"
 
-# By version of Python, the versions of torch that the package index has wheels for on Linux.
+# For each version of Python, the versions of torch for which the package index has Linux wheels.
 _SINCE_2_6 = ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 TORCH = {
     "3.10": _SINCE_2_6[:-1],
@@ -23,7 +23,7 @@ _SAID = "Paceline runs on Linux only"
 
 
 def tests() -> str:
-    """Returns the workflow that runs the tests: in full once, and without the slow parts for each pair of versions."""
+    """Returns the workflow that runs the tests: in full once, and without slow parts for each pair of versions."""
     pairs = "".join(
         f'          - {{ python: "{python}", torch: "{torch}" }}\n'
         for python, versions in TORCH.items()
@@ -94,7 +94,7 @@ jobs:
 
 
 def wheels() -> str:
-    """Returns the workflow that builds what is published."""
+    """Returns the workflow that builds the published files."""
     return f"""# Written by release/matrix.py, which `make workflows` runs.
 name: wheels
 on:
@@ -137,7 +137,7 @@ FILES = {"tests.yml": tests, "wheels.yml": wheels}
 
 
 def main() -> None:
-    """Writes the files."""
+    """Writes the workflow files."""
     WORKFLOWS.mkdir(parents=True, exist_ok=True)
     for name, text in FILES.items():
         (WORKFLOWS / name).write_text(text())

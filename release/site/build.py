@@ -1,7 +1,7 @@
 """Builds the documentation site in both languages into build/site, and checks every link in it: `make site`.
 
-The English site is at the top, and the Chinese one in `zh/`. A warning of MkDocs is an error, and so is a link within
-the site that leads nowhere. docs/decisions/0009-documentation-site.md says why it is made like this.
+The English site is at the top, and the Chinese one in `zh/`. Warnings from MkDocs and broken links within the site are
+errors. docs/decisions/0009-documentation-site.md explains this design.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SITE = ROOT / "build" / "site"
-sys.path.insert(0, str(HERE))  # for hooks.py, which MkDocs loads by its path
+sys.path.insert(0, str(HERE))  # for hooks.py, which MkDocs loads by path
 
 import jieba  # noqa: E402
 from checking import broken_links  # noqa: E402
@@ -31,7 +31,7 @@ def build_language(language: str) -> None:
     config.theme["language"] = language
     if language == "zh":
         config.exclude_docs = None
-        # What leads to the other site, MkDocs does not find; broken_links looks for all of it.
+        # MkDocs cannot resolve links to the other site, which broken_links checks
         config.validation.nav.not_found = config.validation.links.not_found = logging.INFO
     config.plugins.on_startup(command="build", dirty=False)
     try:
@@ -41,15 +41,15 @@ def build_language(language: str) -> None:
 
 
 def main() -> int:
-    """Builds and checks; returns the exit code."""
+    """Builds and checks the site; returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     shutil.rmtree(SITE, ignore_errors=True)
     SITE.mkdir(parents=True)
     jieba.setLogLevel(logging.WARNING)
-    jieba.dt.tmp_dir = str(SITE.parent)  # where it keeps the Chinese words for the next time
+    jieba.dt.tmp_dir = str(SITE.parent)  # jieba's cache of its dictionary
     for term in terms():
         jieba.add_word(term)
-    for language in ("en", "zh"):  # in this order, since MkDocs empties the folder that it writes to
+    for language in ("en", "zh"):  # English first, because MkDocs empties its output directory
         print(f"==> Building the site in {language}", flush=True)
         try:
             build_language(language)

@@ -1,4 +1,4 @@
-"""Finds links within the built site that lead nowhere, also those between the two languages."""
+"""Finds broken links within the built site, including links between the two languages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Page(HTMLParser):
         self.anchors: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Notes what the tag links to, and the anchor that it is."""
+        """Records the link and the anchor of a tag."""
         for name, value in attrs:
             if value is None:
                 continue
@@ -38,11 +38,11 @@ def _read(path: Path) -> _Page:
 
 
 def broken_links(site: Path) -> list[str]:
-    """Returns a line for each link whose file, or whose anchor in it, is not there."""
+    """Returns a line for each link whose file or anchor does not exist."""
     found = []
     for path in sorted(site.rglob("*.html")):
         if path.name == "404.html":
-            continue  # it may be shown for any address, so its links begin at the top of a server
+            continue  # served for any address, so its links are absolute
         for link in sorted(set(_read(path).links)):
             if reason := _fault(site, path, link):
                 found.append(f"{path.relative_to(site)}: {link}: {reason}")

@@ -1,4 +1,4 @@
-"""Shows the examples of docstrings as code; mkdocstrings loads this as an extension of griffe."""
+"""Formats the examples in docstrings as code. mkdocstrings loads this module as an extension of griffe."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from reference import fenced
 
 
 class Examples(Extension):
-    """Has mkdocstrings read each docstring with fences."""
+    """Adds fences to each docstring before mkdocstrings parses it."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
-        """Changes the docstring of a module, class, function or attribute."""
+        """Updates the docstring of a module, class, function or attribute."""
         if obj.docstring is not None:
             obj.docstring.value = fenced(obj.docstring.value)

@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds a site: pages from elsewhere, links, the navigation and the switch of languages."""
+"""Hooks that MkDocs calls during a build: they add pages, and convert links, the navigation and the language switch."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ IN_CHINESE = {
 
 
 def language_of(config: MkDocsConfig) -> str:
-    """Returns which of the two sites is built."""
+    """Returns the language of the site that is being built."""
     return str(config.theme["language"])
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fills the sections of the navigation whose pages are found rather than listed."""
+    """Fills the navigation sections whose pages are discovered instead of listed."""
     assert config.nav is not None
     listed = set(_listed(config.nav))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
@@ -65,7 +65,7 @@ def _listed(nav: list[Any]) -> list[str]:
 
 
 def _filled(entry: Any, found: dict[str, list[str]]) -> Any:
-    """Returns the entry with the pages that were found; None if it is an empty section."""
+    """Returns the entry with the discovered pages, or None for an empty section."""
     if isinstance(entry, str):
         return entry
     [(title, inner)] = entry.items()
@@ -74,7 +74,7 @@ def _filled(entry: Any, found: dict[str, list[str]]) -> Any:
 
 
 def _in_chinese(entry: Any) -> Any:
-    """Returns the entry for the Chinese site. A page that is there in English only is a link to the other site."""
+    """Returns the entry for the Chinese site. A page that exists only in English is linked to the English site."""
     if isinstance(entry, str):
         if _exists(Place("zh", entry)):
             return entry
@@ -95,7 +95,7 @@ def _title(page: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are not in the folder of the site, and the pictures for the Chinese one."""
+    """Adds pages from outside the site's folder, and the pictures for the Chinese site."""
     if language_of(config) == "zh":
         for picture in sorted((ROOT / "docs" / "pictures").iterdir()):
             if picture.suffix in {".svg", ".webp", ".png"}:
@@ -111,7 +111,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links of the repository into links of the site, and ranks the page in the search."""
+    """Converts links of the repository to links of the site, and ranks the page in the search."""
     place = Place(language_of(config), page.file.src_uri)
     page.meta["search"] = {"boost": boost(place.path)}
     if place.path.startswith(f"{reference.FOLDER}/"):
@@ -127,7 +127,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leaves out the heads of tables that have none."""
+    """Removes empty table headers."""
     return without_empty_heads(html)
 
 
@@ -135,13 +135,13 @@ _kept_by_the_other: set[str] = set()
 
 
 def keep(path: str, files: Files, config: MkDocsConfig) -> None:
-    """Has the site keep a file of the repository that a page links to."""
+    """Includes a file of the repository that a page links to."""
     if files.get_file_from_path(f"{FILES}{path}") is None:
         files.append(File.generated(config, f"{FILES}{path}", abs_src_path=str(ROOT / path)))
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Has the English site, which was built before, keep what only Chinese pages link to."""
+    """Adds the files that only Chinese pages link to, to the English site, which was built before."""
     for path in sorted(_kept_by_the_other):
         target = Path(config.site_dir).parent / FILES / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,13 +150,13 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def on_page_context(context: Any, page: Page, config: MkDocsConfig, nav: Any) -> Any:
-    """Has each page show the switch of languages. MkDocs leaves addresses with a scheme as they are."""
+    """Adds the language switch to each page. MkDocs does not change addresses with a scheme."""
     config.extra["alternate"] = [{"name": NAMES[each], "link": f"{SWITCH}{each}", "lang": each} for each in NAMES]
     return context
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Has the switch lead to the same page of the other site, or to its start."""
+    """Links the switch to the same page of the other site, or else to its start page."""
     here = Place(language_of(config), page.file.src_uri)
     for language in NAMES:
         link = between(here, address(counterpart(here, language)))
@@ -165,7 +165,7 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 
 def counterpart(place: Place, language: str) -> Place:
-    """Returns the same page in a language, or the start of that language's site."""
+    """Returns the same page in a language, or the start page of that language's site."""
     if language == place.language:
         return place
     there = Place(language, place.path)

@@ -1,7 +1,7 @@
-"""Where the links of a page lead on the site. A page is named by its path in the repository, such as `docs/data.md`.
+"""Converts the links of pages to links of the site. A page is identified by its path in the repository.
 
-The pages are written for a repository page: their links are relative to the file, also those to source files and
-between the two languages. The English site is at the top, and the Chinese one below `zh/`.
+The pages are written to be viewed in the repository: their links are relative to the file, including links to source
+files and between the two languages. The English site is at the top, and the Chinese one below `zh/`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 class Place(NamedTuple):
-    """A page of one of the two sites, by its path in the pages of that site."""
+    """A page of one of the two sites, identified by its path in the pages of that site."""
 
     language: str
     path: str
 
 
 def place_of(target: str) -> Place | None:
-    """Returns where a page of the repository is on the site; None if it is no page."""
+    """Returns the place of a repository page on the site, or None if the file is not a page."""
     target = HOMES.get(target, target)
     if target in ABOUT:
         return Place("en", target)
@@ -45,14 +45,14 @@ def place_of(target: str) -> Place | None:
 
 
 def address(place: Place) -> str:
-    """Returns the address of a page, from the top of the site."""
+    """Returns the address of a page, relative to the top of the site."""
     stem = place.path.removesuffix(".md")
     folder = posixpath.dirname(stem) if posixpath.basename(stem) == "index" else stem
     return posixpath.join("zh" if place.language == "zh" else "", folder, "").lstrip("/")
 
 
 def between(start: Place, target: str) -> str:
-    """Returns the link from a page to an address from the top of the site."""
+    """Returns the link from a page to an address that is relative to the top of the site."""
     found = posixpath.relpath(f"/{target}", f"/{address(start)}")
     return f"{found}/" if target.endswith("/") or not target else found
 
@@ -70,9 +70,9 @@ def rewritten(markdown: str, place: Place, needs_file: Callable[[str], None]) ->
     """Returns the text of a page with the links of the site.
 
     Args:
-        markdown: the text, as it is in the repository.
-        place: the page.
-        needs_file: is called with the path of each other file of the repository that the site has to keep.
+        markdown: The text of the page in the repository.
+        place: The page.
+        needs_file: A function that is called with the path of each other file that the site must include.
     """
     origin = repository_path(place)
 
@@ -94,7 +94,7 @@ def rewritten(markdown: str, place: Place, needs_file: Callable[[str], None]) ->
 
 
 def _target(place: Place, there: str, needs_file: Callable[[str], None]) -> str | None:
-    """Returns what to link to; None if the site does not have it."""
+    """Returns the new link target, or None if the site does not contain it."""
     page = place_of(there)
     here = posixpath.dirname(place.path)
     if page is not None:

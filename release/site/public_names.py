@@ -1,8 +1,8 @@
-"""The list of public names: `python release/site/public_names.py --write` brings docs/public-names.txt up to date.
+"""The list of public names: `python release/site/public_names.py --write` updates docs/public-names.txt.
 
 Names and signatures are read from the sources, without importing them. The mark of each name (stable, provisional or
-torch's) is kept from the list, where people set it; a new name begins as provisional. A test compares the list with the
-sources, so that no public name changes unnoticed. CONTRIBUTING.md defines the marks.
+torch's) is set manually in the list and preserved; a new name is marked as provisional. A test compares the list with
+the sources to detect changes of public names. CONTRIBUTING.md defines the marks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def tree_of(module: str) -> ast.Module:
 
 @cache
 def source_of(module: str) -> str:
-    """Returns the module that a public module stands for: the one by which it replaces itself, or itself."""
+    """Returns the module that a public module is an alias of, or the module itself."""
     for node in tree_of(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "sys.modules[__name__]":
             name = ast.unparse(node.value)
@@ -67,14 +67,14 @@ def source_of(module: str) -> str:
 
 
 def _imports(module: str, name: str) -> Iterator[tuple[str, str]]:
-    """The module and the name there of each `from ... import` that gives `name` in `module`."""
+    """Yields the module and the original name for each `from ... import` that defines `name` in `module`."""
     for node in _statements(tree_of(module).body):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from ((node.module, each.name) for each in node.names if (each.asname or each.name) == name)
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements at the top of a module or class, also within `if` and `try`."""
+    """Yields the statements at the top of a module or class, including those inside `if` and `try`."""
     for node in body:
         yield node
         if isinstance(node, ast.If):
@@ -84,7 +84,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _names_of(node: ast.stmt) -> list[str]:
-    """The names that a statement defines."""
+    """Returns the names that a statement defines."""
     if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -92,12 +92,12 @@ def _names_of(node: ast.stmt) -> list[str]:
 
 
 def find(module: str, name: str) -> tuple[str, Definition] | None:
-    """Returns the module and the statement that define a name, which the given module may only import."""
+    """Returns the module and the statement that define a name, which the given module may merely import."""
     found = None
     for node in _statements(tree_of(module).body):
         if name in _names_of(node):
             assert isinstance(node, Definition)
-            found = module, node  # the last one, of overloads the implementation
+            found = module, node  # of several overloads, the last definition is the implementation
     if found is not None:
         return found
     for origin, real in _imports(module, name):
@@ -107,13 +107,13 @@ def find(module: str, name: str) -> tuple[str, Definition] | None:
 
 
 def handed_on(module: str) -> list[tuple[str, str]]:
-    """Returns the names that a module imports as its own, each with the module that it comes from."""
+    """Returns the names that a module re-exports, each with the module that it is imported from."""
     imports = [node for node in tree_of(source_of(module)).body if isinstance(node, ast.ImportFrom)]
     return [(str(node.module), each.name) for node in imports for each in node.names if each.asname == each.name]
 
 
 def names_in(module: str) -> list[str]:
-    """Returns the public names of a module: those of `__all__`, or those that it defines or hands on as themselves."""
+    """Returns the public names of a module: those of `__all__`, or those that it defines or re-exports."""
     body = tree_of(module).body
     for node in body:
         if isinstance(node, ast.Assign) and "__all__" in _names_of(node) and isinstance(node.value, ast.List):
@@ -141,7 +141,7 @@ def described(module: str, name: str) -> list[str]:
 
 
 def _members(module: str, node: ast.ClassDef) -> dict[str, str]:
-    """The public members of a class with their signatures, those of its bases in the package included."""
+    """Returns the public members of a class with their signatures, including members of its bases in the package."""
     members: dict[str, str] = {}
     for base in reversed(node.bases):
         found = find(module, base.id) if isinstance(base, ast.Name) else None
@@ -166,7 +166,7 @@ def _members(module: str, node: ast.ClassDef) -> dict[str, str]:
 
 
 def _attributes(init: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, str]]:
-    """The public attributes that a constructor sets, each with its line in the list."""
+    """Yields the public attributes that a constructor sets, each with its line in the list."""
     for node in ast.walk(init):
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -178,7 +178,7 @@ def _attributes(init: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[
 
 
 def _field(node: ast.Assign | ast.AnnAssign, name: str) -> str:
-    """A field of a dataclass as a parameter."""
+    """Returns a dataclass field formatted as a parameter."""
     annotation = f": {ast.unparse(node.annotation)}" if isinstance(node, ast.AnnAssign) else ""
     return f"{name}{annotation}{' = ...' if node.value is not None else ''}"
 
@@ -232,7 +232,7 @@ def marks_in(text: str) -> dict[tuple[str, str], str]:
 
 
 def text(marks: dict[tuple[str, str], str]) -> str:
-    """Returns the list, with these marks."""
+    """Returns the text of the list with the given marks."""
     lines = [HEAD]
     for module, names in public_names().items():
         lines.append(f"[{module}]")
@@ -248,7 +248,7 @@ def text(marks: dict[tuple[str, str], str]) -> str:
 
 
 def differences() -> list[str]:
-    """Returns the lines in which the list differs from the sources."""
+    """Returns the lines that differ between the list and the sources."""
     kept = LIST.read_text() if LIST.exists() else ""
     wanted = text(marks_in(kept))
     return list(difflib.unified_diff(kept.splitlines(), wanted.splitlines(), "docs/public-names.txt", "sources", n=0))

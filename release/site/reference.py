@@ -1,8 +1,8 @@
-"""The pages of the API reference: one for each group of public names, and one for each public module.
+"""Generates the pages of the API reference: one for each group of public names, and one for each public module.
 
-The names and their groups are read from the sources, without importing them: they are those of `_PUBLIC` in
-`src/paceline/__init__.py`, where a comment begins each group. The page of a public module describes the module that it
-stands for.
+The names and their groups are read from the sources, without importing them. They are those of `_PUBLIC` in
+`src/paceline/__init__.py`, where a comment starts each group. The page of a public module describes the module that it
+is an alias of.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _PAGE_OPTIONS = "    options:\n      heading_level: 2\n"
 
 
 class Group(NamedTuple):
-    """Public names that belong together, each with the module that defines it."""
+    """A group of public names, each with the module that defines it."""
 
     title: str
     names: list[tuple[str, str]]
 
     @property
     def slug(self) -> str:
-        """The name of the group's page."""
+        """Returns the file name of the group's page, without the suffix."""
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
 
 def fenced(docstring: str) -> str:
-    """Returns the docstring with fences around its examples: else they would be text, and lists of lists links."""
+    """Returns the docstring with fences around its examples, which Markdown would otherwise format as text."""
     return _EXAMPLES.sub(lambda found: f"```pycon\n{found[0]}\n```", docstring)
 
 
@@ -58,7 +58,7 @@ def groups() -> list[Group]:
 
 
 def pages() -> dict[str, str]:
-    """Returns the text of each page, by its path."""
+    """Returns the text of each page by its path."""
     found = {f"{FOLDER}/index.md": _index()}
     for group in groups():
         ours = [

@@ -1,7 +1,7 @@
-"""Ranks the pages in the results of the search, and lists the Chinese terms that its index must not divide.
+"""Ranks pages in the search results, and lists the Chinese terms that the search index must not split.
 
-The search of Material divides Chinese text into the words of jieba's dictionary, which has no terms of the field: the
-index has 全 and 归约 for 全归约, and the query 全归约, which the browser does not divide, finds neither.
+Material's search splits Chinese text into words with jieba's dictionary, which lacks technical terms: the index
+contains 全 and 归约 for 全归约, and the browser does not split queries, so the query 全归约 matches neither.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def boost(path: str) -> float:
 
 
 def terms() -> list[str]:
-    """Returns the Chinese terms in the first column of the glossary, and titles of pages that are one short term."""
+    """Returns the Chinese terms in the first column of the glossary, and page titles that consist of one short term."""
     chinese = ROOT / "docs" / "zh"
     cells = ROW.findall((chinese / "glossary.md").read_text())
     titles = [page.read_text().split("\n", 1)[0].removeprefix("# ") for page in chinese.rglob("*.md")]

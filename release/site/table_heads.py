@@ -1,4 +1,4 @@
-"""The tables of a page as the site shows them."""
+"""Removes empty table headers from pages."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _EMPTY_HEAD = re.compile(r"<thead>\s*<tr>\s*(?:<th(?: [^>]*)?></th>\s*)+</tr>\s*
 
 
 def without_empty_heads(html: str) -> str:
-    """Returns a page without the empty heads of tables, which Markdown demands, and which would be blank rows."""
+    """Returns a page without empty table headers, which Markdown requires but which would be shown as blank rows."""
     return _EMPTY_HEAD.sub("", html)
