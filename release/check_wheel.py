@@ -2,7 +2,7 @@
 
     python release/check_wheel.py                       the wheel of this interpreter
     python release/check_wheel.py --from-sdist          the same, built from the sources that would be published
-    python release/check_wheel.py --python P --others Q ...   built by P; P and the Qs only run a rendezvous, without torch
+    python release/check_wheel.py --python P --others Q ...   built by P; P and the Qs only run a rendezvous
 
 The environment contains the wheel's dependencies and nothing else. torch and the example's data are shared with the
 environment that runs this script, because they are large. docs/install.md describes what is published.

@@ -1,4 +1,4 @@
-"""The fixtures: `ranks(4)(fn)` runs a function on four processes, `hosts(2, 2)(fn)` on two hosts with two each."""
+"""Fixtures: `ranks(4)(fn)` runs a function on four processes, and `hosts(2, 2)(fn)` on two hosts with two each."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def hosts() -> Iterator[type[Hosts]]:
 
 @pytest.fixture
 def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test runs as outside of a job, whatever started it."""
+    """Removes the secret of the job that runs the tests, if any, from the environment."""
     for name in ("PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """For simulations that are full of cycles, and short."""
+    """Disables the garbage collector, for short simulations that create many reference cycles."""
     gc.disable()
     yield
     gc.enable()
     gc.collect()
 
 
-# Files are handed to the workers of pytest-xdist in order: one that takes minutes must not begin as the last.
+# pytest-xdist distributes files to its workers in order: files that take minutes must not be the last ones.
 LONG = (
     "test_coordinator_schedules.py",
     "test_failpoints.py",
@@ -56,22 +56,22 @@ LONG = (
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays, so the collector need not look through it again with each test's garbage."""
+    """Freezes the imported modules, so that the collector does not scan them during each test."""
     gc.enable()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if "torch" in sys.modules:  # threads of several test files that compute at once would wait for each other's cores
+    if "torch" in sys.modules:  # threads of several test files that compute at the same time would compete for cores
         sys.modules["torch"].set_num_threads(1)
-    items.sort(key=lambda item: item.path.name not in LONG)  # stable
+    items.sort(key=lambda item: item.path.name not in LONG)  # a stable sort
 
 
 def pytest_configure() -> None:
-    """A run in the background ignores Ctrl-C, one under nohup SIGHUP: what the tests start must not inherit that."""
+    """Restores SIGINT and SIGHUP, which background jobs and nohup ignore, so that subprocesses of tests receive them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
     use_profile()
-    gc.disable()  # until the tests' modules are imported, of which nothing is garbage
+    gc.disable()  # until the tests' modules are imported, which creates little garbage

@@ -1,11 +1,11 @@
-"""Runs what does not fit into the suite, part by part, and prints a table of the results: `make nightly`.
+"""Runs tests that are too slow for the suite, part by part, and prints a table of the results: `make nightly`.
 
     python tests/nightly.py                 every part
     python tests/nightly.py soak docs       these parts
-    python tests/nightly.py --record ...    the results also take the place of older ones in docs/nightly.md
+    python tests/nightly.py --record ...    the results also replace older ones in docs/nightly.md
 
-A part that fails does not stop the others, but the exit code is 1 then. A part whose tools are missing says which and
-is skipped. The output of each part goes to build/nightly/PART.log. docs/nightly.md describes the parts.
+A part that fails does not stop the others, but the exit code is then 1. A part whose tools are missing reports them and
+is skipped. The output of each part is written to build/nightly/PART.log. docs/nightly.md describes the parts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from nightly_parts import Part, parts
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "build" / "nightly"
 PAGE = ROOT / "docs" / "nightly.md"
-_LINES_SHOWN = 15  # of the log of a part that failed
+_LINES_SHOWN = 15  # lines of a failed part's log to print
 _SUMMARIES = (
-    r"^=+ (.*(?:passed|skipped).*) in .* =+$",  # of pytest
-    r"^(\d+% tests passed.* out of \d+)$",  # of ctest
-    r"^(paceline-.*\.whl with .*: installed in .*)$",  # of release/check_wheel.py
+    r"^=+ (.*(?:passed|skipped).*) in .* =+$",  # pytest's summary
+    r"^(\d+% tests passed.* out of \d+)$",  # ctest's summary
+    r"^(paceline-.*\.whl with .*: installed in .*)$",  # the summary of release/check_wheel.py
 )
 
 
 def run(part: Part, logs: Path) -> Result:
-    """Runs the commands of a part until one fails or the part's time is over."""
+    """Runs the commands of a part until one fails or the part's time limit is reached."""
     if reason := part.obstacle():
         return Result(part.name, "skipped", 0.0, reason)
     logs.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def run(part: Part, logs: Path) -> Result:
 
 
 def _failure_of(command: Sequence[str], environment: dict[str, str], log: int, limit_s: float) -> str:
-    """How the command failed; "" if it did not. What is left of it after its time is killed."""
+    """Runs a command; returns how it failed, or "" if it succeeded. All its processes are killed at the time limit."""
     try:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -74,14 +74,14 @@ def _failure_of(command: Sequence[str], environment: dict[str, str], log: int, l
 
 
 def _last_summary(log: Path) -> str:
-    """Returns what pytest or ctest counted, or how the wheel was installed; "" if the log has none of them."""
+    """Returns the summary line of pytest, ctest or release/check_wheel.py, or "" if the log contains none."""
     text = log.read_text(errors="replace")
     found = (re.findall(each, text, re.MULTILINE) for each in _SUMMARIES)
     return next(("; ".join(lines) if "installed" in lines[-1] else lines[-1] for lines in found if lines), "")
 
 
 def chosen(names: Sequence[str], every: Sequence[Part]) -> list[Part]:
-    """The parts of these names in the order of all, or all parts if there are no names."""
+    """Returns the parts with these names in the order of `every`, or all parts if there are no names."""
     known = [part.name for part in every]
     if unknown := sorted(set(names) - set(known)):
         raise SystemExit(f"there is no part {', '.join(unknown)}; the parts are {', '.join(known)}")
@@ -89,7 +89,7 @@ def chosen(names: Sequence[str], every: Sequence[Part]) -> list[Part]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the parts that the arguments name; the exit code."""
+    """Runs the parts selected by the arguments; returns the exit code."""
     parser = argparse.ArgumentParser(description="Runs what does not fit into the suite.")
     parser.add_argument("parts", nargs="*", help="the names of parts; all of them by default")
     parser.add_argument("--record", action="store_true", help="also write the results to docs/nightly.md")

@@ -1,4 +1,4 @@
-"""The table of results in docs/nightly.md: each part keeps the row of the last run in which it had its turn."""
+"""Updates the table of results in docs/nightly.md. Each part keeps the row of the last run that included it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _COLUMNS = ("part", "day", "result", "time", "load", "machine", "")
 
 @dataclass(frozen=True)
 class Result:
-    """How a part ended.
+    """The result of a part.
 
     Attributes:
-        part: its name.
+        part: The name of the part.
         verdict: "passed", "failed" or "skipped".
-        took_s: the seconds that it took.
-        detail: what was counted, or why the part failed or was skipped.
-        load: the processes that ran or wanted to before it, over a minute.
+        took_s: The duration in seconds.
+        detail: The summary of the tests, or the reason why the part failed or was skipped.
+        load: The load average over one minute before the part.
     """
 
     part: str
@@ -31,12 +31,12 @@ class Result:
 
 
 def table(rows: Sequence[str]) -> str:
-    """Returns the rows as a table in Markdown."""
+    """Returns the rows as a Markdown table."""
     return "\n".join([_line(_COLUMNS), _line(["---"] * len(_COLUMNS)), *rows])
 
 
 def row(result: Result, day: str) -> str:
-    """Returns the row of a result of this machine."""
+    """Returns the row for a result on this machine."""
     ran = result.verdict != "skipped"
     took = f"{result.took_s / 60:.1f} min" if result.took_s >= 60 else f"{result.took_s:.0f} s"
     detail = result.detail.replace("|", r"\|")
@@ -54,7 +54,7 @@ def row(result: Result, day: str) -> str:
 
 
 def machine() -> str:
-    """Returns what the run takes place on."""
+    """Returns a description of this machine."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return (
         f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB, "
@@ -65,10 +65,10 @@ def machine() -> str:
 def with_results(page: str, results: Sequence[Result], day: str, order: Sequence[str]) -> str:
     """Returns the text of docs/nightly.md with these results.
 
-    A part that was skipped does not take the place of a result; parts that are not in `order` lose their rows.
+    A skipped part does not replace an earlier result; parts that are not in `order` lose their rows.
 
     Raises:
-        ValueError: the page has no section for results.
+        ValueError: The page has no section for results.
     """
     head, found, section = page.partition(HEADING)
     if not found:

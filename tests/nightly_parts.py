@@ -1,4 +1,4 @@
-"""The parts of `make nightly`: what each runs, and what it needs."""
+"""Defines the parts of `make nightly`: their commands and requirements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ARM_EMULATOR = "qemu-aarch64"
 _ARM_LIBRARIES = "/usr/aarch64-linux-gnu"
 _REPEATS_UNDER_SANITIZERS = "20"
 _NEWEST_TORCH = "2.15"
-_EXAMPLES_OF_PROPERTIES = "20"  # times as many as in the suite
+_EXAMPLES_OF_PROPERTIES = "20"  # multiple of the number of examples in the suite
 
 
 def _nothing_missing() -> str:
@@ -34,7 +34,7 @@ def _nothing_missing() -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """Commands that run one after another until one fails; `obstacle` says what is missing for them."""
+    """Commands that run sequentially until one fails; `obstacle` returns a description of what is missing."""
 
     name: str
     does: str
@@ -45,7 +45,7 @@ class Part:
 
 
 def parts(root: Path) -> list[Part]:
-    """Every part, the cheap ones first."""
+    """Returns all parts, the fastest first."""
     return [
         _pictures_in_a_browser(root),
         _soak("docs", "runs the programs in the docs", _PROGRAMS_OF_DOCS, limit_s=30 * _MINUTE_S),
@@ -124,7 +124,10 @@ def _properties() -> Part:
 
 
 def _encrypted() -> Part:
-    left_out = ("test_encryption_of_hosts.py", "test_between.py")  # they choose a level, or another engine
+    left_out = (
+        "test_encryption_of_hosts.py",
+        "test_between.py",
+    )  # they set their own security level, or use another engine
     words = [sys.executable, "-m", "pytest", "-m", "not soak and not gpu", "tests/hosts"]
     return Part(
         "encrypted",
@@ -145,7 +148,7 @@ def _sanitizers() -> Part:
 
 
 def _core_build(directory: str, compiler: str, *options: str) -> list[list[str]]:
-    """Configures and builds the core and its tests, without Python, and each file by itself."""
+    """Returns commands that build the core and its tests without Python, compiling each file separately."""
     return [
         [
             str(_BIN / "cmake"),
@@ -158,13 +161,13 @@ def _core_build(directory: str, compiler: str, *options: str) -> list[list[str]]
 
 
 def _separate_files() -> Part:
-    """Other builds compile the files of a component together, and would not notice a missing `#include`."""
+    """Other builds compile the files of a component together, and would not detect a missing `#include`."""
     commands = _core_build("build/files", "c++", "-DPACELINE_PYTHON=ON", f"-DPython_EXECUTABLE={sys.executable}")
     return Part("files", "compiles each file of the core by itself", commands, _HOUR_S)
 
 
 def _cross_build() -> Part:
-    """The tests are run too where an emulator of processes can."""
+    """The tests also run if an emulator is installed."""
     emulator = shutil.which(_ARM_EMULATOR)
     options = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
     commands = _core_build("build/arm64", _ARM_COMPILER, *options)
@@ -181,7 +184,7 @@ def _wheel() -> Part:
 
 
 def _stable_abi() -> Part:
-    """Built by one Python, the wheel has to work with the later ones."""
+    """The wheel is built with one version of Python and must work with later ones."""
     found = [path for path in map(_interpreter, range(12, 15)) if path is not None]
     words = [sys.executable, "release/check_wheel.py", "--python", *found[:1], "--others", *found[1:]]
     return Part(
@@ -200,7 +203,7 @@ def _clang() -> Part:
 
 
 def _other_python(minor: int) -> Part:
-    """The whole suite, in an environment of its own below build/."""
+    """Runs the whole suite in a separate environment under build/."""
     interpreter = _interpreter(minor)
     words = ["make", "test", f"PYTHON={interpreter}", f"VENV=build/nightly/python3.{minor}"]
     return Part(
@@ -218,13 +221,13 @@ def _plugin_with_torch(release: str) -> Part:
 
 
 def _newest_torch() -> Part:
-    """The whole suite, in an environment of its own below build/."""
+    """Runs the whole suite in a separate environment under build/."""
     words = ["make", "test", f"TORCH={_NEWEST_TORCH}", f"VENV=build/nightly/torch{_NEWEST_TORCH}"]
     return Part(f"torch{_NEWEST_TORCH}", f"runs the suite with torch {_NEWEST_TORCH}", [words], 2 * _HOUR_S)
 
 
 def _interpreter(minor: int) -> str | None:
-    """The path of an interpreter that runs: pyenv leaves names on the PATH of versions that are not chosen."""
+    """Returns the path of an interpreter that runs, because pyenv also puts unselected versions on the PATH."""
     name = f"python3.{minor}"
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for path in [shutil.which(name), *map(str, sorted(versions.glob(f"3.{minor}.*/bin/{name}")))]:

@@ -1,4 +1,4 @@
-"""Chromium without a window, driven over a pair of pipes; nothing but Chromium itself is needed."""
+"""Drives headless Chromium over a pair of pipes; only Chromium itself is required."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _EXEC = (
 
 
 def installed() -> str | None:
-    """The path of a browser, if there is one."""
+    """Returns the path of an installed browser, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def _above_ten(fd: int) -> int:
-    """The same descriptor under a number that the shell does not give to another."""
+    """Duplicates a descriptor to a number above ten, which the shell does not assign to another descriptor."""
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(fd)
     return moved
 
 
 class BrowserError(Exception):
-    """The browser did not do what it was told."""
+    """The browser reported an error or did not respond."""
 
 
 class Browser:
-    """One page in a browser of its own, with a profile that is removed afterwards."""
+    """A page in a separate browser process, with a profile that is removed afterwards."""
 
     def __init__(self, width: int = 1440, height: int = 1000, dark: bool = False) -> None:
         program = installed()
@@ -104,15 +104,15 @@ class Browser:
             self.events.append(answer)
 
     def open(self, address: str) -> None:
-        """Goes to a page."""
+        """Navigates to a page."""
         self.call("Page.navigate", url=address)
 
     def resize(self, width: int, height: int) -> None:
-        """Sets the size of what is seen."""
+        """Sets the size of the viewport."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def value(self, expression: str) -> Any:
-        """What an expression of JavaScript is on the page."""
+        """Evaluates a JavaScript expression on the page and returns its value."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise BrowserError(f"{expression}: {result['exceptionDetails']}")
@@ -121,7 +121,7 @@ class Browser:
     def wait_for(self, expression: str, seconds: float = 20.0) -> Any:
         """Waits until an expression is true."""
         deadline_s = time.monotonic() + seconds
-        tried = f"(() => {{ try {{ return {expression} }} catch (error) {{ return null }} }})()"  # not there yet
+        tried = f"(() => {{ try {{ return {expression} }} catch (error) {{ return null }} }})()"  # fails until the page is complete
         while not (found := self.value(tried)):
             if time.monotonic() > deadline_s:
                 raise BrowserError(f"{expression} was not true within {seconds} s; errors: {self.errors()}")
@@ -129,12 +129,12 @@ class Browser:
         return found
 
     def screenshot(self, kind: str = "png") -> bytes:
-        """A picture of what is seen, as PNG or WebP."""
+        """Returns a screenshot of the viewport as PNG or WebP."""
         quality = {"quality": 70} if kind == "webp" else {}
         return base64.b64decode(self.call("Page.captureScreenshot", format=kind, **quality)["data"])
 
     def errors(self) -> list[str]:
-        """What the page's scripts and its security policy have complained about."""
+        """Returns the errors that the page's scripts and its security policy have reported."""
         self.value("0")
         found = []
         for event in self.events:

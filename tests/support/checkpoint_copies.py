@@ -1,6 +1,6 @@
-"""Two ranks, each on a host of its own, that copy their parts of a small state into both hosts' vaults.
+"""Two ranks on different hosts that copy their parts of a small state into both hosts' vaults.
 
-As a program it forks, and kills chosen ranks at their n-th arrival at each point of a copy, for every n:
+As a program, it forks and kills chosen ranks when they reach each failpoint of a copy for the n-th time, for every n:
 python checkpoint_copies.py DIRECTORY. It prints one line of JSON.
 """
 
@@ -38,7 +38,7 @@ DEADLINE_S = 60
 
 
 class PipeChannel:
-    """A channel of two ranks, by a pipe."""
+    """A channel between two ranks over a pipe."""
 
     size = WORLD_SIZE
 
@@ -72,7 +72,7 @@ class PipeChannel:
 
 
 def copying_of(step: int, rank: int, keep: str | None, addresses: Sequence[str]) -> Replication:
-    """What a rank copies: its own host's vault comes first."""
+    """Returns a rank's copying, with the vault of its own host first."""
     draft = Draft(f"step_{step:010d}", "", step, step, f"t{step}")
     values = encode({"step": step})
     assert isinstance(values, dict)
@@ -90,14 +90,14 @@ def copy_as(rank: int, step: int, keep: str | None, addresses: Sequence[str], ch
 
 @contextmanager
 def two_hosts(directory: Path) -> Iterator[list[str]]:
-    """The addresses of the vaults of two launchers."""
+    """Yields the addresses of the vaults of two launchers."""
     with ExitStack() as stack:
         services = [stack.enter_context(closing(CacheServer(None))) for _ in range(2)]
         yield [service.open(str(directory / f"door-{host}"), None) for host, service in enumerate(services)]
 
 
 def looked(addresses: Sequence[str], root: str = ROOT) -> list[Inventory]:
-    """What the vaults have."""
+    """Returns the inventories of the vaults."""
     found = []
     for address in addresses:
         with closing(dial(address)) as client:
@@ -106,7 +106,7 @@ def looked(addresses: Sequence[str], root: str = ROOT) -> list[Inventory]:
 
 
 def steps_of(found: FoundCheckpoint, addresses: Sequence[str], root: str = ROOT) -> set[float]:
-    """Every number in a checkpoint that is read from these vaults, which compares all bytes with their digests."""
+    """Returns the distinct numbers in a checkpoint that is read from these vaults; reading verifies all digests."""
     inventories = looked(addresses, root)
     where = {each.vault: address for each, address in zip(inventories, addresses, strict=True)}
 
@@ -125,7 +125,7 @@ def steps_of(found: FoundCheckpoint, addresses: Sequence[str], root: str = ROOT)
 
 @dataclass
 class Outcome:
-    """Whether a rank was told that the copy is whole, and whether one was killed."""
+    """The outcome of both ranks: if any rank reported a complete copy, and if any rank was killed."""
 
     is_reported: bool
     is_killed: bool
@@ -158,7 +158,7 @@ def copy_by_both(step: int, keep: str | None, addresses: Sequence[str], orders: 
 
 
 def sweep(addresses: Sequence[str], ranks: str, point: str) -> Iterator[int]:
-    """Kills at the 1st, 2nd, ... arrival at a point until nobody is killed any more; checks after each."""
+    """Kills at the 1st, 2nd, ... arrival at a failpoint until none is killed any more; checks the vaults after each."""
     step = count = 0
     while True:
         count, step = count + 1, step + 2
@@ -177,7 +177,7 @@ def sweep(addresses: Sequence[str], ranks: str, point: str) -> Iterator[int]:
 
 
 def main(top: Path) -> dict[str, int]:
-    """Returns how many kills there were of each kind."""
+    """Returns the number of kills of each kind."""
     kills = {}
     for name, ranks in {"rank 0": "0", "rank 1": "1", "both": "01"}.items():
         directory = top / name.replace(" ", "")

@@ -1,4 +1,4 @@
-"""Disks that note what is done to them, or that end the process at a chosen operation."""
+"""Disks that record the operations on them, or kill the process at a chosen operation."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from paceline.train.checkpoint.format.local_storage import Disk
 
 @dataclass(frozen=True)
 class Operation:
-    """What was done: `kind`, to which file or in which directory, and with which names or bytes."""
+    """An operation on a disk: its `kind`, the file or directory, and the names or bytes involved."""
 
     kind: str
-    file: int = -1  # of "write" and "sync": the file's number
-    directory: str = ""  # of all that changes or makes durable the names in a directory
+    file: int = -1  # the number of the file, for "write" and "sync"
+    directory: str = ""  # the path of the directory, for operations that change or sync its names
     name: str = ""
     new_name: str = ""
     data: bytes = b""
 
 
 class TracingDisk(Disk):
-    """Does what is asked, and notes it."""
+    """Performs operations and records them."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -73,7 +73,7 @@ class TracingDisk(Disk):
 
 
 class KillingDisk(Disk):
-    """Ends the process with SIGKILL before its operation of this number; a write is done by half before."""
+    """Kills the process with SIGKILL before its n-th operation; half of a write is performed first."""
 
     def __init__(self, number: int) -> None:
         self._left = number

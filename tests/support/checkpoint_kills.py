@@ -1,6 +1,6 @@
-"""Saves as two processes, of which chosen ones are killed at their n-th operation on the disk, for every n.
+"""Saves with two processes and kills chosen ones at their n-th disk operation, for every n.
 
-It runs as a program of its own, since it forks: python checkpoint_kills.py DIRECTORY. It prints one line of JSON.
+It is a separate program because it forks: python checkpoint_kills.py DIRECTORY. It prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEADLINE_S = 60
 
 
 def lead(root: Root, step: int, follower: connection.Connection, reports: int) -> None:
-    """What rank 0 does; it writes to `reports` when the checkpoint is done, before old ones are removed."""
+    """The program of rank 0; it writes to `reports` when the checkpoint is complete, before old ones are removed."""
     draft = root.begin(step)
     follower.send_bytes(draft.to_bytes())
     own = write(root, draft, step, 0)
@@ -43,7 +43,7 @@ def lead(root: Root, step: int, follower: connection.Connection, reports: int) -
 
 
 def follow(root: Root, step: int, leader: connection.Connection) -> None:
-    """What rank 1 does."""
+    """The program of rank 1."""
     assert leader.poll(DEADLINE_S)
     try:
         draft = Draft.from_bytes(leader.recv_bytes())
@@ -54,14 +54,14 @@ def follow(root: Root, step: int, leader: connection.Connection) -> None:
 
 @dataclass
 class Outcome:
-    """Whether the checkpoint was reported as done, and whether a process was killed."""
+    """The outcome: if the checkpoint was reported as complete, and if a process was killed."""
 
     is_reported: bool
     is_killed: bool
 
 
 def save(directory: Path, step: int, number: int, killed: set[int]) -> Outcome:
-    """Saves with two processes, of which the `killed` ranks die at their operation of this number."""
+    """Saves with two processes; the `killed` ranks are killed at the given disk operation."""
     ends = Pipe()
     reader, writer = os.pipe()
     pids = []
@@ -93,7 +93,7 @@ def save(directory: Path, step: int, number: int, killed: set[int]) -> Outcome:
 
 
 def sweep(directory: Path, killed: set[int]) -> dict[str, int]:
-    """Kills at the 1st, 2nd, ... operation until nobody is killed any more; checks after each."""
+    """Kills at the 1st, 2nd, ... operation until no process is killed any more; checks the checkpoints after each."""
     root = Root(directory)
     latest = step = number = reported = 0
     while True:
@@ -112,7 +112,7 @@ def sweep(directory: Path, killed: set[int]) -> dict[str, int]:
 
 
 def prepare(root: Root, step: int) -> None:
-    """Saves undisturbed, which removes all that was left over, and leaves something: each save then does the same."""
+    """Saves undisturbed, which removes old files and leaves new ones, so that each later save does the same work."""
     save_alone(root, step)
     root.retire(KEEP)
     assert not [name for name in root.storage.names() if name.startswith(".")]

@@ -1,4 +1,4 @@
-"""What a disk may hold after the power was lost: whatever was synced, and any part of the rest."""
+"""Computes the possible contents of a disk after a power loss: all synced data, and any subset of the rest."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from checkpoint_disks import Operation
 
-Survives = Callable[[int], bool]  # whether the operation of this number is there, though nothing made it durable
+Survives = Callable[[int], bool]  # given the index of an operation that was not synced, returns True if it survives
 
 
 @dataclass
 class Node:
-    """A file, whose `data` it is, or a directory: the names that processes saw, and those that were durable."""
+    """A file with its `data`, or a directory with the names that processes saw and those that were durable."""
 
     data: bytearray | None = None
     seen: dict[str, Node] = field(default_factory=dict)
@@ -21,10 +21,10 @@ class Node:
 
 
 def after_power_loss(operations: Sequence[Operation], top: str, survives: Survives, chance: random.Random) -> Node:
-    """Returns what the directory `top` holds if the power is lost after these operations.
+    """Returns the contents of the directory `top` if the power is lost after these operations.
 
-    What was made durable by a sync of its file or directory is there. Of everything else each operation is there or is
-    not, as `survives` says, whatever came before or after it; a write may also be there in part.
+    Data that was made durable by syncing its file or directory is present. Of the other operations, each survives or
+    not, as `survives` decides, independent of their order; a write may also survive in part.
     """
     replay = _Replay(operations, top, survives, chance)
     for number, operation in enumerate(operations):
@@ -37,7 +37,7 @@ def after_power_loss(operations: Sequence[Operation], top: str, survives: Surviv
 
 class _Replay:
     def __init__(self, operations: Sequence[Operation], top: str, survives: Survives, chance: random.Random) -> None:
-        self.directories = {top: Node()}  # by the paths that they have at this time
+        self.directories = {top: Node()}  # keyed by current path
         self._files: dict[int, Node] = {}
         self._ends: dict[int, int] = {}
         self._survives, self._chance = survives, chance
@@ -94,7 +94,7 @@ def _rename(names: dict[str, Node], operation: Operation, node: Node) -> None:
 
 
 class NodePlace:
-    """A place for reading what is left."""
+    """A read-only storage location with the remaining files."""
 
     renames = True
 
@@ -128,7 +128,7 @@ class NodePlace:
         return _File(b"")
 
     def write_to(self, directory) -> None:
-        """Puts all of it into a real directory, which is there."""
+        """Writes all files into an existing real directory."""
         _materialise(self._top, directory)
 
 

@@ -1,4 +1,4 @@
-"""A small state of two ranks that differs in each step, and ways to save it and to see which step was read."""
+"""A small state of two ranks that differs in each step, with functions to save it and to identify the saved step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def floats(step: int, count: int) -> bytes:
 
 
 def pieces(step: int, rank: int) -> list[WriteItem]:
-    """The weight is divided by rows, the bias is rank 1's, and the average is divided by columns."""
+    """Returns a rank's pieces. The weight is sharded by rows, rank 1 has the bias; the average is sharded by columns."""
     half = SHAPE[0] * SHAPE[1] // 2
     return [
         WriteItem("model/weight", "F32", SHAPE, Flat(rank * half, (rank + 1) * half), floats(step, half)),
@@ -43,13 +43,13 @@ def save(root: Root, step: int) -> str:
 
 
 def steps_in(root: Root, name: str) -> set[float]:
-    """Every number that a checkpoint of a root holds."""
+    """Returns the distinct numbers in all checkpoints of a root."""
     with root.open(name) as checkpoint:
         return steps_in_checkpoint(checkpoint)
 
 
 def steps_in_checkpoint(checkpoint: Checkpoint) -> set[float]:
-    """Every number that a checkpoint holds: it is the step, if no two steps are mixed."""
+    """Returns the distinct numbers in a checkpoint: only its step, unless two steps are mixed."""
     found: set[float] = set()
     for tensor in NAMES:
         data = checkpoint.read(tensor)

@@ -1,4 +1,4 @@
-"""Every collective, type and reduction that torch's gloo has too, on random inputs."""
+"""Compares every collective, type and reduction that torch's gloo implements, on random inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BIT_OPS = ["BAND", "BOR", "BXOR"]
 def agree_with_gloo(
     file: str, algorithm: str | None, interface: str = "lo", backend: str | None = None, rounds: int = 1
 ) -> int:
-    """The number of calls that were compared, in `rounds` with other sizes, roots and values."""
+    """Returns the number of calls that were compared, in `rounds` with different sizes, roots and values."""
     dist.init_process_group(backend, algorithm=algorithm)
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -48,7 +48,7 @@ def agree_with_gloo(
 
 
 def has(call, dtype: torch.dtype, op: str) -> bool:
-    """Whether this torch's gloo does it."""
+    """Returns True if this version of torch implements the call in gloo."""
     if call in (broadcast, all_gather, gather, scatter):
         return True
     return _can(all_reduce if call is reduce else call, dtype, op)
@@ -56,7 +56,7 @@ def has(call, dtype: torch.dtype, op: str) -> bool:
 
 @functools.cache
 def _can(call, dtype: torch.dtype, op: str) -> bool:
-    """Asks gloo where nobody has to answer."""
+    """Runs a call in a gloo group of one rank; returns True if gloo implements it."""
     alone = gloo.new_group([gloo.get_rank()], use_local_synchronization=True)
     tensor = torch.ones(2, dtype=dtype)
     try:

@@ -1,4 +1,4 @@
-"""A training whose live page tests look at: it never ends; given a file, rank 1 is stuck once it is there."""
+"""An endless training run for tests of the live page. Given a path, rank 1 blocks as soon as the file exists."""
 
 TRAIN = """
 import os, sys, time, torch

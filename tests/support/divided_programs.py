@@ -1,6 +1,6 @@
-"""Programs in which optimizers and models that are divided among ranks train on devices as on the CPU.
+"""Programs in which optimizers and models that are sharded across ranks must train on devices as on the CPU.
 
-`use` chooses the type of the devices. Each rank has one of its own if there are enough.
+`use` selects the device type. Each rank has a device of its own if there are enough.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _tolerance = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def use(device_type: str, **tolerance: float) -> None:
-    """Lets the programs of this process run on devices of this type, whose results are as close to the CPU's."""
+    """Selects devices of this type for the programs of this process, and the tolerance for comparisons with CPU."""
     global _device_type
     _device_type = device_type
     _tolerance.update(tolerance)
@@ -37,7 +37,7 @@ def own_device() -> str:
 def network(dropout: float = 0.0) -> nn.Sequential:
     with torch.device("cpu"):  # the same numbers on all devices
         torch.manual_seed(3)
-        # A bias before the normalization would have a gradient of rounding errors alone, which Adam makes large.
+        # The gradient of a bias before the normalization would consist of rounding errors, which Adam would amplify.
         first = nn.Linear(8, 40, bias=False)
         layers = [first, nn.BatchNorm1d(40), nn.Dropout(dropout), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4)]
         return nn.Sequential(*layers)
@@ -70,7 +70,7 @@ def values(module: nn.Module) -> list[torch.Tensor]:
 
 
 def require_close(on_device: Result, on_cpu: Result) -> None:
-    """A product of matrices may add in another order, since that depends on where the matrices are in memory."""
+    """Compares to rounding: the summation order of a matrix product depends on the memory addresses of the matrices."""
     torch.testing.assert_close(on_device, on_cpu, **_tolerance)
 
 
@@ -107,7 +107,7 @@ def zero_offloaded(stage: int) -> None:
 
 
 def zero_with_a_default_device(stage: int) -> None:
-    """As after `torch.set_default_device`, which moves what says no device."""
+    """Runs as after `torch.set_default_device`, which places tensors created without a device."""
     with torch.device(own_device()):
         zero(stage)
 
@@ -123,7 +123,7 @@ def a_zero_optimizer_has_parameters_on_two_devices(stage: int) -> None:
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return self.second(self.first(inputs).to(self.devices[1])).to(self.devices[0])
 
-    group = dist.new_group()  # the default one connects each rank's own device
+    group = dist.new_group()  # the default group connects each rank's own device
     results = []
     for devices in (("cpu", "cpu"), (f"{_device_type}:0", f"{_device_type}:1")):
         module = Halves(devices)
@@ -187,7 +187,7 @@ def logical_shards() -> None:
 
 
 def dropout_of_shards_draws_from_the_devices_generator() -> None:
-    """The masks of a shard are the same wherever it is computed, and the device's own stream is left alone."""
+    """A shard has the same masks wherever it is computed, and the device's own random stream is not changed."""
     device = torch.device(own_device())
     module = nn.Dropout(0.5).to(device)
     module.register_buffer("here", torch.zeros(1, device=device))
@@ -207,7 +207,7 @@ def dropout_of_shards_draws_from_the_devices_generator() -> None:
     assert torch.equal(generators.get_rng_state(device), before)
     everyones = [torch.empty_like(masks[0]) for _ in range(2)]
     dist.all_gather(everyones, masks[0])
-    assert not torch.equal(*everyones)  # these are different shards
+    assert not torch.equal(*everyones)  # different shards
 
 
 def deterministic_ddp() -> None:

@@ -1,4 +1,4 @@
-"""A small model that is divided among ranks in many ways, with its optimizer, and its checkpoints in one piece."""
+"""A small model and its optimizer, sharded across ranks in several layouts, with checkpoints of the whole state."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import paceline as dist
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.train.tensor.layers import slice_of
 
-_MAKING = threading.Lock()  # threads share the random numbers
+_MAKING = threading.Lock()  # threads share the random number generator
 WIDTH, HIDDEN, VOCABULARY = 7, 10, 11
 
 
 class Block(nn.Module):
-    """Its sizes are not divisible by most numbers of ranks."""
+    """A block with sizes that are not divisible by most numbers of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Its layers have names of their own, which are not those that a pipeline gives them."""
+    """A network whose layers have names that differ from those that a pipeline assigns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(WIDTH, VOCABULARY)  # first here, and last in the forward
+        self.head = nn.Linear(WIDTH, VOCABULARY)  # defined first, but applied last in the forward pass
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList([Block(), Block(), Block()])
 
@@ -72,14 +72,14 @@ def batch(step: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def grouped(module: nn.Module) -> list[dict[str, Any]]:
-    """Weights decay, others do not; a rank may have no parameters of a group."""
+    """Returns parameter groups with and without weight decay; a rank may have no parameters in a group."""
     weights = [each for each in module.parameters() if each.ndim > 1]
     others = [each for each in module.parameters() if each.ndim == 1]
     return [{"params": others, "weight_decay": 0.0}, {"params": weights}]
 
 
 def trained(steps: int = 2, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The state of a training in one piece."""
+    """Returns the state after training a model that is not sharded."""
     model = built(dtype)
     optimizer = torch.optim.AdamW(grouped(model), lr=0.01)
     for step in range(steps):
@@ -94,7 +94,7 @@ def trained(steps: int = 2, dtype: torch.dtype = torch.float32) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks hold other samples, other layers, and other parts of the layers, and how state is kept."""
+    """The number of ranks along each dimension (samples, layers, and parts of layers), and how state is sharded."""
 
     replicas: int
     stages: int
@@ -108,10 +108,10 @@ class Layout:
 
 
 def divided(layout: Layout, groups: Sequence[ProcessGroup], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A rank's part of an untrained model and its optimizer; `groups` are those of the mesh's dimensions."""
+    """Returns a rank's part of an untrained model and its optimizer; `groups` are those of the mesh dimensions."""
     replicas, stages, parts = groups
     model = built(dtype)
-    nn.init.zeros_(model.head.weight)  # so that whatever is not loaded shows
+    nn.init.zeros_(model.head.weight)  # values that reveal parameters that were not loaded
     whole: nn.Module = model
     if layout.parts > 1:
         dist.parallelize_module(model, parts, plan(), src_data_rank=None)
@@ -138,7 +138,7 @@ def divided(layout: Layout, groups: Sequence[ProcessGroup], dtype: torch.dtype =
 
 
 def require_part(state: dict[str, Any], whole: dict[str, Any]) -> None:
-    """Requires that a rank's part of a model has the bits of the whole one."""
+    """Requires that a rank's part of a model is bitwise equal to that of the whole one."""
     mine, model = state["model"], whole["model"]
     expected = model.state_dict()
     rename = mine.whole.key_of if isinstance(mine, dist.Pipeline) else str
@@ -152,7 +152,7 @@ def require_part(state: dict[str, Any], whole: dict[str, Any]) -> None:
 
 
 def require_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Requires that two trainings in one piece have the same bits."""
+    """Requires that two whole states are bitwise equal."""
     for name, value in expected["model"].state_dict().items():
         assert torch.equal(state["model"].state_dict()[name], value), name
     mine, theirs = (each["optimizer"].state_dict() for each in (state, expected))

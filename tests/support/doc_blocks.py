@@ -1,4 +1,4 @@
-"""The code in README and docs: what a reader may copy, with where it stands."""
+"""Extracts code from README and docs that a reader may copy, with its location."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """The fenced blocks of a page in these languages, or all."""
+    """Returns the fenced blocks of a page in these languages, or all of them."""
     text = page.read_text()
     found = [
         Block(page, text.count("\n", 0, fence.start()) + 2, fence[2], _without_indent(fence[3], len(fence[1])))
@@ -49,12 +49,12 @@ def _without_indent(text: str, width: int) -> str:
 
 
 def prose(page: Path) -> str:
-    """The page without its fenced blocks, of which only the lines are left."""
+    """Returns the page with its fenced blocks replaced by empty lines."""
     return _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), page.read_text())
 
 
 def indented(page: Path) -> Iterator[Block]:
-    """The lines of a page that are code by their indentation."""
+    """Yields the blocks of a page that are code because of their indentation."""
     run: list[str] = []
     lines = [*prose(page).split("\n"), ""]
     for at, line in enumerate(lines):
@@ -66,19 +66,19 @@ def indented(page: Path) -> Iterator[Block]:
 
 
 def python_of(block: Block) -> list[str]:
-    """The pieces of Python in a block: itself, or the examples of a session with the interpreter."""
+    """Returns the Python code of a block: the block itself, or the examples of an interpreter session."""
     if ">>>" in block.text:
         return [example.source for example in doctest.DocTestParser().get_examples(block.text)]
     return [block.text]
 
 
 def after_a_diff(block: Block) -> str:
-    """The text that a diff leads to."""
+    """Returns the text after applying a diff."""
     return "".join(line[1:] for line in block.text.splitlines(keepends=True) if line[:1] != "-")
 
 
 def meaning(block: Block) -> list[str]:
-    """What a block of Python does, apart from comments and from the words that it prints."""
+    """Returns what a block of Python does, normalized by removing comments and printed text."""
     dumps = []
     for piece in python_of(block):
         tree = ast.parse(piece)
@@ -90,7 +90,7 @@ def meaning(block: Block) -> list[str]:
 
 
 def commands(page: Path) -> list[tuple[Block, list[str]]]:
-    """The simple commands in the blocks of a page, as words. Where lines have prompts, the others are output."""
+    """Returns the simple commands in a page's blocks, as words. If some lines have prompts, the others are output."""
     found = []
     for block in [*blocks(page, "sh", "bash", "console", ""), *indented(page)]:
         lines = block.text.replace("\\\n", " ").split("\n")
@@ -118,7 +118,7 @@ def _simple_commands(line: str) -> Iterator[list[str]]:
 
 
 def call_of_paceline(words: list[str]) -> list[str] | None:
-    """The arguments of `paceline` in a command, also behind variables and other launchers; None if it is another."""
+    """Returns the arguments of `paceline` in a command, after variables and other launchers, or None without it."""
     words = [*words]
     while words and re.match(r"^[A-Z_]+=", words[0]):
         words.pop(0)
@@ -132,7 +132,7 @@ def call_of_paceline(words: list[str]) -> list[str] | None:
 
 
 def calls_in_prose(page: Path) -> Iterator[tuple[int, list[str]]]:
-    """The `paceline ...` in backticks of a page, as words behind the first, with their lines."""
+    """Returns the words after `paceline` in the backticks of a page, with line numbers."""
     for at, line in enumerate(prose(page).split("\n")):
         for quoted in _IN_PROSE.findall(line):
             if quoted.startswith("paceline ") and "..." not in quoted:
@@ -140,7 +140,7 @@ def calls_in_prose(page: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def names_in_prose(page: Path, module: str) -> Iterator[tuple[int, str]]:
-    """The names `module.name` in backticks of a page, with their lines."""
+    """Returns the names `module.name` in the backticks of a page, with line numbers."""
     for at, line in enumerate(prose(page).split("\n")):
         for quoted in _IN_PROSE.findall(line):
             for name in re.findall(rf"(?<![\w./-]){module}\.(\w+(?:\.[a-zA-Z]\w*)*)(?![\w/])", quoted):

@@ -1,6 +1,7 @@
-"""A launcher of elastic jobs for tests: its workers are forks of a process that has imported torch, so they start soon.
+"""Runs elastic jobs for tests. Workers are forked from a process that has imported torch, so they start quickly.
 
-It has the real coordinator, and replaces each worker that dies, but has no signals, output or machines besides its own.
+The job has the real coordinator and replaces each worker that dies, but handles no signals or output and has one
+machine.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ _MOST_ATTEMPTS = 5
 
 @dataclass
 class Worker:
-    """A worker, its socket and where its result comes from."""
+    """A worker, its socket and the connection that returns its result."""
 
     uid: str
     slot: int
     process: BaseProcess
-    pidfd: int  # the process's own sentinel is a pipe, which what it forks may hold open
+    pidfd: int  # the process's sentinel is a pipe, which its child processes may keep open
     socket: socket.socket
     result: Connection
 
 
 @dataclass
 class Outcome:
-    """What became of a job: its exit code, each worker's result or error and exit code, and what was said and heard."""
+    """The outcome of a job: exit code, workers' results, errors and exit codes, and printed and received messages."""
 
     code: int
     results: dict[str, object]
@@ -67,17 +68,17 @@ def run(
     timeout_s: float = 60.0,
     meddle: Callable[[Job], None] | None = None,
 ) -> Outcome:
-    """Runs `program(*arguments)` on workers of an elastic job until the job is over.
+    """Runs `program(*arguments)` on workers of an elastic job until the job ends.
 
     Args:
-        program: a function of a module.
-        arguments: its arguments.
-        workers: how many workers there are.
-        failpoints: see `paceline.train.elastic.failpoints`.
-        policy: settings of the coordinator.
-        replaces: whether workers that die are replaced.
-        timeout_s: after this time the job is ended and the test fails.
-        meddle: is called about every 10 ms, to kill and stop workers.
+        program: A module-level function.
+        arguments: The arguments of the program.
+        workers: The number of workers.
+        failpoints: Failpoints; see `paceline.train.elastic.failpoints`.
+        policy: The settings of the coordinator.
+        replaces: True if workers that die are replaced.
+        timeout_s: The number of seconds after which the job is killed and the test fails.
+        meddle: A function that is called about every 10 ms, to kill and stop workers.
     """
     with_job = Job(program, arguments, workers, failpoints, policy, replaces)
     try:
@@ -118,7 +119,7 @@ class Job:
         self.outcome = Outcome(0, {}, {}, [], {})
 
     def run(self, timeout_s: float, meddle: Callable[[Job], None] | None) -> Outcome:
-        """Runs the job; returns what became of it."""
+        """Runs the job; returns its outcome."""
         deadline_s = time.monotonic() + timeout_s
         self._follow(self._coordinator.machine_joined(MACHINE, "here", self._slots, time.monotonic()))
         self._follow(self._coordinator.machine_listed(MACHINE, time.monotonic()))
@@ -140,12 +141,12 @@ class Job:
         os.kill(self.workers[uid].process.pid or 0, number)
 
     def stall(self, uid: str) -> None:
-        """Stops a worker, and reports that it does nothing."""
+        """Stops a worker, and reports that it is unresponsive."""
         self.kill(uid, signal.SIGSTOP)
         self._follow(self._coordinator.worker_stalled(uid, "stopped", time.monotonic()))
 
     def close(self) -> None:
-        """Ends what still runs; idempotent."""
+        """Kills the processes that are still running; idempotent."""
         for worker in list(self.workers.values()):
             _end(worker)
         self.workers.clear()
@@ -206,7 +207,7 @@ class Job:
             match order:
                 case SendOrder(_, uid, message):
                     if uid in self.workers:
-                        with contextlib.suppress(OSError):  # its end is reported soon
+                        with contextlib.suppress(OSError):  # the worker's exit is reported soon
                             self.workers[uid].socket.send(protocol.encode_message(message))
                 case StartOrder():
                     for slot in range(self._slots):
@@ -221,7 +222,7 @@ class Job:
 
 
 def _end(worker: Worker) -> None:
-    """Kills a worker, if it runs, and what it has forked; returns when it has ended."""
+    """Kills a worker, if it is running, and its child processes; returns when it has exited."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.process.pid or 0, signal.SIGKILL)
     worker.process.kill()
@@ -250,4 +251,4 @@ def _work(
     result.send((False, value))
     result.close()
     dist.destroy_process_group()
-    os._exit(0)  # the rest of an interpreter's end takes longer than the job
+    os._exit(0)  # a regular interpreter exit takes longer than the job

@@ -1,4 +1,4 @@
-"""Helpers for tests of transfers in one process: a model, senders that serve its state, and logged results."""
+"""Helpers for tests of state transfers in one process: a model, senders that serve its state, and logged results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def result(round_: int, *tensors: torch.Tensor, state: int = 0) -> tuple[RoundRe
 
 
 class Model:
-    """A network, an optimizer with a state, and what is needed to serve them."""
+    """A network, an optimizer with state, and the objects that are needed to serve them."""
 
     def __init__(self, seed: int, size: int = 1200) -> None:
         torch.manual_seed(seed)
@@ -41,7 +41,7 @@ class Model:
 
 
 class Donor:
-    """A snapshot of a model, and where it is served."""
+    """A snapshot of a model, and the address at which it is served."""
 
     def __init__(self, model: Model, name: str, number: int = 5, round_: int = 7) -> None:
         listener = listen("127.0.0.1", 0, job_secret())

@@ -1,4 +1,4 @@
-"""Switches off one rule of an elastic worker, to see that a test notices; `run_without` does so in the worker."""
+"""Disables one rule of an elastic worker, for tests that must detect this; `run_without` does so in the worker."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.train.elastic.worker.worker_membership import WorkerMembership
 
 
 def run_without(rule: str, program: Callable[..., Any], *arguments: object) -> Any:
-    """Runs `program(*arguments)` without a rule; with an empty name, with all of them."""
+    """Runs `program(*arguments)` without a rule, or with all rules in force if the name is empty."""
     if rule:
         RULES[rule]()
     return program(*arguments)
 
 
 def _forget_sums() -> None:
-    """Sums that were computed before a view broke are computed again."""
+    """Recomputes sums that were computed before a view failed."""
     status_of = WorkerMembership._status
 
     def without_sums(self: WorkerMembership) -> Any:
@@ -32,7 +32,7 @@ def _forget_sums() -> None:
 
 
 def _take_any_view() -> None:
-    """A worker enters a view again whose connections have failed."""
+    """Lets a worker reenter a view whose connections have failed."""
     await_later = LauncherConnection.await_view
 
     def await_any(self: LauncherConnection, _: int, accepts: Callable[[View], bool]) -> Any:
@@ -42,7 +42,7 @@ def _take_any_view() -> None:
 
 
 def _go_on_alone() -> None:
-    """A worker that others have gone on without does so too."""
+    """Lets a worker that the others have dropped continue alone."""
     enter = WorkerMembership.enter
 
     def enter_anyway(self: WorkerMembership, view: View) -> None:
@@ -53,7 +53,7 @@ def _go_on_alone() -> None:
 
 
 def _trust_everybody() -> None:
-    """Digests are not compared."""
+    """Disables the comparison of digests."""
     vote.judge = lambda *_: None
 
 

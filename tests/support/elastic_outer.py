@@ -16,14 +16,14 @@ _WAITING_S = 0.05
 
 
 def train(steps: int, delay: int = 0, complete: int = 0, step_s: float = 0.0, seed: int = 0) -> dict[str, Any]:
-    """Trains; returns the parameters, the outer ones, and who came and went.
+    """Trains; returns the parameters, the outer parameters, and the changes of membership.
 
     Args:
-        steps: how many inner steps.
-        delay: after how many of them results are used.
-        complete: while there are fewer workers, training goes on, and steps take long.
-        step_s: how long a step takes at least.
-        seed: of the model.
+        steps: The number of inner steps.
+        delay: The number of inner steps after which results are used.
+        complete: The number of workers below which steps are slow.
+        step_s: The minimum duration of a step in seconds.
+        seed: The seed of the model.
     """
     dist.init_process_group(elastic=True)
     model = build(seed)
@@ -51,7 +51,7 @@ def train(steps: int, delay: int = 0, complete: int = 0, step_s: float = 0.0, se
 
 
 def refused() -> None:
-    """Makes states with what they cannot take."""
+    """Constructs states with objects that they must reject."""
     dist.init_process_group(elastic=True)
     model = build()
     inner = torch.optim.SGD(model.parameters(), lr=RATE)

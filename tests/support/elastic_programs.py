@@ -1,4 +1,4 @@
-"""Training programs for tests of elastic jobs; each takes the number of epochs and returns the digest of its state."""
+"""Training programs for tests of elastic jobs. Most accept a number of epochs and return the digest of their state."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def train(
     shard_s: float = 0.0,
     complete: int = 0,
 ) -> str:
-    """Trains a network with batch normalisation and dropout, evaluates it after each epoch.
+    """Trains a network with batch normalization and dropout, and evaluates it after each epoch.
 
-    A step takes `step_s` more outside of the shards and a shard `shard_s`; the state is `ballast_mib` larger. While
-    there are fewer than `complete` workers, steps take long, so that those who are missing come before the end.
+    A step takes `step_s` longer outside the shards, and each shard takes `shard_s` longer; the state is larger by
+    `ballast_mib`. With fewer than `complete` workers, steps are slow, so that missing workers join before the end.
     """
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
@@ -68,10 +68,10 @@ def train(
 
 
 def train_with_a_slow_newcomer(newcomer: str, *arguments: Any) -> tuple[str, list[bool]]:
-    """Trains as `train` does, but a newcomer connects to the others only when it has replayed two more of their rounds.
+    """Trains as `train` does, but a newcomer forms a planned view only after replaying two more rounds of the others.
 
     Returns:
-        The digest, and for each planned view of the newcomer whether the others have gone on meanwhile.
+        The digest, and for each planned view of the newcomer, True if the others continued in the meantime.
     """
     view_group._HEAD_START_S = _LONGEST_S
     form, commit = ViewGroup._form, WorkerProgress.commit
@@ -98,7 +98,7 @@ def train_with_a_slow_newcomer(newcomer: str, *arguments: Any) -> tuple[str, lis
 
 
 def train_and_save(epochs: int, directory: str, asynchronous: bool) -> str:
-    """Trains a network and saves a checkpoint every third step, of which there are four in an epoch."""
+    """Trains a network and saves a checkpoint every third step; an epoch has four steps."""
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
@@ -118,7 +118,7 @@ def train_and_save(epochs: int, directory: str, asynchronous: bool) -> str:
 
 
 def count_shards(steps: int) -> int:
-    """Trains one epoch; returns how many shards this worker has computed."""
+    """Trains one epoch; returns the number of shards that this worker computed."""
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
     model = nn.Linear(8, 3)
@@ -141,7 +141,7 @@ def count_shards(steps: int) -> int:
 
 
 def look_around(steps: int) -> list[tuple[bool, int, int, bool]]:
-    """Returns, for each step, whether it was replayed, the rank, the world size and whether a collective works."""
+    """Returns for each step if it was replayed, the rank, the world size, and if a collective succeeded."""
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
@@ -168,37 +168,37 @@ def look_around(steps: int) -> list[tuple[bool, int, int, bool]]:
 
 
 class Seen:
-    """The losses and counts that a worker has seen, which belong to the state."""
+    """The losses and counts that a worker has recorded, as part of the state."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
 
     def state_dict(self) -> dict[str, list[float]]:
-        """Returns them."""
+        """Returns the recorded values."""
         return {"losses": self.losses}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Continues after those that another worker has seen."""
+        """Replaces the recorded values with another worker's."""
         self.losses = list(state["losses"])
 
 
 class Ballast:
-    """A state of some size."""
+    """A state of a given size."""
 
     def __init__(self, mib: int) -> None:
         self._tensor = torch.arange(mib << 17, dtype=torch.float64)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns it."""
+        """Returns the tensor."""
         return {"tensor": self._tensor}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes another worker's."""
+        """Loads another worker's tensor."""
         self._tensor.copy_(state["tensor"])
 
 
 def train_with_a_fault(epochs: int, worker: str, fault: str, since: int = 5) -> str:
-    """Trains as `train` does, on one worker with memory that changes, or with sums that are wrong, from a step on."""
+    """Trains; on one worker, memory changes in step `since`, or sums are wrong from that step."""
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
     model = nn.Linear(8, 3)

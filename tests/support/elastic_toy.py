@@ -1,9 +1,9 @@
-"""A worker of an elastic job that trains nothing: it says to its launcher what a real one says, and imports no torch.
+"""A worker of an elastic job that does not train: it sends its launcher the usual messages, and does not import torch.
 
     elastic_toy.py DIRECTORY
 
-It notes its start in DIRECTORY/log and each view in DIRECTORY/views. A file there is an order: `end` to all, `failN` to
-the worker of slot N once it takes part, `break` to whoever starts.
+It records its start in DIRECTORY/log and each view in DIRECTORY/views. A file in DIRECTORY is a command: `end` ends all
+workers, `failN` makes the worker in slot N fail once it is in a view, and `break` makes starting workers fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training programs of the usual loop for tests of elastic jobs; they record which samples counted in which step."""
+"""Programs with the usual training loop for tests of elastic jobs; they record which samples each step used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WAITING_S = 0.2
 
 
 class Centre(nn.Module):
-    """Subtracts a running mean, as batch normalisation does, but takes a batch of one sample too."""
+    """Subtracts a running mean, as batch normalization does, but also accepts a batch of one sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Centre(nn.Module):
         self.register_buffer("has_begun", torch.tensor(False))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the inputs less the running mean."""
+        """Returns the inputs minus the running mean."""
         self.mean.lerp_(inputs.detach().mean(0), 0.1)
         self.batches += 1
         self.has_begun.fill_(True)
@@ -38,7 +38,7 @@ class Centre(nn.Module):
 
 
 class Counted(nn.Module):
-    """A network whose parameter `used` has, as its gradient, the share of each sample in the step's mean."""
+    """A network with a parameter `used`, whose gradient is the share of each sample in the step's mean."""
 
     def __init__(self, centres: bool) -> None:
         super().__init__()
@@ -47,39 +47,39 @@ class Counted(nn.Module):
         self.used = nn.Parameter(torch.zeros(SAMPLES))
 
     def forward(self, indices: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the logits, and what adds the samples' shares to the loss."""
+        """Returns the logits, and a term that adds the samples' shares to the loss."""
         return self.net(inputs), self.used[indices].mean()
 
 
 @dataclass
 class Steps:
-    """The samples' shares in each committed step, and the changes of views, which belong to the state."""
+    """The samples' shares in each committed step, and the changes of views, as part of the state."""
 
     shares: list[dict[int, float]] = field(default_factory=list)
     views: list[list[Any]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns them."""
+        """Returns the record."""
         return {"shares": [list(each.items()) for each in self.shares], "views": self.views}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after those of another worker."""
+        """Replaces the record with another worker's."""
         self.shares = [dict(map(tuple, each)) for each in state["shares"]]
         self.views = list(state["views"])
 
 
 def dataset() -> TensorDataset:
-    """Returns the samples, with their numbers."""
+    """Returns the samples with their indices."""
     drawn = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, 4, generator=drawn)
     return TensorDataset(torch.arange(SAMPLES), inputs, torch.randint(0, 3, (SAMPLES,), generator=drawn))
 
 
 class Stream(IterableDataset):
-    """The same samples, which can only be read one after the other."""
+    """The same samples, which can only be read sequentially."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yields them."""
+        """Yields the samples."""
         return iter(dataset())
 
 
@@ -108,17 +108,17 @@ def train(
     """Trains; returns the digest of the state, the parameters and the record.
 
     Args:
-        epochs: how many.
-        step_s: how long a step takes at least.
-        complete: while there are fewer workers, steps take long, so that those who are missing come before the end.
-        adapts: whether the optimizer is AdamW, with clipped gradients, and a learning rate that changes in each step.
-        meddles: "clamp" to change parameters after each step, and "closure" to step with a closure.
-        centres: whether the network has buffers.
-        weighs: whether a rank's weight is the number of its samples.
-        skips: "sample" to skip each batch with sample 7, "error" to skip it after an error in its backward, and "step"
-            for all ranks to skip the third step.
-        streams: whether the dataset is a stream.
-        num_workers: how many processes of each worker read it.
+        epochs: The number of epochs.
+        step_s: The minimum duration of a step in seconds.
+        complete: The number of workers below which steps are slow, so that missing workers join before the end.
+        adapts: True for AdamW with gradient clipping and a learning rate that changes in each step.
+        meddles: "clamp" to change parameters after each step, or "closure" to step with a closure.
+        centres: True if the network has buffers.
+        weighs: True if a rank's weight is its number of samples.
+        skips: "sample" to skip each batch with sample 7, "error" to skip it after an error in its backward pass, or
+            "step" to skip the third step on all ranks.
+        streams: True if the dataset is a stream.
+        num_workers: The number of loader processes of each worker.
     """
     dist.init_process_group(elastic=True)
     inner, optimizer = build(centres, adapts)
@@ -167,7 +167,7 @@ def train(
 
 
 def train_and_save(epochs: int, directory: str) -> dict[str, Any]:
-    """Goes on from the newest checkpoint, trains, and saves one every third step; returns the digest and the record."""
+    """Resumes from the newest checkpoint, trains, and saves every third step; returns the digest and the record."""
     dist.init_process_group(elastic=True)
     inner, optimizer = build(centres=True)
     model = dist.DistributedDataParallel(inner)
@@ -188,7 +188,7 @@ def train_and_save(epochs: int, directory: str) -> dict[str, Any]:
 
 
 def skip_after_error(state: dist.ElasticState, loss: torch.Tensor, logits: torch.Tensor) -> None:
-    """Has a backward fail when it has begun, and skips the batch."""
+    """Raises an error during the backward pass, and skips the batch."""
 
     def fail(_: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("out of luck")
@@ -201,7 +201,7 @@ def skip_after_error(state: dist.ElasticState, loss: torch.Tensor, logits: torch
 
 
 def careless(epochs: int) -> None:
-    """Goes on to the next batch without backward, once, on the worker 0.1.0."""
+    """Continues with the next batch without a backward pass, once, on worker 0.1.0."""
     dist.init_process_group(elastic=True)
     inner, optimizer = build(centres=False)
     model = dist.DistributedDataParallel(inner)
