@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """Restores SIGINT and SIGHUP, which background jobs and nohup ignore, so that subprocesses of tests receive them."""
+    """Restores SIGINT and SIGHUP, which background jobs and nohup ignore, so that tests' subprocesses receive them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

@@ -127,7 +127,7 @@ def _encrypted() -> Part:
     left_out = (
         "test_encryption_of_hosts.py",
         "test_between.py",
-    )  # they set their own security level, or use another engine
+    )  # they select a level or another engine
     words = [sys.executable, "-m", "pytest", "-m", "not soak and not gpu", "tests/hosts"]
     return Part(
         "encrypted",

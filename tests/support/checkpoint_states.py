@@ -21,7 +21,7 @@ def floats(step: int, count: int) -> bytes:
 
 
 def pieces(step: int, rank: int) -> list[WriteItem]:
-    """Returns a rank's pieces. The weight is sharded by rows, rank 1 has the bias; the average is sharded by columns."""
+    """Returns a rank's pieces: the weight is sharded by rows, rank 1 has the bias, the average is sharded by column."""
     half = SHAPE[0] * SHAPE[1] // 2
     return [
         WriteItem("model/weight", "F32", SHAPE, Flat(rank * half, (rank + 1) * half), floats(step, half)),

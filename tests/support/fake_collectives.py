@@ -1,8 +1,9 @@
-"""`fccl`: the process group of PyTorch for the fake device, as NCCL's is for CUDA.
+"""`fccl`: a PyTorch process group for the fake device, the counterpart of NCCL for CUDA.
 
-Its collectives run over gloo, on a stream of the group's for each device, behind what the current stream has; a work's
-`wait` makes the current stream wait, not the host. Messages between two ranks have a stream for each pair and
-direction. `register` offers it to torch.distributed, and so to Paceline. `COLLECTIVES` counts this process's calls.
+Its collectives run over gloo, on one stream per group and device, after the work in the current stream. A work's `wait`
+makes the current stream wait, not the host. Messages between two ranks use a stream for each pair and direction.
+`register` registers the backend with torch.distributed, and thereby for Paceline. `COLLECTIVES` counts this process's
+calls.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _POLLING_S = 0.0002
 
 
 def register() -> None:
-    """Loads the device, and has torch.distributed know "fccl" as its backend."""
+    """Loads the device, and registers "fccl" with torch.distributed as its backend."""
     fake_device.load()
     if NAME.upper() not in c10d.Backend._plugins:
         c10d.Backend.register_backend(NAME, FakeDeviceGroup, devices=["fake"])
@@ -41,7 +42,7 @@ def _gloo(store: dist.Store, rank: int, size: int) -> Any:
 
 
 class StreamWork(dist.Work):
-    """A call that a stream of the device makes."""
+    """A call that runs on a stream of the device."""
 
     def __init__(self, group: FakeDeviceGroup, device: torch.device, results: list[torch.Tensor], stream: Any) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class StreamWork(dist.Work):
         return self._future
 
     def boxed(self) -> Any:
-        _kept.add(self)  # PyTorch's side alone would not keep this one
+        _kept.add(self)  # PyTorch's side alone would not keep this reference
         return super().boxed()
 
 
@@ -88,7 +89,7 @@ _kept: set[StreamWork] = set()
 
 
 class _Lane:
-    """A gloo group with a stream, on which its calls keep their order."""
+    """A gloo group with a stream, on which its calls run in order."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
@@ -97,7 +98,7 @@ class _Lane:
 
 
 class FakeDeviceGroup(dist.ProcessGroup):
-    """A process group for tensors of the fake device, and for those of the CPU, which are gloo's."""
+    """A process group for tensors on the fake device, and with gloo for those on the CPU."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -128,19 +129,19 @@ class FakeDeviceGroup(dist.ProcessGroup):
                 lane.group.abort()
 
     def shutdown(self) -> None:
-        """Waits for the calls that are on the group's streams."""
+        """Waits for the calls on the group's streams."""
         for lane in self._lanes.values():
             lane.stream.synchronize()
 
     def _lane(self, device: torch.device, between: tuple[int, int] | None = None) -> _Lane:
         name = (device, between)
         if name not in self._lanes:
-            # The ranks number the devices that they use, of which each may have another one.
+            # Ranks may use different devices, so each rank numbers its own devices for the store.
             number = sum(each[1] == between for each in self._lanes)
             if between is None:
                 group = _gloo(dist.PrefixStore(f"all/{number}", self._store), self._rank, self._size)
                 self._lanes[name] = _Lane(group, device)
-            else:  # both directions at once, since the other rank may begin with the other one
+            else:  # both directions at once, since the other rank may start with the opposite one
                 for pair in (tuple(sorted(between)), tuple(sorted(between, reverse=True))):
                     store = dist.PrefixStore(f"{pair[0]}-{pair[1]}/{number}", self._store)
                     self._lanes[device, pair] = _Lane(_gloo(store, pair.index(self._rank), 2), device)
@@ -155,7 +156,7 @@ class FakeDeviceGroup(dist.ProcessGroup):
         before: Callable[[], object] | None = None,
         after: Callable[[], object] | None = None,
     ) -> dist.Work:
-        """Has gloo make the call: at once for tensors of the CPU, and otherwise in the order of the stream."""
+        """Runs the call in gloo: immediately for CPU tensors, otherwise in stream order."""
         tensors = _tensors(arguments)
         devices = {tensor.device for tensor in tensors if tensor.device.type == "fake"}
         if tensors and not devices:
@@ -176,11 +177,11 @@ class FakeDeviceGroup(dist.ProcessGroup):
                 self._finish(name, call(*on_host))
                 if after is not None:
                     after()
-            except BaseException as error:  # as a communicator's error, it is the group's
+            except BaseException as error:  # like a communicator's error, it belongs to the group
                 self.failure = self.failure or error
 
         call = getattr(lane.group, name)
-        if name == "_reduce_scatter_base":  # gloo's own, also an all_reduce, completes in `wait` alone
+        if name == "_reduce_scatter_base":  # gloo's own, which is also an all_reduce, completes only in `wait`
             call = lane.group.allreduce
             output, given, options = on_host
             sums = [torch.empty_like(given)]
@@ -193,9 +194,9 @@ class FakeDeviceGroup(dist.ProcessGroup):
         return StreamWork(self, device, _tensors(results), lane.stream)
 
     def _finish(self, name: str, work: Any) -> None:
-        """Waits for gloo, and for an abort, which gloo's works do not notice."""
+        """Waits for gloo's work or for an abort, which gloo's work does not detect."""
         over = work.is_completed
-        if name in ("send", "recv"):  # these are completed by their wait alone
+        if name in ("send", "recv"):  # messages complete only in `wait`
             waiting = threading.Thread(target=work.wait, daemon=True)
             waiting.start()
             over = lambda: not waiting.is_alive()  # noqa: E731
@@ -206,7 +207,7 @@ class FakeDeviceGroup(dist.ProcessGroup):
             work.wait()
 
     def _reducing(self, options: Any, results: Sequence[Any]) -> Callable[[], object] | None:
-        """Replaces a mean, which gloo lacks, by a sum; returns what makes a mean of it."""
+        """Replaces a mean, which gloo does not implement, by a sum; returns a function that divides the sum."""
         if options.reduceOp != dist.ReduceOp.AVG:
             return None
         options.reduceOp = dist.ReduceOp.SUM

@@ -1,11 +1,11 @@
-"""An accelerator for tests, `fake:0` and `fake:1`, that shows where a program would fail on a GPU.
+"""An accelerator for tests, `fake:0` and `fake:1`, on which a program fails where it would fail on a GPU.
 
-Its memory has addresses that the host may not touch, so a forgotten copy ends the process. Its streams run behind the
-host, so an order that nothing enforces gives wrong numbers; `torch.fake.delays` makes that likely. `tests/fake_device`
-has its sources: a backend of PyTorch for `PrivateUse1`, on whose operators the CPU's kernels run.
+The host cannot access its memory, so a missing copy terminates the process. Its streams run asynchronously, so a
+missing synchronization gives wrong results; `torch.fake.delays` makes this likely. The sources are in
+`tests/fake_device`: a PyTorch backend for `PrivateUse1` whose operators run the CPU's kernels.
 
-`build` compiles it, once for all processes. `load` registers it in this process: call it in a rank (`ranks(1)(fn)`),
-not in the process of pytest, whose other tests are to find no accelerator.
+`build` compiles it, once for all processes. `load` registers it in this process. Call `load` in a rank
+(`ranks(1)(fn)`), not in the pytest process, where other tests must not find an accelerator.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _LINK = ["-shared", f"-L{_TORCH / 'lib'}", f"-Wl,-rpath,{_TORCH / 'lib'}", "-lc1
 
 
 def library() -> Path:
-    """The path of the library for these sources, this compiler and this PyTorch."""
+    """Returns the path of the library for these sources, this compiler and this PyTorch."""
     texts = [file.read_text() for file in sorted(SOURCES.glob("*.?pp"))]
     what = repr([texts, _COMPILER, _FLAGS, torch.__version__])
     return CACHE / hashlib.sha256(what.encode()).hexdigest()[:16] / "libfake_device.so"
 
 
 def build() -> Path:
-    """Compiles the library unless that was done before; the processes that ask for it at once do it once."""
+    """Compiles the library if necessary; concurrent processes compile it only once."""
     path = library()
     if path.exists():
         return path
@@ -78,7 +78,7 @@ def _run(command: list[str]) -> None:
 
 
 def load(devices: int = 2) -> None:
-    """Registers the device in this process, where it is what `torch.accelerator` means. Builds it, if need be."""
+    """Registers the device in this process as torch's accelerator, and builds the library if necessary."""
     if hasattr(torch, "fake"):
         return
     path = build()
@@ -97,8 +97,8 @@ def load(devices: int = 2) -> None:
     _prefer_compiled_shapes()
 
 
-# Operators whose shapes only functions in Python find. Other such functions stand in front of compiled ones, take
-# longer than the operator, and import PyTorch's compiler.
+# Only Python functions compute the shapes of these operators. Other such functions override compiled ones, take longer
+# than the operator, and import PyTorch's compiler.
 _SHAPES = (
     "convolution",
     "convolution_backward",

@@ -1,8 +1,8 @@
-"""Runs `paceline run` in a fork of a process that has imported torch, which spares each job the imports.
+"""Runs `paceline run` in a fork of a process that has imported torch, so that jobs do not repeat the imports.
 
-The launcher is the real one. Its template is a fork of it instead of a new interpreter, and finds the modules that it
-is to import already imported; it then forks the workers, also where the launcher by itself would start an interpreter
-for each. How a launcher, a template and such workers start is left to the tests that use `launching.run`.
+The launcher is the real one. Its template is a fork of it instead of a new interpreter, so the modules to import are
+already imported. The template forks the workers, even those for which the launcher would otherwise start an
+interpreter. Tests that use `launching.run` cover the real start of a launcher, a template and such workers.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from paceline.linux import die_with_parent
 
 _TESTS = Path(__file__).parents[1]
 _DESCRIPTORS = 4096
-_main_process = multiprocessing.current_process()  # the server's own, since it imports this module first
+_main_process = multiprocessing.current_process()  # the fork server's own, because it imports this module first
 
 
 class ForkedLauncher:
-    """A launcher that runs; the methods are those of `subprocess.Popen`.
+    """A running launcher with the methods of `subprocess.Popen`.
 
     Args:
-        words: the command's words after `paceline`, such as `run`.
-        env: its whole environment.
-        stdout: the file for what it prints.
-        stderr: the file for what it prints on standard error.
-        says: a text for its stdin, which is empty otherwise.
-        host: the host that it runs on; None for the machine itself.
-        cwd: its working directory.
+        words: The command's words after `paceline`, such as `run`.
+        env: The complete environment.
+        stdout: The file for standard output.
+        stderr: The file for standard error.
+        says: The text for standard input, empty by default.
+        host: The host to run on, or None for this machine itself.
+        cwd: The working directory.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ForkedLauncher:
         cwd: str | None = None,
     ) -> None:
         for path in (stdout, stderr):
-            path.touch()  # so that it can be read from the start
+            path.touch()  # positioned at the start for reading
         start_server()
         place = host, cwd or os.getcwd()
         words = _with_forked_workers(words)
@@ -104,7 +104,7 @@ def run(
     cwd: str | None = None,
     says: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Does the same as `launching.run`; `says` is the text for its stdin."""
+    """Does the same as `launching.run`; `says` is the text for standard input."""
     return run_command("run", *arguments, timeout_s=timeout_s, env=env, cwd=cwd, says=says)
 
 
@@ -115,14 +115,14 @@ def run_command(
     cwd: str | None = None,
     says: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Runs any of `paceline`'s commands to its end."""
+    """Runs any of `paceline`'s commands and waits for its exit."""
     with TemporaryDirectory(prefix="paceline-") as directory:
         out, err = Path(directory, "out"), Path(directory, "err")
         launcher = ForkedLauncher(words, launching.ENVIRONMENT if env is None else env, out, err, says, cwd=cwd)
         try:
             code = launcher.wait(timeout_s)
         finally:
-            launcher.kill()  # which ends all that it had started
+            launcher.kill()  # also ends the processes that the launcher has started
         return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
 
@@ -170,7 +170,7 @@ def _launch(
 
 
 class _ForkingSubprocess:
-    """The module `subprocess`, in which a template is started as a fork."""
+    """Replaces the module `subprocess`; a template is started as a fork."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
@@ -180,7 +180,7 @@ class _ForkingSubprocess:
 
         if words[1] != template.__file__:
             return subprocess.Popen(words, **options)
-        # It never returns, so that no program is executed; that it closes all descriptors is what the caller waits for.
+        # It never returns, so no program is executed. The caller waits until it closes all descriptors.
         return subprocess.Popen(
             words, preexec_fn=lambda: _be_template(words, options["env"], options["pass_fds"]), **options
         )
@@ -211,7 +211,7 @@ def _be_template(words: Sequence[str], env: Mapping[str, str], pass_fds: Sequenc
 
 
 def _resemble_new_interpreter(env: Mapping[str, str], descriptors: Sequence[int]) -> None:
-    """Undoes what a fork inherits and a new interpreter has not: descriptors, handlers, the state of modules."""
+    """Resets what a new interpreter would not inherit: descriptors, signal handlers, and the state of modules."""
     for first, last in zip([2, *sorted(descriptors)], [*sorted(descriptors), _DESCRIPTORS], strict=True):
         os.closerange(first + 1, last)
     signal.set_wakeup_fd(-1)
@@ -257,7 +257,7 @@ def _stream(number: int, is_buffered: bool, errors: str) -> io.TextIOWrapper:
 
 
 def _load_plug_in_again() -> None:
-    """Registers the plug-in as torch does when it is imported, which depends on the environment."""
+    """Registers the plug-in as torch does during its import, which depends on the environment."""
     from torch.distributed import Backend
 
     Backend.backend_list.remove("paceline")
@@ -273,7 +273,7 @@ def _is_of_tests(path: str) -> bool:
 
 
 def _end(code: object) -> None:
-    """Ends the process as an interpreter does, but for the time that it takes to free everything."""
+    """Exits like an interpreter, but without spending time on freeing all objects."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1

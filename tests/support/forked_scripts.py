@@ -1,4 +1,4 @@
-"""Runs a script in a fork of a process that has torch already, as `python SCRIPT` does in one that imports it."""
+"""Runs a script in a fork of a process that has imported torch, with the same result as `python SCRIPT`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 def run_script(path: str, *arguments: str, alone: bool = False) -> str:
-    """Runs in a rank of `ranks(n)` or a worker of `elastic_job`; returns what the script prints.
+    """Runs a script in a rank of `ranks(n)` or a worker of `elastic_job`; returns its output.
 
     Args:
-        path: the script.
-        arguments: its arguments.
-        alone: whether it runs as without a launcher.
+        path: The path of the script.
+        arguments: The arguments of the script.
+        alone: True to run it as without a launcher.
     """
     if alone:
         for name in _OF_A_RANK:
@@ -30,5 +30,5 @@ def run_script(path: str, *arguments: str, alone: bool = False) -> str:
 
 
 def run_alone(path: str, *arguments: str) -> str:
-    """The same as without a launcher."""
+    """Runs a script as without a launcher; returns its output."""
     return run_script(path, *arguments, alone=True)

@@ -1,4 +1,4 @@
-"""One server for the whole test run, with the slow imports behind it: ranks and elastic workers are forks of it."""
+"""A fork server for the whole test run, which has imported the slow modules and forks ranks and elastic workers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def _take_back_path() -> None:
         del os.environ["PYTHONPATH"]
 
 
-if _OWN in os.environ:  # this is the server, which has found this module
+if _OWN in os.environ:  # this process is the server, which has found this module
     _take_back_path()
-    gc.disable()  # nothing that it imports is garbage
+    gc.disable()  # the imported modules are not garbage
 
-# What takes long to import, and what nearly every rank uses, that of the tests first. The last two take a second and a
-# half, and torch imports them when a rank first compares tensors or makes an optimizer.
+# Modules that are slow to import, and modules that nearly every rank uses, starting with those of the tests. The last
+# two take 1.5 s, and torch imports them when a rank first compares tensors or constructs an optimizer.
 _IMPORTED = [
     "world",
     "one_world",
@@ -62,13 +62,13 @@ _IMPORTED = [
     "torch._dynamo",
 ]
 
-# There is one server in a process, which is started with the modules that were named last: so nobody else names any.
+# A process has one server, which imports the modules that were set last, so no other code may set them.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(_IMPORTED)
 
 
 def start_server() -> None:
-    """Starts the server unless it runs. Before Python 3.13 it finds the tests' modules by its environment only."""
+    """Starts the server if necessary. Before Python 3.13 it finds the tests' modules only through PYTHONPATH."""
     os.environ[_OWN] = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS), str(_TESTS / "support"), os.environ[_OWN]])
     try:
@@ -78,9 +78,9 @@ def start_server() -> None:
 
 
 def begin() -> None:
-    """Is called first in a fork, which has one thread for computations, as a worker of the launcher has."""
+    """Initializes a fork, which computes with one thread, like a worker of the launcher. Must be called first."""
     import torch
 
-    gc.freeze()  # the collector need not look through the hundreds of thousands of objects of the imported modules
+    gc.freeze()  # so that the collector does not scan hundreds of thousands of objects in imported modules
     gc.enable()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A gate on loopback, which this process uses as if the others were on another machine."""
+"""A gate on the loopback interface, which this process treats as the address of another machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 30.0
 
 @contextlib.contextmanager
 def open_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Yields the port."""
+    """Yields the port of the gate."""
     port, name = reserved_port(), random_name()
     monkeypatch.setenv(dialer.PORT_VARIABLE, str(port))
     monkeypatch.setenv(dialer.GATE_VARIABLE, name)

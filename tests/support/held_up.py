@@ -1,4 +1,4 @@
-"""Ranks that wait for each other, the last of them for one that has been stopped; and what the others are told."""
+"""Ranks that wait for each other, the last one for a stopped rank; returns the errors that they raise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def wait_for_the_stopped(way: str, pair: dist.ProcessGroup, limit: timedelta) ->
 
 
 def begin_and_stop(directory: str, waiter: int, algorithm: str | None = None) -> dist.ProcessGroup | NonMember:
-    """Begins a job, in which rank 3 is then stopped; returns the group of that rank and `waiter`."""
+    """Starts a job and stops rank 3; returns the group of that rank and `waiter`."""
     dist.init_process_group(timeout=LONG, algorithm=algorithm)
     pair = dist.new_group([waiter, STOPPED])
     dist.barrier()
@@ -41,7 +41,7 @@ def begin_and_stop(directory: str, waiter: int, algorithm: str | None = None) ->
 
 
 def be_held_up(directory: str, way: str, waiter: int, algorithm: str | None = None) -> tuple[str, str, float]:
-    """Rank 3 is stopped, `waiter` waits for it, and the two others wait for the waiter; returns what they are told."""
+    """Rank 3 is stopped, `waiter` waits for it, and the two others wait for `waiter`; returns their error messages."""
     pair = begin_and_stop(directory, waiter, algorithm)
     if rank() == waiter:
         assert isinstance(pair, dist.ProcessGroup)
@@ -55,7 +55,7 @@ def be_held_up(directory: str, way: str, waiter: int, algorithm: str | None = No
 
 
 def told_of(run: World, directory: str, waiter: int) -> list[str]:
-    """Runs the world of `be_held_up` to its end; returns the messages of the ranks that waited for the waiter."""
+    """Runs the world of `be_held_up`; returns the messages of the ranks that waited for `waiter`."""
     others = [number for number in range(STOPPED) if number != waiter]
     await_word(directory, "about to be stopped")
     wait_until(lambda: state_is_stopped(run.pids[STOPPED]))
@@ -64,7 +64,7 @@ def told_of(run: World, directory: str, waiter: int) -> list[str]:
     wait_until(lambda: sleep_for_a_while(run.pids[waiter]))
     say(directory, "waits")
     await_word(directory, *(f"told {number}" for number in others))
-    kill([run.pids[waiter]])  # unless it was told as well, and ended
+    kill([run.pids[waiter]])  # unless it raised an error too, and exited
     told = run.join(60, expect_dead=frozenset({waiter, STOPPED}))
     messages = []
     for number in others:
@@ -80,9 +80,9 @@ def state_is_stopped(pid: int) -> bool:
 
 
 def require_cause(messages: list[str], waiting: str, stopped: str, may_be_direct: bool = False) -> None:
-    """Each message names the stopped rank as the one to look at, and the other one as one that waits.
+    """Requires that each message names the stopped rank as the cause, and the other one as a waiting rank.
 
-    With `may_be_direct`, what a rank waits for itself may be the stopped one, which would have passed the data on.
+    With `may_be_direct`, a rank may also wait directly for the stopped rank, which would have forwarded the data.
     """
     for message in messages:
         if may_be_direct and waiting not in message:
@@ -94,14 +94,14 @@ def require_cause(messages: list[str], waiting: str, stopped: str, may_be_direct
 
 
 def compute_beside_a_call(directory: str) -> tuple[str, str, float]:
-    """Rank 2 does not wait for the call that it has begun with the stopped rank: what keeps it is its own work."""
+    """Rank 2 is delayed by its own work, not by the pending asynchronous call with the stopped rank."""
     pair = begin_and_stop(directory, 2)
     if rank() == 2:
         work = dist.all_reduce(torch.ones(3), group=pair, async_op=True)
         say(directory, "computes")
         await_word(directory, "told 0", "told 1")
         dist.destroy_process_group()
-        assert work is not None  # until now, since its end would wait for the call
+        assert work is not None  # kept until now, because its destructor would wait for the call
         return "nothing", "", 0.0
     await_word(directory, "computes")
     told = told_by(lambda: dist.broadcast(torch.ones(3), 2, timeout=timedelta(seconds=1)))
@@ -110,7 +110,7 @@ def compute_beside_a_call(directory: str) -> tuple[str, str, float]:
 
 
 def give_up_and_leave(directory: str) -> tuple[str, str, float]:
-    """Rank 2 gives up because of the stopped rank, in a group of their own, while the others wait for rank 2."""
+    """Rank 2 gives up because of the stopped rank, in a group with it, while the others wait for rank 2."""
     pair = begin_and_stop(directory, 2)
     if rank() == 2:
         assert isinstance(pair, dist.ProcessGroup)

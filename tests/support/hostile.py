@@ -1,4 +1,4 @@
-"""Arguments that no program should pass, for calls that must refuse them without ending the process."""
+"""Invalid arguments for calls that must reject them without terminating the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOON = [timedelta(0), timedelta(seconds=-1), timedelta(microseconds=1), timedelt
 
 
 class Journal:
-    """Says what is called before it is, so that the last line of the file says what has ended the process."""
+    """Writes each call to a file before it is made; the last line identifies a call that terminated the process."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -35,11 +35,12 @@ def last_line(path: str) -> str:
 
 
 class Hostile:
-    """Chooses values by a seed; ranks with the same seed choose the same.
+    """Chooses values from a seed; ranks with the same seed choose the same values.
 
     Attributes:
-        spares_torch: whether torch's own code gets the values first, which is not to be tested. Tensors then have their
-            memory, for it prints them in its errors, and dimensions, for it divides the first.
+        spares_torch: True if the values are first passed to torch's own code, which is not under test. Tensors then
+            have their memory, because torch prints them in its errors, and at least one dimension, because torch
+            divides the first.
     """
 
     def __init__(self, seed: int) -> None:
@@ -78,7 +79,7 @@ class Hostile:
         dtype, shape = choose(DTYPES), choose(SHAPES[self.spares_torch :])
         try:
             tensor = torch.empty(shape, dtype=dtype).fill_(1)
-        except (RuntimeError, TypeError):  # it cannot be filled, or made without more
+        except (RuntimeError, TypeError):  # it cannot be filled, or cannot be created from shape and type alone
             tensor = torch.ones(shape)
         change = choose(
             [
@@ -107,12 +108,12 @@ class Hostile:
         )
         try:
             changed: torch.Tensor = change(tensor)
-        except (RuntimeError, TypeError, IndexError, NotImplementedError):  # not of this type, or not of this shape
+        except (RuntimeError, TypeError, IndexError, NotImplementedError):  # not possible for this type or shape
             return tensor
         return changed
 
     def instead_in(self, arguments: Sequence[object]) -> list[object]:
-        """Returns the arguments with one or two of them replaced, left out or added."""
+        """Returns the arguments with one or two of them replaced, removed or added."""
         changed = list(arguments)
         for _ in range(self.random.choice([1, 1, 2])):
             at = self.random.randrange(len(changed) + 1)
@@ -126,7 +127,7 @@ class Hostile:
         return changed
 
     def _other(self, argument: object) -> object:
-        """Returns something else, mostly of the same kind."""
+        """Returns another value, usually of the same type."""
         if self.random.random() < 0.3:
             return self.value()
         if isinstance(argument, int):
@@ -153,7 +154,7 @@ def _for_inference(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shown(value: object, depth: int = 2) -> str:
-    """Returns what a value is, without reading a tensor's memory."""
+    """Returns a description of a value, without reading a tensor's memory."""
     if isinstance(value, torch.Tensor):
         shape = "nested" if value.is_nested else list(value.shape)
         return f"{type(value).__name__}({value.dtype}, {value.layout}, {value.device}, {shape})"

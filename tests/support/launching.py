@@ -1,4 +1,4 @@
-"""Runs `paceline run` as a person does, and looks after its processes; `script("...")` writes what it is to run."""
+"""Runs `paceline run` as users do, and inspects its processes; `script("...")` writes the script to run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _OF_A_JOB = ("OMP_NUM_THREADS", "PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELI
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
 
 
-# A line for scripts that need nothing but a rendezvous. The launcher, which reads the script, does not recognize the
-# import, and therefore does not import torch before it forks workers, which takes longer than the rest.
+# The import line for scripts that need only a rendezvous. The launcher, which parses the script, does not recognize
+# this import, and therefore does not import torch before forking workers, which would take most of the time.
 MEET = 'rendezvous = __import__("paceline.comm.rendezvous.rendezvous", fromlist=["rendezvous"]).rendezvous'
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., str]:
-    """Writes a text into a file of its own directory and returns the file's path."""
+    """Writes a text to a file in a new directory and returns the path."""
 
     def write(text: str, name: str = "script.py") -> str:
         path = tmp_path / name
@@ -42,7 +42,7 @@ def command(*arguments: str) -> list[str]:
 def run(
     *arguments: str, timeout_s: float = 110, env: dict[str, str] | None = None, cwd: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs to the end; on a timeout the launcher is killed, which ends all that it had started."""
+    """Runs the launcher and waits for its exit. On a timeout it is killed, which also ends its child processes."""
     environment = {**(ENVIRONMENT if env is None else env), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     return subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=cwd
@@ -50,7 +50,7 @@ def run(
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    """Fails if the condition does not come true; the time is for a busy machine, and costs only where it fails."""
+    """Fails if the condition does not become true in time. The timeout allows for a busy machine."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -58,7 +58,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
 
 
 def processes_with(mark: str) -> list[int]:
-    """The running processes, zombies aside, in whose environment `mark` stood when they were started."""
+    """Returns the running processes, except zombies, whose initial environment contains `mark`."""
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -68,7 +68,7 @@ def processes_with(mark: str) -> list[int]:
 
 
 def processes_in(directory: Path) -> list[int]:
-    """The running processes, zombies aside, whose working directory it is."""
+    """Returns the running processes, except zombies, that have this working directory."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -78,7 +78,7 @@ def processes_in(directory: Path) -> list[int]:
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's or thread's state: S if it sleeps, T if it is stopped; Z if it has ended."""
+    """Returns the state of a process or thread as a letter: S for sleeping, T for stopped, Z if it has exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -90,7 +90,7 @@ def is_alive(pid: int) -> bool:
 
 
 def sleep_for_a_while(*pids: int) -> bool:
-    """Whether these processes or threads wait for something, or have ended, whenever they are looked at."""
+    """Returns True if these processes or threads sleep or have exited at every check for some time."""
     for _ in range(10):
         if not all(state_of(pid) in "SZ" for pid in pids):
             return False

@@ -1,4 +1,4 @@
-"""Where jobs and processes leave what they recorded during the tests: a directory that the end of the tests removes."""
+"""The directory for recordings of jobs and processes during the tests; it is removed at the end of the test run."""
 
 from __future__ import annotations
 

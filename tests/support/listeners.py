@@ -1,4 +1,4 @@
-"""Tries to get in where processes listen."""
+"""Attempts unauthorized connections to listening processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.comm.security.handshake import PeerHello, prove
 from paceline.comm.security.secret import derive_key
 from paceline.errors import AuthenticationError
 
-DEADLINE_S = 20.0  # that of the handshake is 5 s, but the machine may be busy
+DEADLINE_S = 20.0  # the handshake's timeout is 5 s, but the machine may be busy
 
 
 def connect_to(listener: ListeningSocket) -> socket.socket:
@@ -61,7 +61,7 @@ ATTEMPTS: tuple[Callable[[socket.socket], None], ...] = (
 
 
 def try_each_way(listener: ListeningSocket) -> dict[str, str]:
-    """Tries to get in in every way; returns how each was refused, by its name. One that gets in is an error."""
+    """Attempts to connect in each way; returns by name how each was rejected. A successful attempt is an error."""
 
     def attempt(way: Callable[[socket.socket], None]) -> tuple[str, str]:
         with connect_to(listener) as connection:

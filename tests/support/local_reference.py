@@ -1,4 +1,4 @@
-"""DiLoCo on all ranks in one process, written down once more without fragments' copies, threads or communication."""
+"""A reference implementation of DiLoCo for all ranks in one process, without threads or communication."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def build(seed: int = 0) -> nn.Sequential:
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    """Returns the inputs of a rank in a step."""
+    """Returns a rank's inputs for a step."""
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
 def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    """Trains with one batch."""
+    """Trains on one batch."""
     optimizer.zero_grad()
     model(batch(rank, step)).square().sum().backward()
     optimizer.step()
@@ -32,7 +32,7 @@ def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, st
 
 @dataclass
 class Reference:
-    """All ranks; `outer` are the parameters that they agree on, and `models` those that they train."""
+    """All ranks; `outer` are the synchronized parameters, and `models` the parameters that each rank trains."""
 
     ranks: int
     every: int
@@ -44,17 +44,17 @@ class Reference:
     models: list[nn.Sequential] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Makes the models."""
+        """Creates the models."""
         self.models = [build() for _ in range(self.ranks)]
         self.optimizers = [torch.optim.SGD(each.parameters(), lr=RATE) for each in self.models]
         self.outer = [param.detach().clone() for param in build().parameters()]
         self.speeds = [torch.zeros_like(each) for each in self.outer]
         self.runs = cut([each.numel() for each in self.outer], self.fragments)
-        self.begun: dict[tuple[int, int], list[torch.Tensor]] = {}  # by step of use and fragment, the means
-        self.before: dict[tuple[int, int], list[list[torch.Tensor]]] = {}  # and what each rank's model was
+        self.begun: dict[tuple[int, int], list[torch.Tensor]] = {}  # means by step of use and by fragment
+        self.before: dict[tuple[int, int], list[list[torch.Tensor]]] = {}  # each rank's values when it started
 
     def train(self, first: int, last: int) -> None:
-        """Makes the steps from `first` to `last`, counted from 1."""
+        """Runs the steps from `first` to `last`, counted from 1."""
         for step in range(first, last + 1):
             for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
                 inner_step(model, optimizer, rank, step)
@@ -62,7 +62,7 @@ class Reference:
 
     @torch.no_grad()
     def exchange(self, step: int) -> None:
-        """Begins and uses what is due after a step."""
+        """Starts and applies the exchanges that are due after a step."""
         for fragment in range(self.fragments):
             if self.delay:
                 self._use(step, fragment)
@@ -90,7 +90,7 @@ class Reference:
 
     @torch.no_grad()
     def use_rest(self) -> None:
-        """Uses what has begun."""
+        """Applies the pending exchanges."""
         for step, fragment in sorted(self.begun):
             self._use(step, fragment)
 

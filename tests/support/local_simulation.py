@@ -1,4 +1,4 @@
-"""Ranks that train with DiLoCo in virtual time: the real course and roll, with made-up steps and messages."""
+"""Simulates ranks that train with DiLoCo in virtual time: real state machines, simulated steps and messages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from paceline.train.diloco.exchange_timetable import (
 
 @dataclass
 class Rank:
-    """One rank: its training, and what its thread has heard."""
+    """A rank: its training run, and the messages that its thread has received."""
 
     course: ExchangeTimetable
-    step_s: list[float]  # how long each step of its loop takes
+    step_s: list[float]  # duration of each step of its loop
     decided: int = 0
     outcomes: dict[int, Participants] = field(default_factory=dict)
     used: list[int] = field(default_factory=list)
@@ -37,14 +37,14 @@ class Rank:
 
 
 class Simulation:
-    """Trains until all ranks have left; `ranks`, `held` and `done_s` say what happened.
+    """Simulates training until all ranks have left; `ranks`, `held` and `done_s` describe the course.
 
     Args:
-        rhythm: when fragments are exchanged.
-        step_s: how long each rank's steps take.
-        grace_s: how long late ranks are waited for.
-        latency_s: returns how long the next message takes.
-        exchange_s: how long an exchange takes.
+        rhythm: The schedule of the exchanges of fragments.
+        step_s: The duration of each rank's steps.
+        grace_s: How long to wait for late ranks.
+        latency_s: A function that returns the latency of the next message.
+        exchange_s: The duration of an exchange.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Simulation:
         self.ranks = [Rank(ExchangeTimetable(rhythm), each) for each in step_s]
         self.roll = ArrivalTracker(len(step_s), grace_s)
         self.held: list[Participants] = []
-        self.first_s: dict[int, float] = {}  # when rank 0 heard of the first rank that came to an exchange
+        self.first_s: dict[int, float] = {}  # when rank 0 received the first arrival at each exchange
         self.decided_s: list[float] = []
-        self.free_s = 0.0  # when the thread of rank 0 has ended its exchange
+        self.free_s = 0.0  # when the thread of rank 0 completed each exchange
         self.now_s = 0.0
         self._latency_s, self._exchange_s = latency_s, exchange_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -156,7 +156,7 @@ class Simulation:
 
 
 def drawn(seed: int) -> Simulation:
-    """Returns a training with ranks, speeds and numbers that depend on the seed."""
+    """Returns a simulation whose ranks, speeds and numbers depend on the seed."""
     draw = random.Random(seed)
     every = draw.randint(1, 12)
     rhythm = ExchangeInterval(every, draw.randint(1, every), draw.randrange(every))

@@ -1,4 +1,4 @@
-"""What the nccl engine must compute, on whatever device is the default one."""
+"""Results that the nccl engine must compute, on the default device, whatever it is."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def coalesce(rank: int, size: int) -> None:
     dist.all_gather_coalesced(gathered, pieces)
     assert [each[1].tolist() for each in gathered] == [[r + 0.5] * 3 for r in range(size)]
     told: list[object] = [None] * size
-    with torch.device("meta"):  # what the program has for its default device is not what objects travel in
+    with torch.device("meta"):  # objects are not sent on the program's default device
         dist.all_gather_object(told, {"rank": rank})
     assert told == [{"rank": r} for r in range(size)]
 
@@ -130,7 +130,7 @@ def run_beside(rank: int, size: int) -> None:
 
 
 def pass_messages(rank: int, size: int) -> None:
-    """Everybody sends before anybody receives, in the order in which the messages are sent."""
+    """Every rank sends before any receives, in the order in which the messages are sent."""
     after, before = (rank + 1) % size, (rank - 1) % size
     sends = [dist.isend(torch.full((50_000,), 10.0 * rank + tag), after, tag=tag) for tag in (0, 1)]
     received = {tag: torch.empty(50_000) for tag in (0, 1)}

@@ -1,4 +1,4 @@
-"""Plays programs of several ranks with one fault, in virtual time, and returns the scene that a launcher would see."""
+"""Simulates programs of several ranks with one fault in virtual time, and returns what a launcher would observe."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from paceline.operate.diagnosis.job_snapshot import (
 )
 
 WORLD = "default#1"
-LATE_S = 20.0  # how long after the last event the scene is looked at
+LATE_S = 20.0  # time from the last event to the observation
 CALLING = StackLocation("distributed.all_reduce", "train.py:88", is_call=True)
 IDLE = ProcessActivity(ProcessState.SLEEPS)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A call that a rank will make."""
+    """A call that a rank will run."""
 
     header: CallSignature
     group: str = WORLD
@@ -36,7 +36,7 @@ class Planned:
 @dataclass
 class _Player:
     plan: list[Planned]
-    stops_at: int | None = None  # it never makes the call with this index
+    stops_at: int | None = None  # the rank never runs the call with this index
     calls: list[RankCall] = field(default_factory=list)
     done: int = 0
     is_in: bool = False
@@ -54,13 +54,13 @@ def play(
     stopped: tuple[int, int] | None = None,
     like: RankState | None = None,
 ) -> JobSnapshot:
-    """Returns what is seen after all ranks have gone as far as they can.
+    """Returns the observed state after all ranks have advanced as far as possible.
 
     Args:
-        plans: the calls of each rank, in order.
-        groups: the members of the groups beside that of all ranks.
-        stopped: a rank, and the index of the call that it never makes.
-        like: what is seen of that rank besides its calls.
+        plans: The calls of each rank, in order.
+        groups: The members of the groups, except the group of all ranks.
+        stopped: A rank, and the index of the call that it never runs.
+        like: What is observed of the stopped rank, apart from its calls.
     """
     members = {WORLD: list(range(len(plans))), **(groups or {})}
     players = [_Player(list(plan)) for plan in plans]
@@ -91,7 +91,7 @@ def _step(player: _Player) -> int | None:
 
 
 def _advance(players: Sequence[_Player], members: Mapping[str, Sequence[int]], now_s: float) -> bool:
-    """Lets every rank make its next call, and ends the calls that can end; returns whether anything happened."""
+    """Advances every rank to its next call, and completes calls that can complete; returns True if anything changed."""
     has_moved = False
     for player in players:
         if (planned := player.next) is not None and not player.is_in:
@@ -113,5 +113,5 @@ def _advance(players: Sequence[_Player], members: Mapping[str, Sequence[int]], n
 
 
 def loop(step: Sequence[CallSignature], steps: int, marks: bool = True) -> list[Planned]:
-    """Returns the calls of a training loop; `marks` says whether it records its steps."""
+    """Returns the calls of a training loop; `marks` is True if it records its steps."""
     return [Planned(header, step=number + 1 if marks else None) for number in range(steps) for header in step]

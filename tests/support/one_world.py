@@ -1,6 +1,6 @@
-"""Several programs on the ranks of one world, and a test for each: what fails in one is not laid at another's door.
+"""Runs several programs on the ranks of one world, with a test for each program; failures are reported separately.
 
-A world costs about a second to start, a program a few milliseconds; so the programs of a file share a world.
+Starting a world takes about a second, and a program takes a few milliseconds, so the programs of a file share a world.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Program = Callable[[], object]
 
 
 def name_of(program: Program) -> str:
-    """With its arguments, where it is a `functools.partial`."""
+    """Returns the name of a program, with its arguments if it is a `functools.partial`."""
     given = getattr(program, "args", ())
     return f"{getattr(program, 'func', program).__name__}{given}" if given else program.__name__
 
 
 def run_in_turn(programs: Mapping[str, Program]) -> dict[str, str]:
-    """Runs on a rank. Returns how each program failed, by its name, and "" for one that did not.
+    """Runs on a rank. Returns the failure of each program by name, or "" for programs that succeeded.
 
-    The ranks are no longer at the same place after a failure, so the programs behind it are not run.
+    After a failure the ranks are no longer synchronized, so the remaining programs are not run.
     """
     reports: dict[str, str] = {}
     for name, program in programs.items():
@@ -42,7 +42,7 @@ def run_in_turn(programs: Mapping[str, Program]) -> dict[str, str]:
 
 
 def merged(answers: Iterable[object]) -> dict[str, str]:
-    """The reports of all ranks, by program."""
+    """Combines the reports of all ranks, by program."""
     together: dict[str, str] = {}
     for answer in answers:
         assert isinstance(answer, dict)
@@ -58,7 +58,7 @@ def require(reports: Mapping[str, str], name: str) -> None:
 
 
 def run_in_forks(modules: Iterable[str], size: int, fn: Callable[..., object], *arguments: object) -> None:
-    """Runs a function on `size` ranks, each a fork of the calling rank, which imports slow modules first."""
+    """Runs a function on `size` ranks, which are forked from the calling rank after it has imported slow modules."""
     for module in modules:
         importlib.import_module(module)
     gc.freeze()
@@ -90,7 +90,7 @@ Layout = int | tuple[int, ...]
 
 
 class OneWorld:
-    """Programs that share a world of each layout, which runs when the first of their tests does.
+    """Programs that share a world of each layout, which is run by the first of their tests.
 
     A layout is a number of ranks on this machine, or the numbers of ranks on each of several hosts.
     """
@@ -103,7 +103,7 @@ class OneWorld:
         require(_reports(self, layout), name)
 
     def run(self, layout: Layout) -> dict[str, str]:
-        """The reports of all ranks, by program."""
+        """Returns the reports of all ranks, by program."""
         ranks = Ranks(layout) if isinstance(layout, int) else Hosts(layout)
         return merged(ranks(_in_a_group, self.programs, timeout_s=self.timeout_s))
 
@@ -112,7 +112,7 @@ class OneWorld:
 def _reports(world: OneWorld, layout: Layout) -> dict[str, str]:
     try:
         return world.run(layout)
-    except RankFailed as error:  # remembered too: each test would wait for the timeout again
+    except RankFailed as error:  # also stored, because each test would otherwise wait for the timeout again
         return dict.fromkeys(world.programs, str(error))
 
 

@@ -1,4 +1,4 @@
-"""Every collective in its plain and in its persistent form, on equal random tensors."""
+"""Compares the plain and the persistent form of every collective on equal random tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from values import FLOATS, INTEGERS, supported
 import paceline as dist
 from paceline import ReduceOp
 
-ROUNDS = 3  # how often each persistent call is made
+ROUNDS = 3  # number of runs of each persistent call
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Case:
 def _cases(draw: st.DrawFn) -> Case:
     dtype = draw(st.sampled_from([torch.bool, *FLOATS, *INTEGERS]))
     op = draw(st.sampled_from(supported(dtype)))
-    # What travels inline, in one slot, in slices, and in several parts.
+    # Sizes for inline data, one slot, slices, and several parts.
     count = draw(st.one_of(st.integers(0, 20), st.integers(21, 9000), st.integers(9001, 80_000)))
     return Case(dtype, op, count, draw(st.integers(0, 7)), draw(st.integers(0, 1 << 20)))
 
 
 def drawn(count: int) -> list[Case]:
-    """Random cases, drawn in the test's own process so that all ranks run the same ones."""
+    """Returns random cases. They are drawn in the pytest process, so that all ranks run the same ones."""
     found: list[Case] = []
 
     @settings(max_examples=examples(count), database=None)
@@ -61,7 +61,7 @@ def _persistent(name: str) -> Callable[..., dist.PersistentCall]:
 
 
 class Tensors:
-    """Makes a form's tensors, and gives them new values, which are the same in each form."""
+    """Creates the tensors for a form, and assigns new values, which are the same for both forms."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self._case = case
@@ -105,7 +105,7 @@ def _calls(of: Form, new: Tensors, case: Case, group: dist.ProcessGroup) -> Iter
 
 
 def agree(cases: list[Case], group: dist.ProcessGroup) -> int:
-    """Compares the forms, bit for bit; returns the number of calls that were compared."""
+    """Compares the forms bitwise; returns the number of calls that were compared."""
     compared = 0
     for case in cases:
         ours, wanted = Tensors(case, group.rank()), Tensors(case, group.rank())

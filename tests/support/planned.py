@@ -1,4 +1,4 @@
-"""A small job whose predictions can be worked out by hand, for tests of `paceline plan`."""
+"""A small job whose predictions can be computed by hand, for tests of `paceline plan`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Timing:
 
 
 def simulate(algorithm: str, operation: Operation, nbytes: int, network: Network) -> Timing:
-    """A call takes the latency of a host's link, and the time in which that carries the bytes once."""
+    """Predicts that a call takes the latency of a host's link, and the time to send its bytes once."""
     return Timing(network.node.latency_s + nbytes * WIRES.get(algorithm, 1.0) / network.node.bytes_per_s)
 
 
 def calibration(**changed: object) -> Calibration:
-    """Three gradients of 10 MB, which are there after 10, 20 and 30 ms of a backward; the last parameter's first."""
+    """Returns a calibration with three gradients of 10 MB, ready after 10, 20 and 30 ms, in reverse order."""
     base = Calibration(
         version=1,
         origin=Origin(("train.py",), "2026-11-22", "h0", 2, 1, 1, {}),

@@ -1,4 +1,4 @@
-"""Training scripts with one mistake each, on the line that ends in `# !`, and scripts without any."""
+"""Training scripts with one mistake each, on the line that ends in `# !`, and correct scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many random examples a test tries: some in the suite, many times as many at night."""
+"""Sets the number of random examples that a test tries: few in the suite, many in the nightly run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ FACTOR = int(os.environ.get("PACELINE_TEST_EXAMPLES", "1"))
 
 
 def examples(count: int) -> int:
-    """`count` in the suite; `make nightly` sets PACELINE_TEST_EXAMPLES, which multiplies it."""
+    """Returns `count` in the suite; `make nightly` sets PACELINE_TEST_EXAMPLES, by which it is multiplied."""
     return count * FACTOR
 
 
 def use_profile() -> None:
-    """The same for tests that say nothing of their number of examples; a busy machine may take its time for each.
+    """Sets the default number of examples, without a time limit for each, because the machine may be busy.
 
-    In the suite a test tries the same examples each time, so that no change is held up by what it has nothing to do
-    with; at night they are others each time.
+    In the suite a test tries the same examples each time, so that unrelated changes do not fail; at night they are
+    random.
     """
     settings.register_profile(
         "paceline",

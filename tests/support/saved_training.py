@@ -1,4 +1,4 @@
-"""Loops whose state is saved and loaded: data parallel, with ZeRO, with one copy of the model, in logical shards."""
+"""Training loops whose state is saved and loaded: data parallel, ZeRO, one copy of the model, and logical shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Contents = dict[str, Any]
 
 
 class Net(nn.Module):
-    """Has layers that ZeRO cuts, one of them not in row-major order, buffers, and two types."""
+    """A network with layers that ZeRO splits (one of them not in row-major order), buffers, and two types."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class Loop:
-    """A training of one kind on the ranks of the default group, whose model begins with `seed`."""
+    """A training run of one kind on the ranks of the default group, whose model is initialized from `seed`."""
 
     def __init__(self, kind: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -68,7 +68,7 @@ class Loop:
             self.schedule.step()
 
     def contents(self) -> Contents:
-        """The whole state, as one rank without sharding would have it, on rank 0; on others only a part."""
+        """Returns on rank 0 the whole state, as one rank without sharding would have it; on other ranks, a part."""
         found: dict[str, Any] = {}
         module = self.model.module
         if self.kind in ("zero3", "one copy"):
@@ -86,7 +86,7 @@ class Loop:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as text and bytes, which outlive the process and can be compared."""
+    """Returns tensors as text and bytes, which can be compared after the process has exited."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.detach().contiguous().view(-1).view(torch.uint8).tolist()
     if isinstance(value, Mapping):
@@ -117,5 +117,5 @@ def load_all_kinds(root: Path) -> dict[str, tuple[Contents, Any]]:
         state = loop.state | {"plain": 0}
         assert dist.load(state, root / kind) == 3
         loaded[kind] = loop.contents(), state["plain"]
-        loop.train(2)  # all that was loaded must be of use
+        loop.train(2)  # everything that was loaded must be usable
     return loaded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# NCCL takes ranks with ids of their own for hosts, between which it uses sockets, and lets them share a GPU.
+# NCCL treats ranks with different host ids as hosts, between which it uses sockets, and lets them share a GPU.
 SHARING = {
     "PACELINE_NCCL_SHARED_GPU": "1",
     "NCCL_NET": "Socket",
@@ -17,5 +17,5 @@ SHARING = {
 
 
 def share_gpu(rank: int) -> None:
-    """Prepares this process as one of several that use NCCL on one GPU; it has not used NCCL yet."""
+    """Prepares this process for sharing a GPU with other ranks over NCCL; must be called before NCCL is used."""
     os.environ.update(SHARING, NCCL_HOSTID=f"host-{rank}")

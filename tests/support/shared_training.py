@@ -1,4 +1,4 @@
-"""Trains one copy of a model on the ranks of a host, and beside it DistributedDataParallel with a plain optimizer."""
+"""Trains one copy of a model on the ranks of a host, and for comparison a replica on each with a plain optimizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 import paceline as dist
 from paceline.train.shared_model import shared_model_optimizer as one_copy
 
-ROUND_BYTES = 4096  # so that small models have several rounds
+ROUND_BYTES = 4096  # small, so that small models have several rounds
 
 
 class Tied(nn.Module):
-    """Uses a matrix twice, and has layers of two types, one of them frozen."""
+    """A network that uses a matrix twice, and has layers of two types, one of them frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Tied(nn.Module):
 
 
 def build(kind: str = "mlp") -> nn.Module:
-    torch.manual_seed(dist.get_rank())  # wrapping must make them the same
+    torch.manual_seed(dist.get_rank())  # differs between ranks; wrapping must make the parameters equal
     if kind == "tied":
         return Tied()
     if kind == "cnn":
@@ -56,7 +56,7 @@ def backward(model: nn.Module, kind: str, step: int) -> None:
 def pair(
     kind: str, optimizer_class: type[torch.optim.Optimizer], round_bytes: int = ROUND_BYTES, **options: Any
 ) -> tuple[nn.Module, dist.SharedModelOptimizer, nn.Module, torch.optim.Optimizer]:
-    """A model that is shared, and the same one in a DistributedDataParallel, with their optimizers."""
+    """Returns a shared model and an equal one in a DistributedDataParallel, with their optimizers."""
     torch.set_num_threads(1)
     one_copy.LEAST_ROUND_BYTES = round_bytes
     reference = dist.DistributedDataParallel(build(kind))
@@ -76,13 +76,13 @@ def train(
 
 
 def require_same(model: nn.Module, reference: nn.Module) -> None:
-    """Requires the same bits."""
+    """Requires bitwise equality."""
     for name, mine in model.named_parameters():
         other = reference.get_parameter(name)
         assert torch.equal(mine, other), f"{name}: {(mine - other).detach().abs().max()}"
 
 
 def require_close(model: nn.Module, reference: nn.Module) -> None:
-    """Requires the same parameters, to rounding."""
+    """Requires equal parameters, up to rounding."""
     for name, mine in model.named_parameters():
         torch.testing.assert_close(mine, reference.get_parameter(name), rtol=1e-5, atol=1e-6)

@@ -1,6 +1,6 @@
-"""A job that never ran: samples of data-parallel training on any number of ranks, the same for the same seed.
+"""A simulated job: recordings of data-parallel training on any number of ranks, determined by the seed.
 
-It is made step by step from what each rank needs for its own work; buckets wait for the last rank that has them ready.
+Each step is computed from the durations of each rank's own work; buckets wait for the last rank that has them ready.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ BUCKETS = (
 
 @dataclass
 class Training:
-    """A job that trains.
+    """A simulated training job.
 
-    `slow` says how much slower than the others a rank is; `hangs` is a rank and the step in which it stops.
+    `slow` is the factor by which each rank is slower than the others; `hangs` is a rank and the step in which it stops.
     """
 
     ranks: int = 4
@@ -67,7 +67,7 @@ class Training:
         self._hung_s: float | None = None
 
     def run(self, seconds: float) -> None:
-        """Lets so much time pass."""
+        """Advances the virtual time."""
         end_s = self._now_s + seconds
         while self._now_s < end_s:
             if self.hangs is not None and self._step >= self.hangs[1]:
@@ -147,7 +147,7 @@ class Training:
         self._now_s = max(ends)
 
     def look(self) -> JobSample:
-        """Returns what has happened since the last look."""
+        """Returns the events since the last call."""
         hung = self.hangs[0] if self._hung_s is not None and self.hangs is not None else None
         quiet_s = self._now_s - self._hung_s if self._hung_s is not None else 0.0
         verdict = self._verdict(hung, quiet_s)

@@ -1,7 +1,7 @@
-"""An sshd of the tests' own, on loopback, with keys of its own: `ssh_server` is skipped where there is no sshd.
+"""A private sshd on the loopback interface with its own keys; tests that use `ssh_server` are skipped without sshd.
 
-It is Debian's, from the PATH or from what the Makefile has put into the virtual environment. As root it needs a user
-and a directory that only an installation makes: it is given both in a mount namespace of its own.
+sshd is Debian's, from the PATH or from the virtual environment, where the Makefile puts it. As root it requires a user
+and a directory that only an installation creates; a mount namespace provides both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from launching import wait_until
 
 _INSTALLED = Path(sys.prefix) / "sshd"
-ADDRESSES = ("127.0.0.2", "127.0.0.3")  # two machines, as far as ssh and the launcher can tell
+ADDRESSES = ("127.0.0.2", "127.0.0.3")  # two different machines, as far as ssh and the launcher can tell
 USER = pwd.getpwuid(os.geteuid()).pw_name
 _FOR_ROOT = (
     'mount --bind "$0" /etc/passwd && mount -t tmpfs none /run && mkdir -m 755 /run/sshd && exec "$@"'  # $0: passwd
@@ -29,13 +29,13 @@ _FOR_ROOT = (
 
 @dataclass(frozen=True)
 class SshServer:
-    """A running sshd, and what a client needs to reach it."""
+    """A running sshd, and the files that a client needs to connect to it."""
 
     directory: Path
     port: int
 
     def ssh(self, **changed: str) -> str:
-        """The ssh to give to --ssh; arguments replace lines of its configuration."""
+        """Returns the ssh command for --ssh; arguments replace lines of its configuration."""
         lines = {
             "Port": str(self.port),
             "IdentityFile": str(self.directory / "key"),
@@ -51,7 +51,7 @@ class SshServer:
         return f"ssh -F {file}"
 
     def hosts(self, *workers: int) -> str:
-        """What to give to --hosts for machines with so many workers."""
+        """Returns the value of --hosts for machines with these numbers of workers."""
         return ",".join(f"{USER}@{address}:{count}" for address, count in zip(ADDRESSES, workers, strict=False))
 
 
@@ -67,7 +67,7 @@ def _environment() -> dict[str, str]:
 
 
 def new_key(file: Path) -> str:
-    """Makes a pair of keys; returns the public one as a line."""
+    """Generates a key pair; returns the public key as a line."""
     words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(file)]
     subprocess.run(words, check=True, stdin=subprocess.DEVNULL, timeout=60)
     return Path(f"{file}.pub").read_text()
@@ -96,7 +96,7 @@ def _configure(directory: Path, port: int) -> Path:
 
 
 def _command(program: str, config: Path, directory: Path) -> list[str]:
-    """Starts sshd in the foreground, with messages on stderr; as root with what an installation would have made."""
+    """Returns the command for sshd in the foreground, with messages on stderr; as root, in a mount namespace."""
     words = [program, "-D", "-e", "-f", str(config)]
     if os.geteuid() != 0:
         return words
@@ -108,7 +108,7 @@ def _command(program: str, config: Path, directory: Path) -> list[str]:
 
 
 def _start(program: str, directory: Path, log: Path) -> tuple[subprocess.Popen[bytes], int]:
-    for _ in range(5):  # another process may take the port
+    for _ in range(5):  # another process may have taken the port
         port = _free_port()
         config = _configure(directory, port)
         with log.open("wb") as errors:

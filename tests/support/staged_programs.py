@@ -1,4 +1,4 @@
-"""Programs for tensors that travel through host memory, on the device `HERE`; chunks should be small in them."""
+"""Programs for tensors that are staged in host memory, on the device `HERE`; they require small chunks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from values import COMPLEX, FLOATS, INTEGERS, make, supported
 import paceline as dist
 from paceline.comm.engine.staged import channel
 
-HERE = "cpu"  # set by whoever runs the programs
+HERE = "cpu"  # set by the caller of the programs
 
 
 def same(there: torch.Tensor, here: torch.Tensor) -> bool:
-    """Bit for bit."""
+    """Returns True if tensors are bitwise equal."""
     assert there.device == torch.device(HERE)
     return torch.equal(there.cpu().view(torch.uint8), here.view(torch.uint8))
 
@@ -70,7 +70,7 @@ def every_copy_arrives_whole():
                 assert all(map(same, lists or [], everyones))
                 dist.scatter(tensor, [each.to(HERE) for each in everyones] if rank == root else None, src=root)
                 assert same(tensor, everyones[rank])
-    for longest in (1, 5000):  # one chunk, and several on some of the ranks
+    for longest in (1, 5000):  # one chunk on some ranks, and several on others
         sent = [torch.full((1 + longest * rank * r,), 10.0 * rank + r, device=HERE) for r in range(size)]
         received = [torch.empty(1 + longest * rank * r, device=HERE) for r in range(size)]
         dist.all_to_all(received, sent)

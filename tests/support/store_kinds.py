@@ -1,4 +1,4 @@
-"""A store of every kind, for the tests of what they all promise and of what each does."""
+"""Fixtures for each kind of store, for tests of their common interface and of each kind."""
 
 from __future__ import annotations
 

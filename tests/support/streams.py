@@ -1,4 +1,4 @@
-"""Streams of numbers that offer a loader more or less help."""
+"""Streams of numbers that implement different parts of the interfaces for resuming a loader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 
 class Plain(IterableDataset):
-    """The numbers below `length`; it offers nothing."""
+    """Yields the numbers below `length`, without support for resuming."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -28,7 +28,7 @@ class SplitsItself(Plain):
 
 
 class Skips(Plain):
-    """Can leave out its first samples, and then never makes them."""
+    """Can skip its first samples without producing them."""
 
     def __init__(self, length: int, first: int = 0) -> None:
         super().__init__(length)
@@ -42,7 +42,7 @@ class Skips(Plain):
 
 
 class Advances(Plain):
-    """Has an iterator that can move past samples; `made` has the samples that were made nevertheless."""
+    """Has an iterator that can skip samples; `made` contains the samples that were produced."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -53,7 +53,7 @@ class Advances(Plain):
 
 
 class NumberIterator:
-    """The numbers from `place` on; `made` has those that it has yielded."""
+    """Iterates over the numbers from `place`; `made` contains those that it has yielded."""
 
     def __init__(self, length: int, made: list[int]) -> None:
         self.length = length
@@ -79,7 +79,7 @@ class AdvancingIterator(NumberIterator):
 
 
 class RemembersOnItself(Plain):
-    """Has its state in its own attributes, as in torchdata's tutorial: it goes on where any iteration has left it."""
+    """Stores its state in its own attributes, as in torchdata's tutorial: it resumes where any iterator stopped."""
 
     place = 0
 
@@ -96,7 +96,7 @@ class RemembersOnItself(Plain):
 
 
 class KeepsItsDictionary(RemembersOnItself):
-    """Takes the dictionary of what it is copied from, as Hugging Face's streams do."""
+    """Keeps a reference to the dictionary that it loads, as Hugging Face's streams do."""
 
     def __setstate__(self, attributes: dict[str, object]) -> None:
         self.__dict__ = attributes
@@ -118,7 +118,7 @@ class RememberingIterator(NumberIterator):
 
 
 class ShuffledByEpoch(Plain):
-    """Has another order in each epoch."""
+    """Has a different order in each epoch."""
 
     epoch = 0
 
@@ -130,7 +130,7 @@ class ShuffledByEpoch(Plain):
 
 
 class SkipsInTheOrderOfTheEpoch(ShuffledByEpoch):
-    """Forgets the epoch where it leaves out samples, as Hugging Face's streams do."""
+    """Loses the epoch when it skips samples, as Hugging Face's streams do."""
 
     first = 0
 

@@ -1,4 +1,4 @@
-"""A job whose workers deserve no trust, for the tests of what is left when its launcher ends."""
+"""A job whose workers resist termination, for tests of what remains when its launcher exits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launching import ENVIRONMENT, command, kill, processes_with, wait_until
 
-# A worker that deserves no trust: it ignores what it can and starts children, one of them in a session of its own.
+# A worker that resists termination: it ignores signals and starts child processes, one of them in a session of its own.
 STUBBORN = """
 import os, signal, subprocess, sys, time
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -26,12 +26,12 @@ WORKERS = 2
 
 
 class Started:
-    """A launcher whose processes can be found again by a mark of the test's own."""
+    """A launcher whose processes can be found by a mark in their environment."""
 
     def __init__(self, directory: Path, *flags: str, words: str = "", terminal: int | None = None) -> None:
         self.mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
         self.base = directory / secrets.token_hex(4)
-        script = Path(f"{self.base}-stubborn.py")  # its own: a job may start while another one reads its script
+        script = Path(f"{self.base}-stubborn.py")  # not shared: a job reads it at its own time
         script.write_text(STUBBORN)
         arguments = command(f"--nproc-per-node={WORKERS}", *flags, str(script), str(self.base), words)
         name, value = self.mark.split("=")
@@ -71,6 +71,6 @@ class Started:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not self.left(), 5)  # the guards do it, and remove the job's directory and cgroup
+            wait_until(lambda: not self.left(), 5)  # guards kill them and clean up
         kill(self.left())
         self.process.wait()

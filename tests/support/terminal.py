@@ -1,4 +1,4 @@
-"""A person at a terminal: types into `paceline run` on a pseudo-terminal of its own, and sees what it shows."""
+"""Simulates a user at a terminal: runs `paceline run` on a pseudo-terminal, types input, and reads the screen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEQUENCES = re.compile(r"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b.|([\r\n])|([^\x1b\r\n
 
 
 def look(shown: str) -> list[str]:
-    """The rows of text that somebody sees, by the few control sequences that the launcher and its workers use."""
+    """Returns the visible rows of text, given the few control sequences that the launcher and its workers use."""
     rows, row, column = [""], 0, 0
     for parameter, final, newline, text in _SEQUENCES.findall(shown):
         if text:
@@ -46,7 +46,7 @@ def look(shown: str) -> list[str]:
 
 
 class Terminal:
-    """Starts `paceline run ARGUMENTS`, or `words`, in a session with a controlling terminal; use as a context."""
+    """Starts `paceline run ARGUMENTS`, or `words`, in a session with a controlling terminal; a context manager."""
 
     def __init__(
         self, *arguments: str, words: list[str] | None = None, columns: int = 100, term: str = "xterm"
@@ -64,16 +64,16 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def interrupt(self) -> None:
-        """Types Ctrl-C as a person would, once whoever could read it waits.
+        """Types Ctrl-C when the processes that read the terminal are waiting for input.
 
-        Python's line editor shows its prompt just before it begins to wait, and a signal in between is kept until the
-        next key.
+        Python's line editor shows its prompt just before it starts to wait, and a signal in between takes effect only
+        at the next key.
         """
         wait_until(lambda: sleep_for_a_while(*self._readers()))
         self.type("\x03")
 
     def _readers(self) -> list[int]:
-        """The processes whose stdin is the terminal."""
+        """Returns the processes whose stdin is the terminal."""
         terminal = os.readlink(f"/proc/{self.pid}/fd/0")
         readers = []
         for directory in Path("/proc").glob("[0-9]*"):
@@ -83,14 +83,14 @@ class Terminal:
         return readers
 
     def wait_for(self, text: str, timeout_s: float = 60) -> None:
-        """Reads on until `text` appears after what was waited for before."""
+        """Reads until `text` appears after the text of the previous call."""
         deadline = time.monotonic() + timeout_s
         while (found := self.shown.find(text, self._seen)) < 0:
             assert self._read(deadline), f"{text!r} did not appear; what did:\n{self.shown}"
         self._seen = found + len(text)
 
     def press_enter_until(self, text: str, timeout_s: float = 60) -> None:
-        """Presses Enter at the prompt of a shell until `text` appears: it tells what became of its jobs only then."""
+        """Presses Enter at a shell prompt until `text` appears, because the shell reports job states only then."""
         deadline = time.monotonic() + timeout_s
         while self.shown.find(text, self._seen) < 0:
             self.type("\r")
@@ -98,7 +98,7 @@ class Terminal:
         self.wait_for(text)
 
     def end(self, timeout_s: float = 60) -> list[str]:
-        """Reads to the end; the rows that are seen then."""
+        """Reads to the end; returns the visible rows."""
         deadline = time.monotonic() + timeout_s
         while self._read(deadline):
             pass
@@ -114,7 +114,7 @@ class Terminal:
         ready, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
         try:
             data = os.read(self._fd, 1 << 16) if ready else b""
-        except OSError:  # EIO: everybody has closed it
+        except OSError:  # EIO: all processes have closed it
             return False
         self.shown += data.decode(errors="replace")
         return bool(data)

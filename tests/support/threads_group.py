@@ -1,4 +1,4 @@
-"""Groups whose ranks are threads of this process, for what needs the ranks' agreement but none of their speed."""
+"""Groups whose ranks are threads of this process, for tests that need several ranks but not their speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUT_S = 60.0
 
 
 class _Meeting:
-    """Where the ranks of a group meet."""
+    """Shared state in which the ranks of a group exchange objects."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
@@ -28,7 +28,7 @@ class _Meeting:
 
 
 class ThreadGroup(ProcessGroup):
-    """One rank's side of a group; it has the calls that saving, loading and wrapping make."""
+    """One rank's side of a group, with the calls that saving, loading and wrapping use."""
 
     def __init__(self, meeting: _Meeting, rank: int, ranks: Sequence[int]) -> None:
         self._meeting, self._number, self._numbers = meeting, rank, tuple(ranks)
@@ -79,7 +79,7 @@ class ThreadGroup(ProcessGroup):
 
 
 class ThreadMesh:
-    """Ranks laid out as an array, and the group of each along each dimension; `world` is that of all."""
+    """An array of ranks with groups along each dimension; `world` is the group of all ranks."""
 
     def __init__(self, *shape: int) -> None:
         self.size = int(torch.tensor(shape).prod())
@@ -96,7 +96,7 @@ class ThreadMesh:
         return ThreadGroup(meeting, ranks.index(rank), ranks)
 
     def run(self, program: Callable[[ThreadGroup, list[ThreadGroup]], Any]) -> list[Any]:
-        """Calls `program` with its world and its groups in a thread for each rank; returns what they return."""
+        """Calls `program` with its world and its groups in a thread for each rank; returns the results."""
         with ThreadPoolExecutor(self.size) as pool:
             running = [
                 pool.submit(self._run_one, program, world, groups)

@@ -1,7 +1,7 @@
-"""The engine of accelerators where there is none: CPU tensors, over a ProcessGroupGloo in the place of NCCL's.
+"""The engine for accelerators on machines without one: CPU tensors, with ProcessGroupGloo in place of NCCL.
 
-The program's thread stands for its stream, so a call waits where a device would only queue it. In a rank, `use` has
-backend="nccl" mean this; `told` has the groups misbehave. This module is then what the registry imports.
+The program's thread represents its stream, so a call blocks where a device would only enqueue it. In a rank, `use`
+makes backend="nccl" select this engine, and `told` makes groups fail. The registry then imports this module.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CALLS: list[str] = []
 
 
 def use() -> None:
-    """Has backend="nccl" mean CPU tensors over gloo in this process."""
+    """Makes backend="nccl" select CPU tensors over gloo in this process."""
     api._ENGINES = {**api._ENGINES, "nccl": api._Entry("cpu", __name__)}
     device_engine.identify = lambda device: os.environ.get(GPU_VARIABLE, "")
 
 
 @contextlib.contextmanager
 def told(**settings: object) -> Iterator[None]:
-    """Has groups misbehave within: `refuses` and `loses` name an operation, and `reports` an error of the library."""
+    """Makes groups fail in this context: `refuses` and `loses` are operations, and `reports` is a library error."""
     _settings.update(settings)
     try:
         yield
@@ -60,7 +60,7 @@ def construct(store: TorchStore, rank: int, size: int) -> OwnedProcessGroup:
 
 
 def create_for_extension(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:
-    """What an extension passes to `torch.distributed.Backend.register_backend`."""
+    """Has the signature that `torch.distributed.Backend.register_backend` requires of an extension."""
     CALLS.append("construct")
     options = c10d.ProcessGroupGloo._Options()
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -69,7 +69,7 @@ def create_for_extension(store: c10d.Store, rank: int, size: int, timeout: timed
 
 
 class PolledWork:
-    """A call that an abort ends, which gloo's own does not end; without `work`, nothing else ends it."""
+    """A call that an abort terminates, unlike gloo's own; without `work`, it completes only if it is aborted."""
 
     def __init__(self, work: c10d.Work | None, aborted: threading.Event) -> None:
         self._work = work
@@ -83,7 +83,7 @@ class PolledWork:
 
 
 class StandIn:
-    """A ProcessGroupGloo that misbehaves as it is told."""
+    """A ProcessGroupGloo that fails as configured by `told`."""
 
     def __init__(self, group: c10d.ProcessGroupGloo) -> None:
         self._group = group

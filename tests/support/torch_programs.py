@@ -1,4 +1,4 @@
-"""Programs for torch.distributed, each run with gloo and with Paceline on the same ranks; the results must agree."""
+"""Programs for torch.distributed that run with gloo and with Paceline on the same ranks; the results must be equal."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from world import Ranks
 
 import paceline.interop.torch_backend
 
-# A gloo group that ends on one of its own threads, in whose callback the last reference was, ends the process.
+# A gloo group whose last reference is released in a callback on one of its own threads aborts the process.
 _kept: list[object] = []
 
 
 def keep(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
-    """Keeps a gloo group until the process ends."""
+    """Keeps a gloo group until the process exits."""
     _kept.append(group)
     return group
 
 
 @contextmanager
 def torch_group(backend: str, directory: str, timeout_s: float = 60) -> Iterator[None]:
-    """The default group of torch.distributed, of all ranks of the test."""
-    paceline.interop.torch_backend.register()  # as the entry point does where the package is installed
+    """Initializes the default group of torch.distributed with all ranks of the test."""
+    paceline.interop.torch_backend.register()  # as the entry point does if the package is installed
     torch.manual_seed(0)
     torch_dist.init_process_group(
         backend,
@@ -47,12 +47,12 @@ def torch_group(backend: str, directory: str, timeout_s: float = 60) -> Iterator
             torch_dist.destroy_process_group()
 
 
-# Sums of another order differ in their last bits.
+# Sums in another order differ in their last bits.
 TRAINING = 1e-5
 
 
 def compare(programs: Sequence[Program], directory: str, tolerance: float = TRAINING) -> dict[str, str]:
-    """Runs on a rank: how each program, by its name, failed to return the same with either backend; see `one_world`."""
+    """Runs on a rank: returns by name how each program's results differ between the backends; see `one_world`."""
     results: dict[str, dict[str, object]] = {}
     reports: dict[str, str] = {}
     os.makedirs(directory, exist_ok=True)
@@ -71,7 +71,7 @@ def compare(programs: Sequence[Program], directory: str, tolerance: float = TRAI
 
 
 def agree(programs: Sequence[Program], directory: str, tolerance: float = 0.0) -> None:
-    """Runs on a rank: each program returns the same with either backend, whose default group they share."""
+    """Runs on a rank: requires that each program returns the same with both backends, which share a default group."""
     for report in compare(programs, directory, tolerance).values():
         assert not report, report
 
@@ -82,7 +82,7 @@ def _keep(program: Program, results: dict[str, object]) -> None:
 
 
 class Comparison(OneWorld):
-    """Programs that share a world, whose results over Paceline must be those over gloo."""
+    """Programs that share a world, and whose results over Paceline must equal those over gloo."""
 
     def __init__(self, *programs: Program, tolerance: float = TRAINING, timeout_s: float = 180) -> None:
         super().__init__(*programs, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Models, batches and checks that the tests of data parallel modules share."""
+"""Models, batches and checks for the tests of data-parallel modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import paceline as dist
 
 
 def batches(*shape: int, step: int = 0) -> list[torch.Tensor]:
-    """Every rank's batch."""
+    """Returns the batches of all ranks."""
     generators = (torch.Generator().manual_seed(1000 * step + rank) for rank in range(dist.get_world_size()))
     return [torch.randn(*shape, generator=generator) for generator in generators]
 
@@ -36,7 +36,7 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
 def average_gradients(
     module: nn.Module, losses: Callable[[nn.Module], Iterable[torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """What the gradients must be: the average over the ranks of those that `losses(module)` have, one a rank."""
+    """Returns the required gradients: the average of the gradients of `losses(module)`, which has one loss per rank."""
     reference = copy.deepcopy(module)
     sums: dict[str, torch.Tensor] = {}
     for loss in losses(reference):

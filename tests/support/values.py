@@ -1,4 +1,4 @@
-"""Inputs for the collectives, the same in every run, and what must come out."""
+"""Inputs for the collectives, the same in every run, and the required results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline import ReduceOp
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 COMPLEX = [torch.complex64, torch.complex128]
-# Inline, one part, many parts; odd counts.
+# Sizes for inline data, one part and many parts, including odd numbers.
 COUNTS = [0, 1, 7, 1000, 70_001]
 
 
@@ -19,7 +19,7 @@ def make(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
     return _made(dtype, count, rank).clone()
 
 
-# The same ones are asked for again for every reduction, and random numbers take longer than the calls on them.
+# cached, because every reduction uses the same ones, and generating random numbers takes longer than the calls
 @functools.lru_cache(256)
 def _made(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + count)
@@ -31,7 +31,7 @@ def _made(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
 
 
 def tree(values: list[torch.Tensor], combine) -> torch.Tensor:
-    """The documented order of summation: a pairwise tree over ranks."""
+    """Returns the sum in the documented order: a pairwise tree over ranks."""
     if len(values) == 1:
         return values[0]
     half = 1

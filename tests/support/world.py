@@ -1,4 +1,4 @@
-"""A world: ranks that run, each a process in its place; what the fixtures `ranks` and `hosts` share."""
+"""A world: running ranks, each a process on a host. Shared by the fixtures `ranks` and `hosts`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from hosts.namespaces import Host, enter
 
 from paceline.linux import die_with_parent
 
-_CONSEQUENCES_S = 0.05  # after a failure, for an earlier one of another rank to be read
-_LEAVING_S = 0.5  # for ranks that have answered to end by themselves
+_CONSEQUENCES_S = 0.05  # after a failure, to receive earlier failures of other ranks
+_LEAVING_S = 0.5  # for ranks that have returned results to exit by themselves
 
 
 class RankFailed(AssertionError):
-    """A rank raised; the message has its number and traceback."""
+    """A rank raised an error; the message contains its number and traceback."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: on which host (None: the machine itself), and its number there."""
+    """The location of a rank: its host (None for the machine itself), and its number on it."""
 
     rank: int
     local_rank: int
@@ -41,7 +41,7 @@ class Place:
 
 
 def places(ranks_of_hosts: Sequence[int], hosts: Sequence[Host | None]) -> list[Place]:
-    """Ranks are counted through the hosts in order."""
+    """Numbers ranks consecutively through the hosts."""
     places: list[Place] = []
     for host, size in zip(hosts, ranks_of_hosts, strict=True):
         places += [Place(len(places) + local, local, size, host) for local in range(size)]
@@ -49,7 +49,7 @@ def places(ranks_of_hosts: Sequence[int], hosts: Sequence[Host | None]) -> list[
 
 
 def free_port(address: str) -> int:
-    """Returns a port that is free now; outside of a host of its own somebody else may take it."""
+    """Returns a port that is free now; on the machine itself, another process may take it."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
@@ -59,10 +59,10 @@ _held: list[socket.socket] = []
 
 
 def reserved_port() -> int:
-    """Returns a port of 127.0.0.1 that nobody is given by chance, until the last world is closed.
+    """Returns a port of 127.0.0.1 that the system does not assign to other sockets until the last world is closed.
 
-    It stays bound to a socket that does not listen. Linux lets a server with SO_REUSEADDR, as ours are, listen there
-    all the same, but neither picks the port for another socket nor for a connection.
+    It is bound to a socket that does not listen. Linux lets a server with SO_REUSEADDR, such as Paceline's, listen on
+    it, but does not pick the port for another socket or connection.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -80,12 +80,12 @@ def _run(
     answer: Connection, place: Place, env: dict[str, str], fn: Callable[..., object], args: tuple[object, ...]
 ) -> None:
     if place.host:
-        enter(place.host)  # first of all: what is opened later belongs to the host
+        enter(place.host)  # first, because whatever is opened later belongs to the host
     begin()
     faulthandler.enable()
     _let_the_server_end()
     multiprocessing.set_start_method("fork", force=True)  # a forked loader process need not import torch again
-    os.setsid()  # so that what the rank starts can be killed with it
+    os.setsid()  # so that the rank's child processes can be killed with it
     die_with_parent(os.getppid())
     for name in ("PACELINE_STORE", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
         os.environ.pop(name, None)
@@ -98,14 +98,14 @@ def _run(
 
 
 def _let_the_server_end() -> None:
-    """The server ends, and its ranks with it, once nobody holds its lifeline: the test run must be the only one."""
+    """Closes this process's end of the fork server's lifeline, so the server and its ranks exit with pytest."""
     lifeline = forkserver._forkserver._forkserver_alive_fd
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), lifeline, inheritable=False)
 
 
 class World:
-    """Ranks that run; left as a context, none of them does."""
+    """Running ranks; leaving the context stops all of them."""
 
     def __init__(
         self, places: Sequence[Place], master: tuple[str, int], fn: Callable[..., object], args: tuple[object, ...]
@@ -145,7 +145,7 @@ class World:
         os.kill(self.pids[rank], number)
 
     def join(self, timeout_s: float = 100, expect_dead: Collection[int] = ()) -> list[object]:
-        """The ranks' return values; None for those that were expected to die."""
+        """Returns the results of the ranks, with None for those that were expected to die."""
         deadline = time.monotonic() + timeout_s
         results: list[object] = [None] * len(self.processes)
         failures: list[tuple[float, str]] = []
@@ -176,18 +176,18 @@ class World:
         return results
 
     def _print_stacks(self, ranks: Iterable[int]) -> None:
-        """Ends ranks that hang, one after the other, with the stacks of their threads on standard error."""
+        """Aborts ranks that hang, one at a time; each writes the stacks of its threads to standard error."""
         for rank in ranks:
             self.kill(rank, signal.SIGABRT)
             self.processes[rank].join(_LEAVING_S)
 
     def _killed(self, ranks: Iterable[int]) -> list[str]:
-        """Says which of the ranks that have not answered are dead: what others say of them does not tell why."""
+        """Reports which of the ranks without a result are dead, because other ranks' errors do not explain why."""
         dead = {rank: code for rank in ranks if (code := self.processes[rank].exitcode) is not None}
         return [f"rank {rank} died with exit code {code}" for rank, code in dead.items()]
 
     def close(self) -> None:
-        """Kills what still runs, and what the ranks have started; idempotent."""
+        """Kills the ranks that are still running and their child processes; idempotent."""
         deadline = time.monotonic() + _LEAVING_S
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -195,7 +195,7 @@ class World:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid or -1, signal.SIGKILL)
             if process.is_alive():
-                process.kill()  # it may not have come to lead its group yet
+                process.kill()  # it may not have become the leader of its group yet
         for process in self.processes:
             process.join()
         for answer in self.answers:
@@ -229,7 +229,7 @@ _worlds: set[World] = set()
 
 
 def close_worlds() -> None:
-    """Closes every world that a test has left open."""
+    """Closes all worlds that a test has left open."""
     for world in list(_worlds):
         world.close()
     _release_ports()
