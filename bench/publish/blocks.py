@@ -232,6 +232,15 @@ def hosts(name: str, *columns: str) -> Callable[[Results], str]:
     return block
 
 
+def wires(results: Results) -> str:
+    result = results["hosts-wires"]
+    columns: dict[str, Cell] = {
+        name: name for name in ("hosts", "rate", "delay ms", "size", "by", "n", "p50 µs", "p95 µs")
+    }
+    columns |= {"ratio": "ratio", "× line rate": "of line"}
+    return "\n\n".join([table(result.rows(), columns), source(result)])
+
+
 def diloco(results: Results) -> str:
     result = results["diloco"]
     rows = result.rows()
@@ -331,6 +340,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "hosts": hosts("hosts", "hosts", "rate", "size"),
     "hosts-delays": hosts("hosts-delays", "delay ms", "size"),
     "hosts-two-ranks": hosts("hosts-two-ranks", "rate", "size"),
+    "hosts-wires": wires,
     "diloco": diloco,
     "encryption": encryption,
     "schedules": schedules,
