@@ -121,9 +121,7 @@ class Browser:
     def wait_for(self, expression: str, seconds: float = 20.0) -> Any:
         """Waits until an expression is true."""
         deadline_s = time.monotonic() + seconds
-        tried = (
-            f"(() => {{ try {{ return {expression} }} catch (error) {{ return null }} }})()"  # not loaded yet
-        )
+        tried = f"(() => {{ try {{ return {expression} }} catch (error) {{ return null }} }})()"  # not loaded yet
         while not (found := self.value(tried)):
             if time.monotonic() > deadline_s:
                 raise BrowserError(f"{expression} was not true within {seconds} s; errors: {self.errors()}")

@@ -1,4 +1,4 @@
-"""Fixtures for each kind of store, for tests of their common interface and of each kind."""
+"""Factories for each kind of store, for tests of their common interface and of each kind."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""An elastic job in virtual time. `World(seed).run()` in `world.py` plays one schedule; start reading there."""
+"""Simulates elastic jobs in virtual time. `World(seed).run()` in `world.py` runs one schedule; start reading there."""

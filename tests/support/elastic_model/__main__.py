@@ -1,4 +1,4 @@
-"""Plays one schedule and prints what happens: `PYTHONPATH=tests:tests/support python -m elastic_model [realm] SEED`."""
+"""Runs one schedule and prints its events: `PYTHONPATH=tests:tests/support python -m elastic_model [realm] SEED`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a job, and what is checked about the coordinator's decisions meanwhile."""
+"""Faults that occur in a simulated job, and checks of the coordinator's decisions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from paceline.train.elastic.protocol import EndOrder, View
 if TYPE_CHECKING:
     from elastic_model.world import World
 
-STALLED_S = 2.0  # after which a launcher reports a worker that does nothing
-SILENT_S = 2.5  # after which the coordinator's launcher takes a machine for lost
+STALLED_S = 2.0  # time until a launcher reports an unresponsive worker
+SILENT_S = 2.5  # time until the coordinator's launcher considers a machine lost
 KINDS = (
     *("kill", "kill", "kill", "kill newest", "kill newest", "storm", "freeze", "leave", "cut", "unplug"),
     *("grow", "grow", "depart", "crash", "shrink", "reset", "reset", "curse", "evacuate"),
 )  # fmt: skip
-GENTLE = {"grow", "leave", "shrink"}  # no connection breaks because of these
+GENTLE = {"grow", "leave", "shrink"}  # faults that do not break connections
 
 
 def strike(world: World, kind: str) -> None:
-    """Does one thing to the job."""
+    """Injects one fault."""
     living = [each for each in world.members.values() if each.state != "dead"]
     away = [each for each in world.sites.values() if each.name != "0" and not each.is_cut and not each.is_gone]
     random = world.random
@@ -60,7 +60,7 @@ def strike(world: World, kind: str) -> None:
 
 
 def freeze(world: World, member: Member, for_s: float) -> None:
-    """SIGSTOP, and later SIGCONT."""
+    """Sends SIGSTOP to a worker, and SIGCONT later."""
     if member.is_frozen:
         return
     member.is_frozen = True
@@ -70,14 +70,14 @@ def freeze(world: World, member: Member, for_s: float) -> None:
 
 
 def stall(world: World, member: Member) -> None:
-    """The launcher notices that a worker does nothing."""
+    """The launcher detects that a worker is unresponsive."""
     if member.is_frozen and member.state != "dead":
         member.was_stalled = True
         world.report(member, "stalled")
 
 
 def thaw(world: World, member: Member) -> None:
-    """SIGCONT: the worker does what it has missed."""
+    """Sends SIGCONT: the worker processes the events that it has missed."""
     member.is_frozen = False
     if member.state == "dead":
         return
@@ -90,12 +90,12 @@ def thaw(world: World, member: Member) -> None:
 
 
 def current_of(coordinator: Coordinator) -> set[str]:
-    """Returns the workers that a coordinator counts among the members."""
+    """Returns the workers that a coordinator counts as members."""
     return {each.uid for each in coordinator._job.views.concerned}
 
 
 def fenced(member: Member, current: Collection[str]) -> None:
-    """The launcher kills a worker that is still stopped, which must not be among those that hold the state."""
+    """The launcher kills a worker that is still stopped; the worker must not be among those that hold the state."""
     if member.state == "dead" or not member.was_stalled:
         return
     if member.uid in current:
@@ -107,7 +107,7 @@ def fenced(member: Member, current: Collection[str]) -> None:
 
 
 def cut(world: World, site: Site, for_s: float, *, isolated: bool) -> None:
-    """The coordinator's connection to a machine ends, or all of its connections to others."""
+    """Cuts the coordinator's connection to a machine, or with `isolated` all connections of the machine."""
     site.is_cut = True
     site.cuts += 1
     if isolated:
@@ -120,14 +120,14 @@ def cut(world: World, site: Site, for_s: float, *, isolated: bool) -> None:
 
 
 def lose(world: World, site: Site, cuts: int) -> None:
-    """The coordinator's launcher takes a machine for lost."""
+    """The coordinator's launcher considers a machine lost."""
     if site.is_cut and site.cuts == cuts:
         site.is_known_lost = True
         world.obey(world.coordinator.machine_lost(site.name, "silence", world.now_s))
 
 
 def come_back(world: World, site: Site) -> None:
-    """The machine is reached again, and reports what the coordinator has missed."""
+    """The machine reconnects, and reports the events that the coordinator has missed."""
     if site.is_gone:
         return
     site.is_cut = site.is_isolated = site.is_known_lost = False
@@ -146,7 +146,7 @@ def come_back(world: World, site: Site) -> None:
 
 
 def crash(world: World, site: Site) -> None:
-    """A machine loses power: nobody ever confirms that its workers are dead. Another comes in its place."""
+    """A machine loses power: the death of its workers is never confirmed. Another machine may replace it."""
     site.is_gone = True
     for each in world.members.values():
         if each.site is site:
@@ -157,7 +157,7 @@ def crash(world: World, site: Site) -> None:
 
 
 def depart(world: World, site: Site) -> None:
-    """A launcher is asked to end: its workers leave, then it goes."""
+    """A launcher is asked to exit: its workers leave first."""
     site.replaces = False
     for each in world.members.values():
         if each.site is site:
@@ -166,7 +166,7 @@ def depart(world: World, site: Site) -> None:
 
 
 def depart_when_empty(world: World, site: Site, tries: int = 100) -> None:
-    """Goes when no worker runs any more, or after a while."""
+    """Removes the machine when all its workers have exited, or after some time."""
     if site.is_gone or any(each.site is site and each.state != "dead" for each in world.members.values()):
         if not site.is_gone and tries:
             world.after(0.2, None, depart_when_empty, world, site, tries - 1)
@@ -180,14 +180,14 @@ def depart_when_empty(world: World, site: Site, tries: int = 100) -> None:
 
 
 def gone(world: World, site: Site) -> None:
-    """The launcher has gone."""
+    """The launcher has exited."""
     if not site.is_cut and not site.is_gone:
         site.is_gone = True
         world.obey(world.coordinator.machine_left(site.name, "SIGTERM", world.now_s))
 
 
 def check_view(world: World, view: View) -> None:
-    """Checks a view that the coordinator gives."""
+    """Checks a view that the coordinator announces."""
     known = world.views.get(view.generation)
     if known is not None:
         if known != view:
@@ -206,7 +206,7 @@ def check_view(world: World, view: View) -> None:
 
 
 def check_end(world: World, end: EndOrder) -> None:
-    """Checks that the job ended as it should."""
+    """Checks that the job ended for a valid reason."""
     finished = [each for each in world.members.values() if each.has_finished]
     if end.code == 0:
         if not finished or len(world.results) < world.rounds:

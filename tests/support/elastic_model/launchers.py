@@ -1,4 +1,4 @@
-"""A machine's launcher as the others see it: it follows a coordinator, looks for one, stands, or coordinates."""
+"""A model of a machine's launcher, which follows a coordinator, seeks one, is a candidate, or coordinates."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ SEEKS_S = 120.0
 
 @dataclass(eq=False)
 class Link:
-    """The connection of a launcher to the one that it follows. Each end learns of its end by itself."""
+    """The connection of a launcher to its leader. Each side detects separately that the connection has been closed."""
 
     follower: Launcher
     leader: Launcher
-    up_s: float = 0.0  # when the last message that was sent arrives
+    up_s: float = 0.0  # arrival time of the last message that was sent
     down_s: float = 0.0
     is_open_above: bool = True
     is_open_below: bool = True
-    leads: bool = False  # the follower has heard of a coordinator there
+    leads: bool = False  # the leader has reported a coordinator to the follower
 
 
 @dataclass(eq=False)
@@ -61,13 +61,13 @@ class Launcher:
     site: Site
     account: MachineState
     seeker: CoordinatorSearch
-    link: Link | None = None  # to whom it follows
+    link: Link | None = None  # the connection to the leader
     is_dead: bool = False
     end: EndOrder | None = None
     coordinator: Coordinator | None = None
     candidacy: Candidacy | None = None
     followers: dict[int, Link] = field(default_factory=dict)
-    waiting: list[tuple[Link, str, tuple[Any, ...]]] = field(default_factory=list)  # for a candidate's election
+    waiting: list[tuple[Link, str, tuple[Any, ...]]] = field(default_factory=list)  # reports that wait for the election
     ticking_s: float | None = None
     candidacies: int = 0
 
@@ -79,10 +79,10 @@ class Launcher:
     def lives(self) -> bool:
         return not self.is_dead and self.end is None
 
-    # As one that follows.
+    # The follower's side.
 
     def report(self, kind: str, *args: Any) -> None:
-        """Reports to the coordinator, and remembers it."""
+        """Records an event and reports it to the coordinator."""
         note = {"started": "started", "said": "said", "stalled": "stalled", "ended": "ended"}.get(kind)
         if note is not None:
             getattr(self.account, note)(*args)
@@ -94,7 +94,7 @@ class Launcher:
             self.realm.send_up(self.link, kind, args)
 
     def hears(self, link: Link, order: CoordinatorOrder) -> None:
-        """An order comes; only whom it follows has something to say."""
+        """Processes an order; orders from launchers other than the leader are ignored."""
         if self.link is not link or not self.lives:
             return
         if type(order) is ReplicateOrder:
@@ -135,13 +135,13 @@ class Launcher:
                 member.asked_to_leave()
 
     def lost(self, link: Link, loss: ConnectionLoss) -> None:
-        """The connection to whom it follows is at its end."""
+        """The connection to the leader has been closed."""
         if self.link is not link or not self.lives:
             return
         self.link = None
         link.is_open_below = False
         if not link.leads and loss in (ConnectionLoss.ENDED, ConnectionLoss.RESET):
-            loss = ConnectionLoss.SILENT  # it may have passed on to its workers what this launcher does not know
+            loss = ConnectionLoss.SILENT  # it may have sent orders that did not arrive here
         was_seeking = self.seeker.is_seeking
         self.seeker.lost(link.leader.number, loss, self.realm.now_s)
         if not self.account.knowledge.views and not was_seeking:
@@ -150,7 +150,7 @@ class Launcher:
         self.realm.after(0.0, None, self.seek)
 
     def seek(self) -> None:
-        """Takes the next step in looking for a coordinator."""
+        """Performs the next step of the search for a coordinator."""
         if self.link is not None or not self.lives:
             return
         known = self.account.knowledge
@@ -168,22 +168,22 @@ class Launcher:
                 self.realm.dial(self, number)
 
     def answered(self, number: int, answer: ContactResult, elsewhere: int | None = None) -> None:
-        """A try has failed."""
+        """A connection attempt has failed."""
         if self.lives and self.link is None:
             if self.seeker.tried(number, answer, elsewhere):
                 self.account.machine_ended(number)
             self.seek()
 
-    # As one that is followed.
+    # The leader's side.
 
     def stand(self, for_s: float) -> None:
-        """Lets others follow."""
+        """Becomes a candidate that other launchers can follow."""
         self.candidacies += 1
         self.candidacy = Candidacy(self.realm.now_s, self.realm.now_s + for_s)
         self.realm.after(for_s, None, self.consider, self.candidacies)
 
     def consider(self, candidacy: int) -> None:
-        """Is elected, or gives up, if it is time."""
+        """Completes the election, or gives up at the deadline."""
         if self.candidacy is None or not self.lives or candidacy != self.candidacies:
             return
         now_s = self.realm.now_s
@@ -195,7 +195,7 @@ class Launcher:
             self.drop_all()
 
     def coordinate(self) -> None:
-        """Takes the office."""
+        """Becomes the coordinator."""
         assert self.candidacy is not None
         reports = list(self.candidacy.reports.values())
         self.candidacy = None
@@ -211,7 +211,7 @@ class Launcher:
             self.takes(link, kind, args)
 
     def joins(self, follower: Launcher) -> tuple[ContactResult, int | None]:
-        """Another launcher asks to follow this one."""
+        """Handles the request of another launcher to follow this one."""
         retirement = self.coordinator.retirement if self.coordinator is not None else None
         if retirement is not None and retirement.has_resigned:
             assert retirement.successor is not None
@@ -237,7 +237,7 @@ class Launcher:
         return ContactResult.FOLLOWED, None
 
     def takes(self, link: Link, kind: str, args: tuple[Any, ...]) -> None:
-        """A follower's report comes."""
+        """Processes a follower's report."""
         if not self.lives or not link.is_open_above:
             return
         if self.candidacy is not None:
@@ -263,7 +263,7 @@ class Launcher:
             self.obey(coordinator.machine_leaves(name, now_s))
 
     def drops(self, link: Link, why: str, *, has_ended: bool = False) -> None:
-        """The connection of a follower is at its end, as far as this launcher knows."""
+        """Closes this launcher's end of a follower's connection."""
         if not link.is_open_above:
             return
         link.is_open_above = False
@@ -277,7 +277,7 @@ class Launcher:
                 self.obey(noticed(name, why, self.realm.now_s))
 
     def drop_all(self) -> None:
-        """Stops coordinating, or standing: nobody follows any more."""
+        """Stops coordinating or being a candidate, and drops all followers."""
         self.candidacy = self.coordinator = None
         self.waiting = []
         followers, self.followers = list(self.followers.values()), {}
@@ -286,7 +286,7 @@ class Launcher:
             self.realm.send_down(link, ConnectionLoss.DROPPED)
 
     def obey(self, orders: list[CoordinatorOrder]) -> None:
-        """Sends the coordinator's orders out."""
+        """Sends the coordinator's orders."""
         realm = self.realm
         for order in orders:
             realm.ordered(self, order)
@@ -310,13 +310,13 @@ class Launcher:
             realm.at(max(self.coordinator.lacks_quorum_s + RESIGNS_S, realm.now_s), None, self.resign)
 
     def tick(self, due_s: float) -> None:
-        """The coordinator's clock."""
+        """Calls the coordinator's `tick`."""
         if self.ticking_s == due_s and self.lives and self.coordinator is not None:
             self.ticking_s = None
             self.obey(self.coordinator.tick(self.realm.now_s))
 
     def resign(self) -> None:
-        """Stops coordinating, if it has lacked a quorum for too long."""
+        """Stops coordinating after lacking a quorum for too long."""
         coordinator = self.coordinator
         if coordinator is None or coordinator.lacks_quorum_s is None or not self.lives:
             return

@@ -1,8 +1,8 @@
-"""A worker as the coordinator sees one: how it follows views, on rounds that only make a chain of hashes.
+"""A model of a worker as the coordinator sees it: it follows views, and its rounds only extend a chain of hashes.
 
-A worker's state is (rounds committed, digest); -1 rounds is no state. The groups stand for the connections between the
-members of one view: they form when all have come, break when one is gone, and let a round commit, at each member at a
-time of its own, once all have contributed to it.
+A worker's state is (rounds committed, digest); -1 rounds means no state. A group represents the connections between the
+members of one view. It forms when all members have arrived, and breaks when one is lost. A round commits once all
+members have contributed to it, at a different time on each member.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMING_S = 4.0  # how long a member waits for the others
 
 
 class Violation(AssertionError):
-    """What must never happen has happened."""
+    """An invariant has been violated."""
 
 
 class Group:
@@ -48,10 +48,10 @@ class Group:
         self.has_failed = False
         self.formed = 0
         self.top = NO_STATE
-        self.is_inside = False  # some member has begun the batch that comes next
+        self.is_inside = False  # some member has begun the next batch
 
     def arrive(self, member: Member) -> None:
-        """A member has come; when all have, each takes the state that the others have."""
+        """Registers a member. When all have arrived, each takes over the newest state."""
         self.arrived[member.uid] = member
         if self.has_failed or len(self.arrived) < len(self.view.members) or not self.world.connects(self.arrived):
             return
@@ -67,7 +67,7 @@ class Group:
             self.fail()
 
     def contribute(self, member: Member) -> None:
-        """A member has computed its part of a round; with the last part, the round is everybody's."""
+        """Registers a member's part of a round; the last part completes the round."""
         parts = self.contributions.setdefault(member.round, {})
         parts[member.uid] = member.ready
         if len(parts) < len(self.view.members) or not self.world.connects(self.arrived):
@@ -77,14 +77,14 @@ class Group:
             self.world.later(0.03, each, each.commit, self, member.round, ready)
 
     def fail(self) -> None:
-        """One is gone: the others notice."""
+        """A member is lost, which the others detect."""
         if not self.has_failed:
             self.has_failed = True
             for each in self.arrived.values():
                 self.world.later(0.06, each, each.broke, self, "a peer is gone")
 
     def holder(self, but: Member) -> Member | None:
-        """Returns a member that has the newest state, and can still give it."""
+        """Returns a member that has the newest state and can still send it."""
         if self.has_failed:
             return None
         return next((each for each in self.arrived.values() if each is not but and each.round == self.top), None)
@@ -107,11 +107,11 @@ class Site:
         self.is_isolated = False  # from all other machines too
         self.is_known_lost = False  # to the coordinator
         self.cuts = 0
-        self.unheard: list[tuple[str, str, int]] = []  # deaths while it was cut
+        self.unheard: list[tuple[str, str, int]] = []  # deaths during the cut
 
 
 class Member:
-    """A worker's process."""
+    """A worker process."""
 
     __slots__ = (
         *("backlog", "code", "coming", "digest", "group", "has_finished", "heard", "is_frozen", "is_leaving"),
@@ -126,16 +126,16 @@ class Member:
         self.state = "boot"  # boot, ready, learning, following, called, forming, working, idle, broken, done, dead
         self.round, self.digest = NO_STATE, 0
         self.group: Group | None = None
-        self.heard = 0  # the largest number of a view or transfer heard of
-        self.coming = 0  # the number of a planned view whose connections this worker makes beforehand
+        self.heard = 0  # the largest number of a view or transfer received
+        self.coming = 0  # the number of a planned view to which this worker is connecting in advance
         self.latest: View | None = None
         self.known: list[View] = []
-        self.is_receiver = False  # it has learned the state, and is in no view yet
+        self.is_receiver = False  # it has received the state, and is not in a view yet
         self.receiver = world.receiver(self)
         self.latest_transfer = 0
-        self.transfers: list[StateTransfer] = []  # which it has to begin
+        self.transfers: list[StateTransfer] = []  # transfers that it must start
         self.logs: dict[int, Log] = {}
-        self.is_inside = False  # it has begun the batch whose first round comes next
+        self.is_inside = False  # it has begun the batch that starts with the next round
         self.code = 0
         self.has_finished = self.is_leaving = self.is_frozen = self.was_stalled = False
         self.backlog: list[tuple[object, tuple[object, ...]]] = []
@@ -144,13 +144,13 @@ class Member:
         self.standing = ReplayableMessages()
 
     def booted(self) -> None:
-        """The script has come to its loop."""
+        """The script has reached its training loop."""
         if self.state == "boot":
             self.state = "ready"
             self.world.up(self, Ready(self.site.fingerprint, self.world.learns))
 
     def hear(self, message: ToWorker) -> None:
-        """A message from the coordinator."""
+        """Processes a message from the coordinator."""
         if self.state in ("dead", "done", "boot") or isinstance(message, WaitNotice):
             return
         if isinstance(message, Dismissed):
@@ -197,17 +197,17 @@ class Member:
             self.world.up(self, Ready(self.site.fingerprint, self.world.learns, self.receiver.transfer))
 
     def prepared(self, generation: int) -> None:
-        """Has made the connections of a planned view, or does not wait for them any longer."""
+        """Has connected to the members of a planned view, or has stopped waiting for them."""
         if self.coming == generation:
             self.coming = 0
 
     @property
     def ready(self) -> int:
-        """The largest number, of the views and transfers heard of, that it can act on at once."""
+        """The largest number of a received view or transfer on which it can act immediately."""
         return self.group.view.generation if self.coming and self.group is not None else self.heard
 
     def enter(self, view: View) -> None:
-        """Meets the members of a view."""
+        """Connects to the members of a view."""
         self.world.log_all(self, ("entered", self.round, view.generation, view.members))
         self.leave_group(is_agreed=view.is_planned)
         self.state = "forming"
@@ -216,12 +216,12 @@ class Member:
         self.group.arrive(self)
 
     def timed_out(self, group: Group) -> None:
-        """Not all members have come."""
+        """Not all members have arrived in time."""
         if self.state == "forming":
             self.broke(group, "not all members came")
 
     def formed(self, group: Group) -> None:
-        """All members have come: takes the newest state, and begins."""
+        """All members have arrived: takes over the newest state and starts."""
         if self.group is not group or self.state != "forming":
             return
         top = group.top
@@ -230,7 +230,7 @@ class Member:
             if source is not self and group.has_failed:
                 self.broke(group, "the source of the first state is gone")
                 return
-            self.digest = hash((source.number, group.view.generation))  # as random as the weights of a new model
+            self.digest = hash((source.number, group.view.generation))  # random, like the weights of a new model
         elif self.round < top:
             self.take_state(group)
             if self.round < top:
@@ -244,7 +244,7 @@ class Member:
                 self.world.later(0.02, each, each.installed, group)
 
     def take_state(self, group: Group) -> None:
-        """Gets the state, or the result of the last round, from a member that has it and lives."""
+        """Copies the state, or the result of the last round, from a live member that has it."""
         source, top = group.holder(self), group.top
         if source is None:
             return
@@ -262,7 +262,7 @@ class Member:
             self.begin_round()
 
     def begin_round(self) -> None:
-        """Begins the next round, unless the view has too few members for a further batch."""
+        """Starts the next round, unless the view has too few members for another batch."""
         group, world = self.group, self.world
         at_batch = self.round % world.batch == 0 and self.round < world.rounds
         if group.view.must_wait and at_batch and not group.is_inside:
@@ -279,7 +279,7 @@ class Member:
             group.contribute(self)
 
     def commit(self, group: Group, round_: int, ready: int) -> None:
-        """All parts and headers are here."""
+        """All parts and headers have arrived."""
         world = self.world
         if self.group is not group or self.state != "working" or self.round != round_:
             return
@@ -306,12 +306,12 @@ class Member:
             self.begin_round()
 
     def planned_until(self, number: int, group: Group) -> View | None:
-        """Returns the view after the group's up to a number that all are ready for."""
+        """Returns the latest view after the group's view up to a number that is ready on all members."""
         later = [each for each in self.known if group.view.generation < each.generation <= number]
         return later[-1] if later else None
 
     def follow_to(self, view: View) -> None:
-        """Enters the planned view, or ends because it leaves."""
+        """Enters the planned view, or exits if it is not a member."""
         if self.uid in view.members:
             self.enter(view)
         else:
@@ -319,7 +319,7 @@ class Member:
             self.exit(0)
 
     def broke(self, group: Group, reason: str) -> None:
-        """The connections of the view are gone; one that waits between two batches does not look."""
+        """The connections of the view are lost. A worker that waits between two batches does not detect this."""
         if self.group is not group or self.state not in ("forming", "working"):
             return
         self.leave_group()
@@ -340,14 +340,14 @@ class Member:
             self.world.up(self, Leaving("SIGTERM"))
 
     def exit(self, code: int) -> None:
-        """The process ends, or is killed."""
+        """The process exits or is killed."""
         if self.state != "dead":
             self.state, self.code = "dead", code
             self.leave_group()
             self.world.ended(self, code)
 
     def leave_group(self, *, is_agreed: bool = False) -> None:
-        """Closes the connections of the view that it is in; where all do it, that may disturb those that are late."""
+        """Closes the connections of its view. If all members agree on this, it may still disturb slow ones."""
         group, self.group = self.group, None
         if group is not None and (not is_agreed or self.world.is_rude):
             group.fail()

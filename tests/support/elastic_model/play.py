@@ -1,4 +1,4 @@
-"""A coordinator on stage: events by hand, and what each worker was told."""
+"""A coordinator that receives scripted events, with the messages that each worker received."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.train.elastic.protocol import CoordinatorOrders, EndOrder, FromWor
 
 @dataclass
 class Play:
-    """A job on stage. A worker's name is its machine's and a digit: `a0`, `b1`."""
+    """A scripted job. A worker's name consists of its machine's name and a digit: `a0`, `b1`."""
 
     policy: CoordinatorPolicy = field(default_factory=lambda: CoordinatorPolicy(max_machines=3))
     now_s: float = 0.0
@@ -62,7 +62,7 @@ class Play:
         return [order.message for order in self.orders if isinstance(order, SendOrder) and order.uid == uid]
 
     def view(self) -> View:
-        """Returns the view that was told last, after checking that all its members were told."""
+        """Returns the last view that was announced, after checking that all its members received it."""
         view = next(order.message for order in reversed(self.orders) if isinstance(order, SendOrder) and is_view(order))
         assert isinstance(view, View)
         assert all(view in self.told(uid) for uid in view.members)
@@ -79,7 +79,7 @@ def is_view(order: SendOrder) -> bool:
 
 
 def running(*uids: str, **rest: object) -> Play:
-    """Returns a job whose first view has been entered by these workers."""
+    """Returns a job whose first view these workers have entered."""
     play = Play(CoordinatorPolicy(max_machines=3, **rest))
     slots: dict[str, int] = {}
     for uid in uids:

@@ -1,10 +1,11 @@
-"""Elastic jobs whose coordinator may be lost too: several launchers with links between them, in virtual time.
+"""Simulates elastic jobs that may lose their coordinator: several launchers with links between them, in virtual time.
 
-`Realm(seed).run()` plays one schedule. Workers, rounds and views are those of `world.py`; here every machine has a
-launcher that can coordinate, and links that delay, are cut, heal and are reset. What is checked, besides one history:
-- each number of a view has one list of members, and each term one coordinator;
-- no two views have results at the same time;
-- if all cuts heal, and no machine is lost for ever, the job comes to its end.
+`Realm(seed).run()` runs one schedule. Workers, rounds and views are those of `world.py`. In addition, every machine has
+a launcher that can coordinate, and links that delay messages, are cut, recover and are reset. Apart from the single
+history, these invariants are checked:
+- each view number has one list of members, and each term has one coordinator;
+- no two views produce results at the same time;
+- the job completes if all links recover and no machine is lost permanently.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.train.elastic.coordinator.election import ConnectionLoss, ContactR
 from paceline.train.elastic.protocol import CoordinatorOrder, EndOrder, FromWorker, NotifyOrder, SendOrder, View
 
 SILENT_S = 2.0
-CALL_S, QUIET_S, QUIET_SINCE_A_CALL_S = 0.25, 2.0, 5.0  # of a launcher that was started again where the machines meet
+CALL_S, QUIET_S, QUIET_SINCE_A_CALL_S = 0.25, 2.0, 5.0  # how long a restarted launcher at the rendezvous address waits
 FAULTS = (
     *("kill", "kill", "kill newest", "freeze", "leave", "reset", "cut", "cut", "cut control", "split", "split"),
     *("crash coordinator", "crash coordinator", "crash", "power", "reset links", "reset links", "shrink"),
@@ -32,17 +33,17 @@ TEARING = {
     "cut",
     "split",
     "split at view",
-}  # workers may be unable to reach each other while the coordinator reaches all of them
+}  # workers may be unable to connect to each other even if the coordinator can reach all of them
 
 
 class RealmGroup(Group):
-    """The connections of a view, whose members meet in the store of the launcher that gave it."""
+    """The connections of a view; its members perform a rendezvous in the store of the launcher that announced it."""
 
     __slots__ = ("decided_s", "met_s")
 
     def __init__(self, world: World, view: View) -> None:
         super().__init__(world, view)
-        self.met_s = self.decided_s = -1.0  # when all members came, and when they had a result last
+        self.met_s = self.decided_s = -1.0  # when all members arrived, and when they last had a result
 
     def arrive(self, member: Member) -> None:
         realm = self.world
@@ -55,7 +56,7 @@ class RealmGroup(Group):
             self.met_s = realm.now_s
 
     def contribute(self, member: Member) -> None:
-        """Checks that no other view has a result while the members of this one are together."""
+        """Checks that no other view produces a result while this one is formed."""
         round_, realm = member.round, self.world
         assert isinstance(realm, Realm)
         super().contribute(member)
@@ -70,7 +71,7 @@ class RealmGroup(Group):
 class Realm(World):
     """One schedule."""
 
-    calls_while_seeking = True  # mutation: without it, only a launcher that coordinates tells of the job
+    calls_while_seeking = True  # mutation: if False, only a coordinating launcher announces the job
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Realm(World):
             start_patience_s=1.0,
             return_patience_s=random.choice((0.0, 3.0)),
         )
-        self.cuts: dict[frozenset[str], int] = {}  # pairs that cannot reach each other: 1 launchers, 2 workers too
+        self.cuts: dict[frozenset[str], int] = {}  # unreachable pairs: 1 for the launchers only, 2 for workers too
         self.launchers: dict[int, Launcher] = {}
         self.terms: dict[int, int] = {}
         self.elections = 0
@@ -99,7 +100,7 @@ class Realm(World):
         self.handed_over_s: list[float] = []
         self.stores_lost: list[str] = []  # workers in a view whose store ended with a launcher that handed over
         self.is_lasting = self.was_torn = False
-        self.splits_at_view = False  # the next forced view's coordinator is cut off before anybody hears of the view
+        self.splits_at_view = False  # the next forced view's coordinator is cut off before announcing the view
         for at, count in enumerate(slots):
             site = Site(str(at), count, 6)
             self.sites[site.name] = site
@@ -109,8 +110,8 @@ class Realm(World):
         home = str(first.number)
         first.coordinator = Coordinator(self.policy, 0.0, 1, home=home, store=home)
         self.terms[1] = first.number
-        self.meets_at = first  # the launcher at the address where the machines meet
-        self.joined_again = self.second_jobs = 0  # launchers that were started again there
+        self.meets_at = first  # the launcher at the rendezvous address
+        self.joined_again = self.second_jobs = 0  # launchers that were restarted there and rejoined
         for launcher in self.launchers.values():
             self.at(self.chance() * 0.2, None, self.comes, launcher, first)
         self.faults = self.some_faults() if faults is None else sorted(faults, reverse=True)
@@ -125,7 +126,7 @@ class Realm(World):
         return found[::-1]
 
     def comes(self, launcher: Launcher, first: Launcher) -> None:
-        """A launcher joins the job where it is coordinated."""
+        """A launcher joins the job at its coordinator."""
         site = launcher.site
         if first.coordinator is None or not first.lives or not self.reach(first.site, site):
             self.launcher_over(launcher, EndOrder(1, "no meeting"))
@@ -139,13 +140,13 @@ class Realm(World):
         first.obey(first.coordinator.machine_listed(site.name, self.now_s))
 
     def restart(self) -> None:
-        """The launcher where the machines meet is killed, and started again with the same command."""
+        """The launcher at the rendezvous address is killed and restarted with the same command."""
         if self.meets_at.lives:
             self.crash(self.meets_at)
         self.later(0.5, None, self.listens, Site("new", self.meets_at.site.slots, 6), 0.0)
 
     def listens(self, site: Site, until_s: float) -> None:
-        """A launcher that was started again waits until it is told of a job, or begins one itself."""
+        """A restarted launcher waits for an announcement of the job, or else starts a job itself."""
         until_s = until_s or self.now_s + QUIET_S
         others = [each for each in self.launchers.values() if each.lives and each.account.knowledge.views]
         leader = next((each for each in others if each.coordinator is not None), None)
@@ -199,7 +200,7 @@ class Realm(World):
     # Links.
 
     def reach(self, one: Site, other: Site, level: int = 1) -> bool:
-        """Whether two machines can reach each other: their launchers (1), or their workers too (2)."""
+        """Returns True if two machines can reach each other: their launchers (level 1), or also their workers (2)."""
         if one is other:
             return True
         return (
@@ -211,7 +212,7 @@ class Realm(World):
         return all(self.reach(one, other, 2) for at, one in enumerate(sites) for other in sites[:at])
 
     def reaches_store(self, site: Site, view: View) -> bool:
-        """Whether the store of a view lives and can be reached."""
+        """Returns True if the store of a view is running and reachable."""
         server = self.launchers[int(view.store)]
         return server.lives and self.reach(site, server.site)
 
@@ -230,7 +231,7 @@ class Realm(World):
             return
         if not self.reach(link.follower.site, link.leader.site):
             link.up_s = max(link.up_s, self.now_s + 0.1)
-            self.at(self.now_s + 0.1, None, self.arrives_up, link, kind, args)  # sent again until it arrives
+            self.at(self.now_s + 0.1, None, self.arrives_up, link, kind, args)  # resent until it arrives
         elif kind == "end":
             link.leader.drops(link, "its launcher has ended", has_ended=True)
         elif kind == "away":
@@ -263,7 +264,7 @@ class Realm(World):
             self.later(0.01, None, self.dialled, launcher, number)
 
     def dialled(self, launcher: Launcher, number: int) -> None:
-        """The connection is there: the other one answers."""
+        """The connection is established, and the other launcher answers."""
         other = self.launchers[number]
         if not launcher.lives or launcher.link is not None:
             return
@@ -304,7 +305,7 @@ class Realm(World):
         super().told(member, member.site.cuts, message)
 
     def ordered(self, launcher: Launcher, order: CoordinatorOrder) -> None:
-        """A coordinator has given an order."""
+        """A coordinator has issued an order."""
         if type(order) is SendOrder and type(order.message) is View:
             view = order.message
             if self.views.setdefault(view.generation, view) != view:
@@ -319,7 +320,7 @@ class Realm(World):
             self.log.append(f"{self.now_s:9.4f} {launcher.number:8} ORDERS {order}")
 
     def elected(self, launcher: Launcher, term: int) -> None:
-        """A launcher takes the office."""
+        """A launcher becomes the coordinator."""
         self.elections += 1
         self.elected_s.append(self.now_s)
         if self.terms.setdefault(term, launcher.number) != launcher.number:
@@ -328,7 +329,7 @@ class Realm(World):
             self.log.append(f"{self.now_s:9.4f} ELECTED {launcher.number} {term}")
 
     def hands_over(self, launcher: Launcher) -> None:
-        """A launcher that coordinated has told the others whom they follow now, and ends."""
+        """The coordinating launcher has directed the others to its successor, and exits."""
         self.handed_over_s.append(self.now_s)
         for member in self.members.values():
             if member.state == "dead":
@@ -340,14 +341,14 @@ class Realm(World):
         self.launcher_over(launcher, HANDED_OVER)
 
     def deserted(self, launcher: Launcher) -> None:
-        """A launcher thinks that the job is over."""
+        """A launcher concludes that the job has ended."""
         if not launcher.account.is_done and any(each.lives for each in self.launchers.values() if each is not launcher):
             raise Violation(f"{launcher.number} thinks that all others have ended; {self.story()}")
         done = launcher.account.has_finished
         self.launcher_over(launcher, EndOrder(0) if done else EndOrder(1, "nobody listens any more"))
 
     def launcher_over(self, launcher: Launcher, end: EndOrder) -> None:
-        """A launcher ends, and its workers with it."""
+        """A launcher exits, with its workers."""
         if launcher.end is None:
             launcher.end = end
             self.launcher_goes(launcher)
@@ -414,12 +415,12 @@ class Realm(World):
             random.choice([*self.sites.values()]).attempts = 0
 
     def crash(self, launcher: Launcher) -> None:
-        """kill -9 of a launcher: its workers are killed, and the kernel closes its connections."""
+        """A launcher is killed with SIGKILL: its workers are killed, and the kernel closes its connections."""
         launcher.is_dead = True
         self.launcher_goes(launcher)
 
     def power(self, launcher: Launcher) -> None:
-        """A machine loses power: nobody is told."""
+        """A machine loses power; no other machine is notified."""
         launcher.is_dead = launcher.site.is_isolated = True
         for member in self.members.values():
             if member.site is launcher.site and member.state != "dead":
@@ -431,7 +432,7 @@ class Realm(World):
                     self.silence(link)
 
     def reset(self, link: Link) -> None:
-        """A connection is forgotten between its ends; what is on its way is lost."""
+        """A connection is dropped between its ends; messages in flight are lost."""
         link.is_open_below = False
         self.later(0.05, None, link.leader.drops, link, "reset")
         self.later(0.05, None, link.follower.lost, link, ConnectionLoss.RESET)
@@ -454,7 +455,7 @@ class Realm(World):
         self.cuts.pop(pair, None)
 
     def silence(self, link: Link) -> None:
-        """Each end takes the other for lost, unless the connection works again."""
+        """Each end considers the other lost, unless the connection has recovered."""
         self.at(self.now_s + SILENT_S + 0.5 * self.chance(), None, self.silent, link, True)
         self.at(self.now_s + SILENT_S + 0.5 * self.chance(), None, self.silent, link, False)
 
@@ -470,7 +471,7 @@ class Realm(World):
     # Ends.
 
     def check_ends(self) -> None:
-        """Checks how the launchers ended that were not killed."""
+        """Checks how the launchers that were not killed ended."""
         ends = [each.end for each in self.launchers.values() if each.end not in (None, HANDED_OVER)]
         if not ends:
             return

@@ -1,4 +1,4 @@
-"""How a worker that comes late learns: senders take snapshots and log results, and the receiver follows them."""
+"""A model of state transfers: senders take snapshots and log results, and a late worker (receiver) replays them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.train.elastic.protocol import CaughtUp, Ready, StateTransfer, Tran
 if TYPE_CHECKING:
     from elastic_model.world import World
 
-Item = tuple[str, int, int, tuple[str, ...]]  # "result", a round and its digest; or "entered", a round and a view
+Item = tuple[str, int, int, tuple[str, ...]]  # "result", a round and its digest, or "entered", a round and a view
 
 
 class Log:
-    """What a sender serves: a state, and what happened since."""
+    """The data that a sender serves: a state and the subsequent events."""
 
     __slots__ = ("digest", "items", "round")
 
@@ -23,7 +23,7 @@ class Log:
         self.items: list[Item] = []
 
     def next(self, round_: int, generation: int) -> Item | None:
-        """Returns what comes next for a receiver."""
+        """Returns the next item for a receiver."""
         for item in self.items:
             if item[1] == round_ and (item[0] == "result" or item[2] > generation):
                 return item
@@ -31,7 +31,7 @@ class Log:
 
 
 def begin_transfers(member: Member, agreed: int) -> None:
-    """A member is at the beginning of a batch, and begins the transfers that all have heard of."""
+    """At the beginning of a batch, a member starts the transfers that all members have received."""
     world = member.world
     for transfer in [each for each in member.transfers if each.number <= agreed]:
         member.transfers.remove(transfer)
@@ -42,13 +42,13 @@ def begin_transfers(member: Member, agreed: int) -> None:
 
 
 def log_all(member: Member, item: Item) -> None:
-    """A sender logs what happens."""
+    """A sender logs an event."""
     for log in member.logs.values():
         log.items.append(item)
 
 
 class Learner:
-    """The part of a member that learns."""
+    """The receiving part of a member."""
 
     __slots__ = ("generation", "has_said", "member", "offers", "transfer", "view", "world")
 
@@ -56,12 +56,12 @@ class Learner:
         self.world, self.member = world, member
         self.transfer = 0
         self.offers: list[str] = []
-        self.generation = 0  # the last view that it has seen the others enter
+        self.generation = 0  # the last view that it has seen the other members enter
         self.view = 0  # the view that it enters
         self.has_said = False
 
     def offered(self, offer: TransferOffer) -> None:
-        """A sender serves it."""
+        """Processes the offer of a sender."""
         member = self.member
         if offer.transfer > self.transfer and member.state == "ready" and member.round == NO_STATE:
             self.transfer, self.offers, self.has_said = offer.transfer, [], False
@@ -71,7 +71,7 @@ class Learner:
             self.offers.append(offer.address)
 
     def senders(self) -> list[Log]:
-        """Returns the logs of the senders that it reaches; the others are lost to it."""
+        """Returns the logs of the reachable senders, and removes the others."""
         world, found = self.world, []
         for uid in list(self.offers):
             sender = world.members[uid]
@@ -82,7 +82,7 @@ class Learner:
         return found
 
     def received(self, transfer: int) -> None:
-        """Has got the state, if a sender is left."""
+        """Has received the state, if a sender is left."""
         member = self.member
         if member.state != "learning" or transfer != self.transfer:
             return
@@ -98,7 +98,7 @@ class Learner:
         self.follow()
 
     def follow(self) -> None:
-        """Does what the others did next."""
+        """Replays the next event of the other members."""
         member, world = self.member, self.world
         if member.state != "following":
             return
@@ -126,7 +126,7 @@ class Learner:
                 self.follow()
 
     def come_in(self) -> None:
-        """Enters the view that the others have entered, when it has heard of it, unless it broke meanwhile."""
+        """Enters the view that the other members have entered, once this worker has received it, unless it has failed."""
         member = self.member
         latest = member.latest
         if member.state != "called" or latest is None or latest.generation < self.view:
@@ -143,13 +143,13 @@ class Learner:
             self.follow()
 
     def broke(self, generation: int) -> None:
-        """The view that it entered broke."""
+        """The view that it entered has failed."""
         self.view = generation + 1
         self.member.state = "called"
         self.come_in()
 
     def gives_up(self) -> None:
-        """No sender is left: another worker will begin again."""
+        """No sender is left: the worker exits and is replaced."""
         if self.member.state == "following":
             self.member.exit(75)
 
@@ -159,7 +159,7 @@ def _generation(view: View) -> int:
 
 
 def receive_transfer(member: Member, transfer: StateTransfer) -> None:
-    """A member hears of a transfer."""
+    """A member receives the announcement of a transfer."""
     if transfer.number > member.latest_transfer:
         member.latest_transfer = transfer.number
         member.heard = max(member.heard, transfer.number)

@@ -1,12 +1,12 @@
-"""An elastic job in virtual time: the real coordinator, model workers, and faults of all kinds, from one seed.
+"""Simulates an elastic job in virtual time: the real coordinator, model workers, and faults of all kinds.
 
-`World(seed).run()` plays one schedule and raises `Violation` if anything happens that must not. What is checked:
-- one history: whoever commits a round has the digest that everybody had who committed it, and nobody begins again
-  from a fresh state, which is another each time;
-- numbers of views grow, and each number has one list of members;
-- nobody reports broken connections where nothing breaks them, and no newcomer begins in the middle of a batch;
-- no view leaves out the majority of the last one that all its members have entered;
-- the job ends, with code 0 after all rounds, or with another for a reason that the faults explain.
+`World(seed).run()` runs one schedule and raises `Violation` if an invariant is violated. These invariants are checked:
+- there is one history: all workers that commit a round have the same digest, and none restarts from a new state, which
+  would have another digest;
+- view numbers increase, and each number has one list of members;
+- no worker reports broken connections without a cause, and no newcomer starts in the middle of a batch;
+- no view excludes the majority of the last view that all its members entered;
+- the job ends with code 0 after all rounds, or with another code for a reason that the faults explain.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ MOST_EVENTS = 20_000
 class World:
     """One schedule."""
 
-    agrees_on_views = True  # mutation: without it, each worker enters a planned view when it has heard of it itself
-    waits_for_the_log = True  # mutation: without it, a receiver enters a planned view when it has heard of it
-    snapshots_at_batches = True  # mutation: without it, senders take snapshots in the middle of batches too
-    drains = True  # mutation: without it, a death is reported before what the worker said last
+    agrees_on_views = True  # mutation: if False, each worker enters a planned view as soon as it has received it
+    waits_for_the_log = True  # mutation: if False, a receiver enters a planned view as soon as it has received it
+    snapshots_at_batches = True  # mutation: if False, senders also take snapshots in the middle of batches
+    drains = True  # mutation: if False, a death is reported before the worker's last messages
 
     def __init__(self, seed: int, sites: int | None = None, faults: Sequence[tuple[int, str]] | None = None) -> None:
-        """Makes a job.
+        """Creates a job.
 
         Args:
-            seed: decides everything that is not given.
-            sites: how many machines there are at first.
-            faults: after how many events what happens.
+            seed: Determines everything that is not given.
+            sites: The initial number of machines.
+            faults: Pairs of a number of events and the kind of fault that is injected after them.
         """
         self.seed = seed
         self.random = random = Random(seed)
@@ -60,12 +60,12 @@ class World:
         self.heap: list[tuple[float, int, Member | None, Callable[..., None], tuple[object, ...]]] = []
         self.count = 0
         self.batch = random.choice((1, 2, 3))
-        self.learns = self.chance() < 0.3  # newcomers do so while the others train
-        self.slowness_of_replay = random.choice((0.1, 0.5, 1.5))  # of a replayed round, as compared to a computed one
+        self.learns = self.chance() < 0.3  # newcomers receive the state while the others train
+        self.slowness_of_replay = random.choice((0.1, 0.5, 1.5))  # of a replayed round, relative to a computed one
         self.rounds = random.randint(1, 20 if self.learns else 3) * self.batch
-        self.left_out_ends = self.chance() < 0.5  # a worker that a view leaves out ends, and does not ask again
+        self.left_out_ends = self.chance() < 0.5  # a worker that a view excludes exits instead of joining again
         self.is_rude = self.chance() < 0.3
-        self.slowness = random.choice((0.2, 1.0, 1.0, 5.0))  # of messages, as compared to the workers
+        self.slowness = random.choice((0.2, 1.0, 1.0, 5.0))  # of messages, relative to the workers
         number = sites or random.choice((1, 1, 2, 3))
         slots = [random.randint(1, 3 if number < 3 else 2) for _ in range(number)]
         min_workers = random.randint(1, max(1, sum(slots) - 1))
@@ -85,13 +85,13 @@ class World:
         self.faults = self.some_faults() if faults is None else sorted(faults, reverse=True)
         self.is_calm = not self.is_rude and all(kind in GENTLE for _, kind in self.faults)
         self.is_cursed = False
-        self.laggards = random.choice((0.0, 0.0, 0.3))  # how many workers' reports take long
-        self.copy_s = random.choice((0.03, 0.3, 1.0))  # for a newcomer to get the state
+        self.laggards = random.choice((0.0, 0.0, 0.3))  # share of workers whose reports are slow
+        self.copy_s = random.choice((0.03, 0.3, 1.0))  # time for a newcomer to receive the state
         for at in range(number):
             self.at(self.chance() * 0.2, None, self.site_joins, self.new_site(str(at), slots[at], 6))
 
     def some_faults(self) -> list[tuple[int, str]]:
-        """Returns faults, the first one last. They often come in quick succession."""
+        """Returns faults in reverse order. They often follow each other closely."""
         random, found = self.random, []
         when = random.randint(1, 90)
         for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4))):
@@ -100,22 +100,22 @@ class World:
         return found[::-1]
 
     def at(self, when_s: float, member: Member | None, call: Callable[..., None], *args: object) -> None:
-        """Calls at that time; for a member, not while it is frozen."""
+        """Schedules a call at a given time; if it is for a member, not while the member is frozen."""
         self.count += 1
         heappush(self.heap, (when_s, self.count, member, call, args))
 
     def after(self, delay_s: float, member: Member | None, call: Callable[..., None], *args: object) -> None:
-        """Calls after that time."""
+        """Schedules a call after a delay."""
         self.count += 1
         heappush(self.heap, (self.now_s + delay_s, self.count, member, call, args))
 
     def later(self, most_s: float, member: Member | None, call: Callable[..., None], *args: object) -> None:
-        """Calls within that time."""
+        """Schedules a call at a random time within `most_s` seconds."""
         self.count += 1
         heappush(self.heap, (self.now_s + most_s * self.chance(), self.count, member, call, args))
 
     def run(self) -> World:
-        """Plays the schedule to its end."""
+        """Runs the schedule to its end."""
         played, faults, heap = 0, self.faults, self.heap
         while self.over is None:
             if not heap:
@@ -136,13 +136,13 @@ class World:
         return self
 
     def story(self) -> str:
-        """Returns how things stand."""
+        """Returns a description of the current state."""
         states = ", ".join(f"{each.uid} {each.state} {each.round}" for each in self.members.values())
         replay = f"PYTHONPATH=tests:tests/support python -m elastic_model {self.seed}"
         return f"{replay}, {self.now_s:.3f} s, {len(self.results)} of {self.rounds} rounds, {states}"
 
     def receiver(self, member: Member) -> Learner:
-        """Returns what makes a member learn."""
+        """Returns the receiving part of a member."""
         return Learner(self, member)
 
     receive_transfer = staticmethod(receive_transfer)
@@ -157,19 +157,19 @@ class World:
         return found
 
     def new_site(self, name: str, slots: int, attempts: int) -> Site:
-        """Makes a machine, which may compute other bits than the rest."""
+        """Creates a machine, which may compute results that differ in their bits."""
         site = Site(name, slots, attempts)
         if self.chance() < 0.02:
             site.fingerprint = "other"
         return site
 
     def new_name(self) -> str:
-        """Returns a name for a machine that comes later."""
+        """Returns a name for a machine that joins later."""
         self.names += 1
         return str(9 + self.names)
 
     def connects(self, uids: Iterable[str]) -> bool:
-        """Returns whether these can reach each other."""
+        """Returns True if these workers can reach each other."""
         sites = {self.members[uid].site for uid in uids}
         return len(sites) < 2 or not any(each.is_isolated for each in sites)
 
@@ -179,14 +179,14 @@ class World:
             raise Violation(f"{member.uid} has another result of round {round_}: {self.story()}")
 
     def up(self, member: Member, message: FromWorker) -> None:
-        """A worker speaks to the coordinator."""
+        """A worker sends a message to the coordinator."""
         if self.is_calm and type(message) is Broken and message.round != NO_STATE:
             raise Violation(f"{member.uid} reports {message} without a cause; {self.story()}")
         member.standing.heard(message)
         self.report(member, "said", message)
 
     def report(self, member: Member, kind: str, *args: object) -> None:
-        """A launcher reports about a worker: in order for each worker, and in any order for several."""
+        """A launcher reports about a worker: in order for each worker, and in any order for different workers."""
         site = member.site
         if not site.is_cut:
             delay_s = 0.02 * self.slowness * member.lag * self.chance()
@@ -194,7 +194,7 @@ class World:
             self.at(when_s, None, self.arrives, site, site.cuts, kind, member.uid, args)
 
     def arrives(self, site: Site, cuts: int, kind: str, uid: str, args: tuple[object, ...]) -> None:
-        """A report comes to the coordinator, unless the connection ended before."""
+        """A report reaches the coordinator, unless the connection has been closed."""
         if site.cuts != cuts:
             return
         coordinator = self.coordinator
@@ -211,7 +211,7 @@ class World:
             self.obey(coordinator.slots_changed(site.name, *args, self.now_s))
 
     def ended(self, member: Member, code: int) -> None:
-        """A process has ended: its launcher reports it, and may start another."""
+        """A process has exited: its launcher reports this, and may start another."""
         site = member.site
         if site.is_gone:
             return
@@ -281,7 +281,7 @@ class World:
             self.at(max(due_s, self.now_s), None, self.tick, due_s)
 
     def told(self, member: Member, cuts: int, message: object) -> None:
-        """A message comes to a worker's machine."""
+        """A message reaches a worker's machine."""
         if member.site.cuts != cuts or member.state == "dead":
             return
         if member.is_frozen:
@@ -290,16 +290,16 @@ class World:
             member.hear(message)
 
     def fenced(self, member: Member, cuts: int) -> None:
-        """A launcher is told to kill a worker that is stopped."""
+        """A launcher receives the order to kill a stopped worker."""
         if member.site.cuts == cuts:
             fenced(member, self.current())
 
     def current(self) -> set[str]:
-        """Returns the workers that the coordinator counts among the members."""
+        """Returns the workers that the coordinator counts as members."""
         return current_of(self.coordinator)
 
     def tick(self, due_s: float) -> None:
-        """The coordinator's clock."""
+        """Calls the coordinator's `tick`."""
         if self.ticking_s == due_s:
             self.ticking_s = None
             self.obey(self.coordinator.tick(self.now_s))

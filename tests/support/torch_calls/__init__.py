@@ -1,7 +1,7 @@
-"""Calls of torch.distributed in every form of their arguments that is legal, for `tests/ranks/test_torch_calls.py`.
+"""Calls of torch.distributed in every valid form of their arguments, for `tests/ranks/test_torch_calls.py`.
 
 A case is a function of a module (`torch.distributed` or `paceline`), this rank and the number of ranks, which is 2. It
-returns what the call gave: tensors, numbers, names.
+returns the results of the call: tensors, numbers, names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a case is, and the tensors that cases use."""
+"""Defines a case, and the tensors that cases use."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def sparse(rank: int, values: int = 3, *, coalesced: bool = True, dtype: torch.d
 
 
 def plain(result: torch.Tensor) -> list[object]:
-    """A sparse tensor as tensors that can be compared."""
+    """Converts a sparse tensor to tensors that can be compared."""
     return [result.is_coalesced(), result.layout, result.coalesce().indices(), result.coalesce().values()]

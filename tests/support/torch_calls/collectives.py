@@ -1,4 +1,4 @@
-"""The collectives: by position and keyword, asynchronous, with every reduction, sparse, and of lists."""
+"""Collectives: positional and keyword arguments, asynchronous, with every reduction, sparse, and with lists."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def ranks_of_other_types(d: Any, r: int, n: int) -> object:
     t = tensor(r, 3)
     d.broadcast(t, numpy.int64(1))
     d.broadcast(t, torch.tensor(1).item())
-    d.reduce(t, dst=numpy.int32(0))  # what it leaves on the others is gloo's secret
+    d.reduce(t, dst=numpy.int32(0))  # on the other ranks, gloo leaves unspecified values
     return t if r == 0 else None
 
 

@@ -1,4 +1,4 @@
-"""Tensors of every kind through the main collectives."""
+"""Main collectives with tensors of every kind."""
 
 from __future__ import annotations
 
