@@ -126,7 +126,7 @@ class Learner:
                 self.follow()
 
     def come_in(self) -> None:
-        """Enters the view that the other members have entered, once this worker has received it, unless it has failed."""
+        """Enters the view that the other members have entered, once this worker has received it; skips failed views."""
         member = self.member
         latest = member.latest
         if member.state != "called" or latest is None or latest.generation < self.view:
