@@ -1,4 +1,4 @@
-"""Ranks are killed at every operation by which they save or copy a checkpoint: a reported one is always there."""
+"""Kills ranks at every operation of saving or copying a checkpoint: every reported checkpoint must exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank is killed, stopped or both at an instant nobody chose; the others learn of it and none hangs."""
+"""Kills or stops a rank at a random instant; the other ranks must detect it, and none may hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks on two hosts are killed, stopped and cut off at instants nobody chose; the others are told, and clean up."""
+"""Kills, stops and disconnects ranks on two hosts at random instants; the others must detect it and clean up."""
 
 from __future__ import annotations
 

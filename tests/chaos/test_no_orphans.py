@@ -1,4 +1,4 @@
-"""Whatever ends the launcher, nothing that it started stays behind: no worker, no worker's child, no directory."""
+"""However the launcher exits, nothing that it started remains: no worker, no child process, no directory."""
 
 from __future__ import annotations
 

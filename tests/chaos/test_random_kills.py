@@ -1,4 +1,4 @@
-"""Jobs are killed at random instants in random ways, and nothing that they started stays behind."""
+"""Kills jobs at random instants in random ways; nothing that they started may remain."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tests on the software of clusters, which few machines have. `make nightly` runs them where it is installed."""
+"""Tests that require cluster software, which few machines have. `make nightly` runs them where it is installed."""

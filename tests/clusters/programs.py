@@ -1,4 +1,4 @@
-"""The programs of Slurm, and which of them this machine lacks."""
+"""The programs of Slurm, and those that are not installed on this machine."""
 
 from __future__ import annotations
 

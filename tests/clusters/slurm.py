@@ -1,4 +1,4 @@
-"""A cluster that runs Slurm: a controller and its nodes, each in a network namespace with a host name of its own.
+"""A Slurm cluster: a controller and nodes, each in a network namespace with its own host name.
 
 munged, slurmctld and slurmd are those of the system (Debian packages slurmctld, slurmd, slurm-client and munge). All
 that they write is in one directory, and closed, the cluster leaves nothing behind.

@@ -1,4 +1,4 @@
-"""The manifests that `paceline launch-script` prints, compared with the published schemas of what they use.
+"""Validates the manifests that `paceline launch-script` prints against the published schemas.
 
 The package kubeflow-trainer-api holds the schemas of Kubernetes, JobSet and Kubeflow Trainer as classes of pydantic.
 """

@@ -1,4 +1,4 @@
-"""Ray: what `paceline launch-script ray` prints, and our `TorchTrainer`, on a cluster of two nodes."""
+"""Tests the output of `paceline launch-script ray` and Paceline's `TorchTrainer` on a Ray cluster of two nodes."""
 
 from __future__ import annotations
 

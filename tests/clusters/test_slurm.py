@@ -1,4 +1,4 @@
-"""`srun paceline run` and the batch script of `paceline launch-script slurm` on a cluster that runs Slurm."""
+"""Tests `srun paceline run` and the batch script of `paceline launch-script slurm` on a Slurm cluster."""
 
 from __future__ import annotations
 

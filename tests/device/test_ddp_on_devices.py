@@ -1,4 +1,4 @@
-"""DistributedDataParallel on devices: the results of the CPU, without waiting for the device, in few calls."""
+"""DistributedDataParallel on devices: the same results as on the CPU, without waiting, and few calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings of work on a device have the device's times, and diagnoses tell a late device from a late program."""
+"""Recordings of device work contain device times, and diagnoses distinguish a late device from a late program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers and models that are divided among ranks train on fake devices, whose streams run behind the host."""
+"""Sharded optimizers and models train on fake devices, whose streams lag behind the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elastic jobs train on devices: workers die and join, and forked senders of the state never touch the device."""
+"""Elastic jobs train on devices: workers die and join, and forked senders never use the device."""
 
 from __future__ import annotations
 

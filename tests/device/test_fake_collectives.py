@@ -1,4 +1,4 @@
-"""torch.distributed works on the fake device over `fake_collectives`, in the order of its streams."""
+"""torch.distributed works on the fake device over `fake_collectives`, in stream order."""
 
 from __future__ import annotations
 

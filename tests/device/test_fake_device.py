@@ -1,4 +1,4 @@
-"""The fake device is one that tests can believe: see `fake_device`."""
+"""Tests the fake device itself; see `fake_device`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training over a process group of PyTorch on an accelerator, whose streams are late, as on the CPU.
+"""Training over a PyTorch process group on an accelerator with delayed streams gives the CPU's results.
 
 The process group is `fake_collectives`, which Paceline drives as it does NCCL's. `test_staged`, `test_ddp_on_devices`
 and `test_divided_training` have tensors that travel through host memory instead.

@@ -1,4 +1,4 @@
-"""Tensors of the fake device travel through host memory: what arrives, in which order, and how calls fail.
+"""Tensors on the fake device are staged in host memory: results, order, and failures of calls.
 
 Chunks are small here, so that a few thousand elements are many of them.
 """

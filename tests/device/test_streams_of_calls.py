@@ -1,4 +1,4 @@
-"""What the program's streams may expect of calls, barriers, objects and checkpoints on a device.
+"""Stream semantics of calls, barriers, objects and checkpoints on a device.
 
 The engine is a stand-in whose calls are kernels on a stream of its own, which the test holds back as long as it likes.
 """

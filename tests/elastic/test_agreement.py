@@ -1,4 +1,4 @@
-"""What members agree on: every shard is dealt once, what is held stays where it is, and the latest round wins."""
+"""Agreement of members: each shard is assigned once, computed shards keep their owner, and the newest round wins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of an elastic job are killed while they save: the others go on, and the last checkpoint is whole."""
+"""Kills workers of an elastic job during saves: the others continue, and the last checkpoint is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every failpoint of an elastic worker, on every worker: the survivors finish with the bits of an undisturbed run."""
+"""Kills at every failpoint of an elastic worker: the result is bitwise equal to that of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers whose memory or whose sums are wrong are noticed and named, and do not make the others wrong."""
+"""Workers with faulty memory or sums are detected and reported, and do not affect the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that comes late learns while the others train; whoever of them dies meanwhile, the bits are the same."""
+"""A late worker receives the state while the others train; the result is bitwise equal even if some die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that comes late makes the others' steps while they train, in the usual loop; whoever dies meanwhile."""
+"""In the usual loop, a late worker replays the others' steps while they train; some die meanwhile."""
 
 from __future__ import annotations
 

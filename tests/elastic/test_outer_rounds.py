@@ -1,4 +1,4 @@
-"""DiLoCo in an elastic job: workers die in outer exchanges, and others come and get the outer state."""
+"""DiLoCo in an elastic job: workers die during outer exchanges, and new ones receive the outer state."""
 
 from __future__ import annotations
 

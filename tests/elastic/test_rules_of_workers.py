@@ -1,4 +1,4 @@
-"""Each rule that an elastic worker follows has a test here, which fails when the rule is switched off."""
+"""Each rule of an elastic worker has a test that fails if the rule is disabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole training under `paceline run --elastic`, with real kills: the digest is that of one process alone."""
+"""Training under `paceline run --elastic` with real kills: the digest equals that of a single process."""
 
 from __future__ import annotations
 

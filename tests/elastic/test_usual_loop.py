@@ -1,4 +1,4 @@
-"""The usual loop in an elastic job: each sample counts once, and every step is the mean over those that count."""
+"""The usual loop in an elastic job: each sample is used once, and each step is the mean over the samples used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every program of the suite on one world, each in a group of its own."""
+"""Runs every program of the conformance suite in one world, each in its own group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How calls of any engine end that cannot succeed; the group is lost with them."""
+"""Failing calls of any engine; afterwards, their group cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves tensors and objects, on a group of any engine."""
+"""Calls that move tensors and objects, in a group of any engine."""
 
 from __future__ import annotations
 

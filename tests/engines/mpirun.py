@@ -1,4 +1,4 @@
-"""Starts ranks by the mpirun of an MPI library. As a script: what each rank runs."""
+"""Starts ranks with the mpirun of an MPI library. As a script, it is the program of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that run asynchronously, messages, and groups, of any engine."""
+"""Asynchronous calls, messages, and groups, with any engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reduces, on a group of any engine."""
+"""Reductions in a group of any engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engines there are, and what is said about those that cannot be used."""
+"""The available engines, and the messages about engines that cannot be used."""
 
 from __future__ import annotations
 

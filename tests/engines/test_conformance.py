@@ -1,4 +1,4 @@
-"""Every engine does what the interface promises: one world for each engine and size, and a test for each program."""
+"""Conformance of every engine to the interface: one world per engine and size, and a test for each program."""
 
 from __future__ import annotations
 

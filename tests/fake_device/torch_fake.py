@@ -1,4 +1,4 @@
-"""The module `torch.fake`: what `torch.cuda` is for CUDA, for the fake device; `fake_device.load` registers it.
+"""The module `torch.fake`, the counterpart of `torch.cuda` for the fake device; registered by `fake_device.load`.
 
 Streams and events are PyTorch's generic ones. Beyond what an accelerator's module has, there are `counters`, `delays`,
 `host_alias` and `launch`.

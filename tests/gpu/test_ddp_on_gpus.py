@@ -1,4 +1,4 @@
-"""DistributedDataParallel on GPUs: the results of the CPU, in steps in which the host never waits for the GPU."""
+"""DistributedDataParallel on GPUs: the same results as on the CPU, in steps without host synchronization."""
 
 from __future__ import annotations
 

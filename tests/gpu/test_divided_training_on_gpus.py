@@ -1,4 +1,4 @@
-"""Optimizers and models that are divided among ranks train on GPUs, through host memory and by nccl."""
+"""Sharded optimizers and models train on GPUs, staged in host memory and with nccl."""
 
 from __future__ import annotations
 

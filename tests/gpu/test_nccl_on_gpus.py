@@ -1,4 +1,4 @@
-"""The nccl engine on GPUs: one rank, several that share a GPU, and what one GPU shows of streams and timeouts."""
+"""The nccl engine on GPUs: one rank, several ranks on one GPU, streams and timeouts."""
 
 from __future__ import annotations
 

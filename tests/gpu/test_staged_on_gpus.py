@@ -1,4 +1,4 @@
-"""CUDA tensors that travel through host memory, on ranks that may share a GPU."""
+"""CUDA tensors that are staged in host memory, on ranks that may share a GPU."""
 
 from __future__ import annotations
 

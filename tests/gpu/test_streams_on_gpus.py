@@ -1,4 +1,4 @@
-"""Calls, barriers, objects, checkpoints and recordings in the order of CUDA's streams, on one rank with a GPU."""
+"""Calls, barriers, objects, checkpoints and recordings follow the order of CUDA streams, on one rank."""
 
 from __future__ import annotations
 

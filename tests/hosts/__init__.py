@@ -1,1 +1,1 @@
-"""Tests between hosts, and the network namespaces that stand for hosts. Start reading at `fixture.py`."""
+"""Tests between hosts, which are emulated by network namespaces. Start reading at `fixture.py`."""

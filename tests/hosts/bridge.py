@@ -1,4 +1,4 @@
-"""A bridge of TAP devices in a process of its own, which delays, loses and swallows frames as the test says.
+"""A bridge of TAP devices in a separate process, which delays and drops frames as a test requires.
 
 This is done here because not every kernel has netem.
 """

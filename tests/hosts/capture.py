@@ -1,4 +1,4 @@
-"""Everything that passes an interface of this host, as it is on the wire."""
+"""Captures all packets on an interface of this host."""
 
 from __future__ import annotations
 

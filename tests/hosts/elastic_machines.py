@@ -1,4 +1,4 @@
-"""Machines on which the workers of one elastic job run, and a training for them."""
+"""Machines that run the workers of an elastic job, and a training program for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline run` on hosts: each launcher a process inside a network namespace, as on a machine of its own.
+"""Runs `paceline run` on hosts: each launcher is a process in a network namespace, as on a separate machine.
 
 The launchers are forks of a process that has imported torch, unless their clock is shifted.
 """

@@ -1,4 +1,4 @@
-"""Network namespaces without names: one lives while somebody holds it open, so a run that is killed leaves none."""
+"""Network namespaces without names: each exists while a process holds it open, so a killed run leaves none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What joins the hosts of a test: a switch of veth pairs, as fast as the kernel, or the bridge, which obeys the test.
+"""The networks that join hosts: a switch of veth pairs at kernel speed, or the bridge, which tests control.
 
 Host h has the addresses 10.77.n.h+1 and fd77:0:0:n::h+1 on its interface ethn, n being the network's number. They are
 the same in every run, since no two runs see one another.

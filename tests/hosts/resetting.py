@@ -1,4 +1,4 @@
-"""Connections of a process to other machines that are reset, as by a firewall that forgets them."""
+"""Resets the connections of a process to other machines, as a firewall may do after losing its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a command whose monotonic clock is ahead, in a time namespace: `python shifting.py SECONDS COMMAND...`."""
+"""Runs a command with a shifted monotonic clock, in a time namespace: `python shifting.py SECONDS COMMAND...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of ranks on hosts that fail, and what they are told."""
+"""Failing calls of ranks on hosts, and the errors that they raise."""
 
 from __future__ import annotations
 

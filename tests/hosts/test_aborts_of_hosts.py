@@ -1,4 +1,4 @@
-"""An abort on one host ends what the ranks of all hosts wait for."""
+"""An abort on one host terminates the pending calls of the ranks on all hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks on several hosts see when one of them stays away, is stopped or is interrupted."""
+"""Errors of ranks on several hosts when one of them is absent, stopped or interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paceline within hosts and another engine between them, against values computed here."""
+"""Paceline within hosts and another engine between them, compared with values computed here."""
 
 from __future__ import annotations
 

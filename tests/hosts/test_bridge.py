@@ -1,4 +1,4 @@
-"""A network that is slow, lossy or silent, by the test's order."""
+"""Tests of the network bridge: slow, lossy and silent networks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing of Paceline is left behind by a group that ended: no thread, no descriptor, no shared memory."""
+"""A destroyed group leaves nothing behind: no thread, no descriptor, no shared memory."""
 
 from __future__ import annotations
 

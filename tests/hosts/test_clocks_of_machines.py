@@ -1,4 +1,4 @@
-"""Machines whose clocks differ: how far they are apart is known to within the error that is stated."""
+"""Machines with different clocks: the estimated offset is correct within its stated error."""
 
 from __future__ import annotations
 

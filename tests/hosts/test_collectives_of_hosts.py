@@ -1,4 +1,4 @@
-"""Every collective between hosts, by every algorithm, against values computed here and against torch's gloo."""
+"""Every collective between hosts, with every algorithm, compared with computed values and with torch's gloo."""
 
 from __future__ import annotations
 

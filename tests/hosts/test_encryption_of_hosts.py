@@ -1,4 +1,4 @@
-"""What a listener between hosts reads of a job, and that an encrypted one tells the same truth about deaths."""
+"""Data that can be captured between hosts, and failure detection over encrypted connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of several hosts that end one after another: whoever misses a rank hears which was the first to go."""
+"""Groups of several hosts that fail one after another: errors name the rank that was lost first."""
 
 from __future__ import annotations
 

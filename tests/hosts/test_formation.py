@@ -1,4 +1,4 @@
-"""A rank that gives up or dies while the groups form: the others hear within about a second who, and why."""
+"""If a rank gives up or dies while groups form, the others raise an error with its rank and reason within a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group forms beside the default group, and again without measuring the network between the same hosts."""
+"""Groups form beside the default group, and again between the same hosts without measuring the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of several hosts: whom they take in, where they meet, and several at once."""
+"""Groups of several hosts: members, rendezvous, and several groups at once."""
 
 from __future__ import annotations
 

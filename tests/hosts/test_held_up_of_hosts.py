@@ -1,4 +1,4 @@
-"""What ranks on two hosts are told when the one that they wait for waits itself for a stopped one."""
+"""Errors on two hosts if ranks wait for a rank that itself waits for a stopped one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `hosts` fixture itself: places, what is separate, what is joined, and that nothing is left."""
+"""Tests of the `hosts` fixture: placement, isolation, connections, and cleanup."""
 
 from __future__ import annotations
 

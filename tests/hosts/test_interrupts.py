@@ -1,4 +1,4 @@
-"""Ctrl-C on one host, in a collective or while the groups form: it raises there, and the others are told."""
+"""Ctrl-C on one host, in a collective or while groups form: it raises there, and the others raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DiLoCo between hosts, also over a line of 10 Mbit/s with 20 ms."""
+"""DiLoCo between hosts, including a link of 10 Mbit/s with a delay of 20 ms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks on several hosts see when one of them dies, vanishes or leaves."""
+"""Errors of ranks on several hosts when one of them dies, vanishes or leaves."""
 
 from __future__ import annotations
 

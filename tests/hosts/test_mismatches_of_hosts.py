@@ -1,4 +1,4 @@
-"""What ranks on several hosts see when one of them calls something else."""
+"""Errors of ranks on several hosts when one of them runs a different call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Persistent calls between hosts do what plain ones do."""
+"""Persistent calls between hosts give the same results as plain ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums that are rounded between hosts: their errors, their bits on every rank, and what they refuse."""
+"""Sums that are rounded between hosts: errors, bitwise equality on all ranks, and rejected arguments."""
 
 from __future__ import annotations
 

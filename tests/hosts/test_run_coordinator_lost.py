@@ -1,4 +1,4 @@
-"""`paceline run --elastic` on several machines, when the launcher that coordinates them is lost."""
+"""`paceline run --elastic` on several machines: the coordinating launcher is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine is lost with its disk: the one that replaces it restores what the other one's launcher keeps for it."""
+"""A machine is lost with its disk: its replacement restores the copy in another launcher's memory."""
 
 from __future__ import annotations
 

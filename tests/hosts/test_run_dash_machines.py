@@ -1,4 +1,4 @@
-"""The live page of a job on several machines shows the ranks, the output and the links of all, while somebody looks."""
+"""The live page of a job on several machines shows the ranks, output and links of all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline run --elastic` on several machines, which come, go and are lost without anybody's restart."""
+"""`paceline run --elastic` on several machines, which join, leave and are lost without a restart."""
 
 from __future__ import annotations
 

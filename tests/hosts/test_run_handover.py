@@ -1,4 +1,4 @@
-"""`paceline run --elastic` on several machines, when the launcher that coordinates them is asked to end."""
+"""`paceline run --elastic` on several machines: the coordinating launcher is asked to exit."""
 
 from __future__ import annotations
 

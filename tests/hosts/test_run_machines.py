@@ -1,4 +1,4 @@
-"""`paceline run` on several machines: by number, in any order, with a token; machines that come, go and are lost."""
+"""`paceline run` on several machines: numbered, in any order, with a token; machines join, leave and are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline run` in the pods of an indexed Job, which Kubernetes starts anew when they fail."""
+"""`paceline run` in the pods of an indexed Job, which Kubernetes restarts when they fail."""
 
 from __future__ import annotations
 

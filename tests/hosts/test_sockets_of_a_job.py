@@ -1,4 +1,4 @@
-"""Every socket on which a running job listens is found, and refuses strangers without harm to the job."""
+"""All listening sockets of a running job are found, and reject strangers without harm to the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strangers at every door while a group forms and works: two thousand in the suite, ten thousand at night."""
+"""Unauthorized connections while a group forms and runs: two thousand in the suite, ten thousand at night."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where links between hosts differ, all-reduces run the schedules that are made for them, and are right."""
+"""On unequal links between hosts, all-reduces use the schedules for them, with correct results."""
 
 from __future__ import annotations
 

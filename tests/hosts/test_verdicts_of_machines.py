@@ -1,4 +1,4 @@
-"""A rank that does not come is named by the launcher that serves the meeting, whichever machine the rank is on."""
+"""The launcher that serves the rendezvous reports missing ranks, on any machine."""
 
 from __future__ import annotations
 
