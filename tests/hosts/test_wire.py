@@ -1,4 +1,4 @@
-"""What happens to a frame, without a device."""
+"""Tests the handling of frames without a device."""
 
 from __future__ import annotations
 

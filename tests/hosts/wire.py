@@ -1,4 +1,4 @@
-"""What happens to a frame on its way, decided without a device or a clock."""
+"""Decides the handling of frames in transit, without a device or a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ProcessGroup.abort`: one rank ends what all ranks of a group wait for, from any thread."""
+"""`ProcessGroup.abort`: one rank, in any thread, terminates the pending calls of all ranks of a group."""
 
 from __future__ import annotations
 

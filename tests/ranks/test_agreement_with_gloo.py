@@ -1,4 +1,4 @@
-"""Random inputs give what torch's gloo gives."""
+"""On random inputs, results equal those of torch's gloo."""
 
 from __future__ import annotations
 

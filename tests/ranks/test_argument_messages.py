@@ -1,4 +1,4 @@
-"""Messages about wrong arguments: what was passed, what is expected, and what to do, on one line."""
+"""Messages about invalid arguments state on one line the argument, the expected one, and the solution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paceline and torch.distributed in one program: either uses the default group that the other made."""
+"""Paceline and torch.distributed in one program: each can use the default group that the other created."""
 
 from __future__ import annotations
 

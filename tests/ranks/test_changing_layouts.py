@@ -1,4 +1,4 @@
-"""A training that changes from one division of its model to another in its course, on real processes."""
+"""A training run on real processes that changes the sharding of its model several times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CheckpointManager: a script that is killed, restarted or asked to end goes on from its last checkpoint."""
+"""CheckpointManager: a script that is killed, restarted or asked to exit resumes from its last checkpoint."""
 
 from __future__ import annotations
 

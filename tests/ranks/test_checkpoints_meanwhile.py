@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the training goes on: what is on the disk is the state of one step."""
+"""Checkpoints that are written while training continues: the files contain the state of one step."""
 
 from __future__ import annotations
 

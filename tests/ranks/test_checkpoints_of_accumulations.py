@@ -1,4 +1,4 @@
-"""Checkpoints between the backwards of an accumulation: nothing is lost, or it is said what is."""
+"""Checkpoints between the backward passes of an accumulation: nothing is lost, or a message reports what is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that 4 ranks save and any number of ranks loads, of every kind of training."""
+"""Checkpoints saved by 4 ranks and loaded by any number of ranks, for every kind of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives on lists of tensors of several types, on real processes and beside torch's gloo."""
+"""Collectives on lists of tensors of several types, on real processes and compared with torch's gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives on real processes, against values computed here."""
+"""The collectives on real processes, compared with computed values."""
 
 from __future__ import annotations
 

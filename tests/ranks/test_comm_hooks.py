@@ -1,4 +1,4 @@
-"""Communication hooks: what they get, what their futures do, and that training with them still converges."""
+"""Communication hooks: their arguments and futures, and that training with them converges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls inside functions that torch.compile compiles."""
+"""Calls inside functions that are compiled by torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel against torch's, and on its own."""
+"""DistributedDataParallel, compared with torch's and on its own."""
 
 from __future__ import annotations
 

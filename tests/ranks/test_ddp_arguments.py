@@ -1,4 +1,4 @@
-"""DistributedDataParallel's arguments and what it is used together with: each trains as it should."""
+"""Arguments of DistributedDataParallel and combinations with other features; each must train correctly."""
 
 from __future__ import annotations
 

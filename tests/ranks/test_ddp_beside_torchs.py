@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel accepts over gloo is accepted, and ends with the same values.
+"""Whatever torch's DistributedDataParallel accepts over gloo is accepted, with equal results.
 
 Modules change after wrapping, inputs and outputs contain themselves or are nested tensors, modules are scripted or
 traced, and buffers are of every kind.

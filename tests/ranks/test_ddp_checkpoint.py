@@ -1,4 +1,4 @@
-"""A wrapped module whose forward runs again inside a backward: the gradients are the average over the ranks."""
+"""Activation checkpointing in a wrapped module: the gradients are the average over the ranks."""
 
 from __future__ import annotations
 

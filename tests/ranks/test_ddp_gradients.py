@@ -1,4 +1,4 @@
-"""DistributedDataParallel where something unusual happens: the gradients are right, or it is told why not."""
+"""DistributedDataParallel in unusual cases: the gradients are correct, or an error explains why not."""
 
 from __future__ import annotations
 

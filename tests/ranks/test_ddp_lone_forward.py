@@ -1,4 +1,4 @@
-"""A forward that has no backward does not make the backwards of `no_sync` average."""
+"""A forward pass without a backward pass does not cause averaging in the backward passes of `no_sync`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in data parallel training is said: what was seen, on which rank, and the fix."""
+"""Errors about mistakes in data-parallel training state what was observed, the rank, and the solution."""
 
 from __future__ import annotations
 

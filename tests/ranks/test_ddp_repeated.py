@@ -1,4 +1,4 @@
-"""A second backward of one forward, after the gradients were cleared, averages the gradients that it computes."""
+"""A second backward pass of one forward pass, after gradients were cleared, averages the new gradients."""
 
 from __future__ import annotations
 

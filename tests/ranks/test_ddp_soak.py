@@ -1,4 +1,4 @@
-"""Data parallel training takes no more memory with time.
+"""The memory usage of data-parallel training does not increase over time.
 
 pytest -m soak tests/ranks/test_ddp_soak.py -s
 """

@@ -1,4 +1,4 @@
-"""The arguments and attributes of torch's DistributedDataParallel mean the same here."""
+"""The arguments and attributes of torch's DistributedDataParallel have the same meaning in Paceline's."""
 
 from __future__ import annotations
 

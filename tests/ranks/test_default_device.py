@@ -1,4 +1,4 @@
-"""`torch.set_default_device` changes the user's tensors, and none of Paceline's own.
+"""`torch.set_default_device` affects the user's tensors, and none of Paceline's own.
 
 The default here is the meta device, whose tensors have no values: a message that is made there by mistake has none
 either, so that the test needs no GPU.

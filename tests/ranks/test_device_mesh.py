@@ -1,4 +1,4 @@
-"""Device meshes on real processes, against torch's."""
+"""Device meshes on real processes, compared with torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digest of a state with each of torch's optimizers, before and after a checkpoint, and at a worker that joins."""
+"""Digests of states with each of torch's optimizers, before and after a checkpoint, and on a joining worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disks that hosts do not share, on real processes, while training goes on."""
+"""Checkpoints on disks that are not shared between hosts, on real processes, while training continues."""
 
 from __future__ import annotations
 

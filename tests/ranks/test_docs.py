@@ -1,4 +1,4 @@
-"""The programs in the docs run as they are printed, on ranks that have what a reader has: a model and data.
+"""Runs the programs in the docs as printed, on ranks that define the model and data that they use.
 
 Those to learn from are whole, and are run by the launcher. tests/unit/docs/test_docs_code.py checks that the Chinese
 pages have the same programs.

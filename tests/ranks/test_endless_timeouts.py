@@ -1,4 +1,4 @@
-"""`timedelta.max` stands for ever, wherever a timeout can be given."""
+"""`timedelta.max` disables the timeout in every call that accepts one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that rest on a library: which ranks have died, which only do not answer, and which run another version."""
+"""Engines based on a library distinguish ranks that are dead, unresponsive, or of another version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples run, in short."""
+"""Runs the examples in a shortened form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank sees when another dies, stays away, leaves or calls something else."""
+"""Errors on a rank when another rank dies, is absent, leaves or runs a different call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that end one after another: whoever misses a rank hears which was the first to go, in whatever group."""
+"""Groups that fail one after another: errors name the rank that was lost first, in any group."""
 
 from __future__ import annotations
 

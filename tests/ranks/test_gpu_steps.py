@@ -1,4 +1,4 @@
-"""The steps of `bench/gpu.py` on ranks of the CPU: what is right passes, and what is not is reported and outlived."""
+"""The steps of `bench/gpu.py` on CPU ranks: correct steps pass; wrong ones are reported and do not stop the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of one host are told when the one that they wait for waits itself for a stopped one."""
+"""Errors of ranks on one host if the rank that they wait for itself waits for a stopped one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline.horovod` does what Horovod's documentation says; results are compared with what is computed here."""
+"""`paceline.horovod` behaves as Horovod's documentation describes; results are compared with computed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No argument that Python can pass ends the process: each batch of calls runs on ranks of its own, which must live.
+"""No arguments from Python terminate the process: each batch of calls runs on its own ranks, which must survive.
 
 A batch follows a seed. The ranks choose the same arguments, now and then other ones, and note each call before they
 make it; a rank that dies has noted the call last.

@@ -1,4 +1,4 @@
-"""Join: ranks with different numbers of inputs train together, as torch's do."""
+"""Join: ranks with different numbers of inputs train together, as with torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DiLoCo and local SGD on real ranks, against references that communicate otherwise or not at all."""
+"""DiLoCo and local SGD on real ranks, compared with references that communicate differently or not at all."""
 
 from __future__ import annotations
 

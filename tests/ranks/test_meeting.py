@@ -1,4 +1,4 @@
-"""Ranks that find each other, and ranks that do not: every one of them is told why."""
+"""Rendezvous that succeed or fail; after a failure, every rank raises an error with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that dies while others wait for a late one: those that wait, and the late one, hear at once who died."""
+"""A rank dies while others wait for a late one: all of them, and the late one, immediately report the death."""
 
 from __future__ import annotations
 

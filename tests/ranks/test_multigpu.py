@@ -1,4 +1,4 @@
-"""Collectives of processes with several devices each, CPU tensors standing in for the devices."""
+"""Collectives of processes with several devices each; CPU tensors emulate the devices."""
 
 from __future__ import annotations
 

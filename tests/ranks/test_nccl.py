@@ -1,4 +1,4 @@
-"""The engine of accelerators on several ranks, over groups that move CPU tensors: what it computes, how it fails."""
+"""The engine for accelerators on several ranks, over groups of CPU tensors: results and failures."""
 
 from __future__ import annotations
 

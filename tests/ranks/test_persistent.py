@@ -1,4 +1,4 @@
-"""Persistent calls on one host: what they compute, and what they refuse."""
+"""Persistent calls on one host: results and rejected arguments."""
 
 from __future__ import annotations
 

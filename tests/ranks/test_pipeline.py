@@ -1,4 +1,4 @@
-"""Pipelines on real processes, against the same model in one piece."""
+"""Pipelines on real processes, compared with the same model in one process."""
 
 from __future__ import annotations
 

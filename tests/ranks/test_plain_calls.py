@@ -1,4 +1,4 @@
-"""The shortest way of calls on plain tensors: which calls take it, and that it shows in nothing but time.
+"""The fast path for calls on plain tensors: the calls that use it, and that the results are the same.
 
 `timeout=` makes a call take the long way, which otherwise only unusual calls do. (That both compute the same for random
 tensors is seen in `test_persistent.py`: persistent calls are prepared on the long way.)

@@ -1,4 +1,4 @@
-"""`paceline plan --measure`: what hooks note of a script, the links between ranks, and the command as a whole."""
+"""`paceline plan --measure`: hooks in a script, links between ranks, and the whole command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed over the backend "paceline", against gloo on the same inputs."""
+"""Every collective of torch.distributed over the backend "paceline", compared with gloo on the same inputs."""
 
 from __future__ import annotations
 

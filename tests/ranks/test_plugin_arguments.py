@@ -1,4 +1,4 @@
-"""Every form in which torch takes the arguments of a group's methods, against gloo; and sizes that do not fit."""
+"""Every form of arguments that torch's group methods accept, compared with gloo, and sizes that do not match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--compat torch`: what a program reads from a group that takes gloo's place is what it reads from gloo."""
+"""`--compat torch`: the attributes of a group that replaces gloo equal gloo's."""
 
 from __future__ import annotations
 

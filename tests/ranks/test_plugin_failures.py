@@ -1,4 +1,4 @@
-"""What a program of torch.distributed is told when ranks die, disagree or stay away, and what a group leaves behind."""
+"""Errors in programs of torch.distributed when ranks die, disagree or are absent, and cleanup after a group."""
 
 from __future__ import annotations
 

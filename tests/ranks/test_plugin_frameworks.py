@@ -1,4 +1,4 @@
-"""Accelerate, Lightning and Hugging Face's Trainer run on the backend "paceline", as docs/torch-distributed.md says."""
+"""Accelerate, Lightning and Hugging Face's Trainer run on the backend "paceline", as in docs/torch-distributed.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry point that makes the backend known at `import torch`, which must never break or slow that."""
+"""The entry point that registers the backend at `import torch`, and must never break or delay the import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process group with a backend for each type of device, one of which is Paceline."""
+"""A process group with a backend for each device type, one of which is Paceline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the plug-in under another release of torch than the other tests', in an environment of its own.
+"""Runs the plug-in's tests with another release of torch, in a separate environment.
 
 `PACELINE_OTHER_TORCH` names that environment's interpreter, of the same version of Python, with torch, msgspec, numpy,
 pytest, pytest-timeout and hypothesis; `make plugin RELEASE=2.6` makes one.

@@ -1,4 +1,4 @@
-"""What is built on torch.distributed: meshes, DTensor, functional collectives, compiled programs and checkpoints."""
+"""Features based on torch.distributed: meshes, DTensor, functional collectives, compiled programs, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that `init_process_group("paceline", enable_reconfigure=True)` makes, which torch has from release 2.15 on."""
+"""Groups from `init_process_group("paceline", enable_reconfigure=True)`, which requires torch 2.15 or newer."""
 
 from __future__ import annotations
 

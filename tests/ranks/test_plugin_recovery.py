@@ -1,4 +1,4 @@
-"""What a program of torch.distributed does after a failure: abort, errors, abort hooks and `shrink_group`."""
+"""Recovery of torch.distributed programs after a failure: abort, errors, abort hooks and `shrink_group`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From one rank to another, on real processes and beside torch's gloo."""
+"""Messages between ranks, on real processes and compared with torch's gloo."""
 
 from __future__ import annotations
 

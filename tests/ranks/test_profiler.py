@@ -1,4 +1,4 @@
-"""What `torch.profiler` shows of a program's calls."""
+"""Calls of a program in the output of `torch.profiler`."""
 
 from __future__ import annotations
 

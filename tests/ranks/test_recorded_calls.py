@@ -1,4 +1,4 @@
-"""What the ranks of a group record of their calls, and that the recording of a killed rank survives."""
+"""The calls that the ranks of a group record, and recordings of killed ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline run` and `spawn` as a person uses them."""
+"""`paceline run` and `spawn` as users run them."""
 
 from __future__ import annotations
 

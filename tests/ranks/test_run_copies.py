@@ -1,4 +1,4 @@
-"""`CheckpointManager(peer_copies=1)` under `paceline run`: what the launcher keeps is restored, and no disk is read."""
+"""`CheckpointManager(peer_copies=1)` under `paceline run` restores the launcher's copy without reading the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline run --elastic` with workers that train nothing: who is replaced, when, and what the user is shown."""
+"""`paceline run --elastic` with workers that do not train: replacements, their timing, and the output."""
 
 from __future__ import annotations
 

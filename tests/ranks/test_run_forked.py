@@ -1,4 +1,4 @@
-"""Workers that are forked from one import of torch behave as new interpreters do."""
+"""Workers that are forked after one import of torch behave like new interpreters."""
 
 from __future__ import annotations
 

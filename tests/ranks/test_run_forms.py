@@ -1,4 +1,4 @@
-"""The forms in which workers are started: old and new, script, module, program, path; and what `--dry-run` says."""
+"""The ways to start workers: old and new interface, script, module, program, path; and the output of `--dry-run`."""
 
 from __future__ import annotations
 

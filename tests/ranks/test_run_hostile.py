@@ -1,4 +1,4 @@
-"""`paceline run` where something is amiss: streams, directories, names, output or workers not as they should be."""
+"""`paceline run` with unusual or broken streams, directories, names, output or workers."""
 
 from __future__ import annotations
 

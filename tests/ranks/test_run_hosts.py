@@ -1,4 +1,4 @@
-"""`paceline run --hosts` as a person uses it: over a real sshd on loopback, and on this machine alone."""
+"""`paceline run --hosts` as users run it: over a real sshd on loopback, and on this machine alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the children of a worker may do: start a job of their own, or meet with the job's or their own secret."""
+"""Child processes of a worker may start their own job, or join with the job's or their own secret."""
 
 from __future__ import annotations
 

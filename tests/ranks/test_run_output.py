@@ -1,4 +1,4 @@
-"""Where output goes, and how a failure is told: the cause last and once, the rest as what it is."""
+"""Output destinations, and failure reports: the cause is printed last and once, other failures as consequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that fail are started anew, and those of an older generation are let in nowhere."""
+"""Failed workers are restarted, and workers of an earlier generation are rejected everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script finds about itself is what `python SCRIPT` would have told it."""
+"""A script's environment under `paceline run` is the same as under `python SCRIPT`."""
 
 from __future__ import annotations
 

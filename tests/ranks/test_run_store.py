@@ -1,4 +1,4 @@
-"""The launcher serves the stores of a job, so that rank 0 may end or begin again, as under torchrun."""
+"""The launcher serves the stores of a job, so rank 0 may exit or restart, as under torchrun."""
 
 from __future__ import annotations
 

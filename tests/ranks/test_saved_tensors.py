@@ -1,4 +1,4 @@
-"""A tensor that a backward needs, and that a call overwrites first: the backward raises, as over gloo where it does."""
+"""A call overwrites a tensor that a backward pass needs: the backward pass raises, as with gloo where gloo raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in logical shards: the same bits on any number of ranks."""
+"""Training with logical shards is bitwise equal on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SharedModelOptimizer ends with the bits of DistributedDataParallel and the same optimizer on every rank."""
+"""SharedModelOptimizer is bitwise equal to DistributedDataParallel with the same optimizer on every rank."""
 
 from __future__ import annotations
 

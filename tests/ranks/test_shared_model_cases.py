@@ -1,4 +1,4 @@
-"""SharedModelOptimizer where something unusual happens: it is right, or it says why not."""
+"""SharedModelOptimizer in unusual cases: the result is correct, or an error explains why not."""
 
 from __future__ import annotations
 

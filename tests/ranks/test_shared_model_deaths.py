@@ -1,4 +1,4 @@
-"""A rank that is killed in the middle of an update leaves nobody with parameters that look whole."""
+"""A rank is killed during an update: no other rank continues with partly updated parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of the same user that connect to a rank's Unix socket and say nothing hold nobody up."""
+"""Silent connections to a rank's Unix socket from processes of the same user do not delay the rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of the processes of `spawn` that hang or fail."""
+"""Messages about processes of `spawn` that hang or fail."""
 
 from __future__ import annotations
 

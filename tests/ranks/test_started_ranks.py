@@ -1,4 +1,4 @@
-"""Ranks that mpirun or srun started without a launcher find each other by `init_process_group()`."""
+"""Ranks started by mpirun or srun without a launcher connect to each other in `init_process_group()`."""
 
 from __future__ import annotations
 

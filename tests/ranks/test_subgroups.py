@@ -1,4 +1,4 @@
-"""Groups made several at a time, and groups of groups, on real processes."""
+"""Several groups created at once, and subgroups of groups, on real processes."""
 
 from __future__ import annotations
 

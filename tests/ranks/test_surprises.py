@@ -1,4 +1,4 @@
-"""Rank 0 says once which calls took other times than were predicted, however they were made."""
+"""Rank 0 reports once the calls whose duration differs from the prediction, whatever form they have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SyncBatchNorm against BatchNorm on the batches of all ranks together."""
+"""SyncBatchNorm, compared with BatchNorm on the batches of all ranks together."""
 
 from __future__ import annotations
 

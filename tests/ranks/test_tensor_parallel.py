@@ -1,4 +1,4 @@
-"""Tensor parallelism on real processes, against the undivided model and against torch's."""
+"""Tensor parallelism on real processes, compared with the undivided model and with torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tutorial notebook runs from top to bottom, and at night in a kernel as under Jupyter."""
+"""Runs the tutorial notebook from top to bottom, at night in a kernel as under Jupyter."""
 
 from __future__ import annotations
 

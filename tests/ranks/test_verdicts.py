@@ -1,4 +1,4 @@
-"""What `paceline run` says of jobs that hang or fail, and `paceline analyze` afterwards."""
+"""Reports of `paceline run` about jobs that hang or fail, and of `paceline analyze` afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an asynchronous call's Work tells, on real processes."""
+"""The state of an asynchronous call's Work object, on real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that a collective cannot take are refused by a message that says which, on both faces."""
+"""Tensors that a collective does not support are rejected with a message that names them, in both APIs."""
 
 from __future__ import annotations
 

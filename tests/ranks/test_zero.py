@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer against the same optimizer on every rank, and against torch's."""
+"""ZeroRedundancyOptimizer, compared with the same optimizer on every rank and with torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer where something unusual happens: it is right, or it says why not."""
+"""ZeroRedundancyOptimizer in unusual cases: the result is correct, or an error explains why not."""
 
 from __future__ import annotations
 

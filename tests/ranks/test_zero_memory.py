@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer where gradients and parameters share memory, or are of several types."""
+"""ZeroRedundancyOptimizer with gradients and parameters that share memory, or are of several types."""
 
 from __future__ import annotations
 

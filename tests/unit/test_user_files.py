@@ -1,4 +1,4 @@
-"""The user's files are told from those of Python, installed packages and Paceline."""
+"""The user's files are distinguished from those of Python, installed packages and Paceline."""
 
 from __future__ import annotations
 

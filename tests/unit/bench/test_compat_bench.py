@@ -1,4 +1,4 @@
-"""What `bench/compat.py` makes of the jobs of torchrun and of `paceline run --compat torch`."""
+"""Evaluation of the jobs of torchrun and `paceline run --compat torch` by `bench/compat.py`."""
 
 from __future__ import annotations
 

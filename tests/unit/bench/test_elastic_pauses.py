@@ -1,4 +1,4 @@
-"""What `bench/elastic.py` makes of the notes of workers that were killed."""
+"""Evaluation of the records of killed workers by `bench/elastic.py`."""
 
 import os
 import sys

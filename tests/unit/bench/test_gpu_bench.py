@@ -1,4 +1,4 @@
-"""What `bench/gpu.py` chooses, and what it makes of an error."""
+"""Selection of steps and formatting of errors by `bench/gpu.py`."""
 
 from __future__ import annotations
 

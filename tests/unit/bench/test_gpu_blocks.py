@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md, from results of several devices."""
+"""The tables of docs/gpu.md, generated from results on several devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline checkpoint`: what its four commands print, and their exit codes."""
+"""Output and exit codes of the four commands of `paceline checkpoint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says of a machine, and of the way between two."""
+"""Findings of the doctor about a machine, and about the path between two machines."""
 
 from __future__ import annotations
 

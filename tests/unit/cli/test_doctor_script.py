@@ -1,4 +1,4 @@
-"""What the doctor finds in a script, on which line, and what it leaves alone."""
+"""Findings of the doctor in a script, their lines, and correct code without findings."""
 
 from __future__ import annotations
 

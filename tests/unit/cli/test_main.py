@@ -1,4 +1,4 @@
-"""What the command line says to somebody who mistyped it: a line or two, with what to type instead."""
+"""Error messages for mistyped command lines: one or two lines that suggest the correct form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline top`: lines of text, Textual's screen, and finding a job, and looking at one that has no page."""
+"""`paceline top`: text lines, Textual's screen, finding a job, and jobs without a page."""
 
 from __future__ import annotations
 

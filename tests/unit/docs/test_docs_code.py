@@ -1,4 +1,4 @@
-"""The code in README and docs is code: it compiles, the names exist, and the command lines are understood.
+"""The code in README and docs compiles, its names exist, and its command lines are valid.
 
 tests/ranks/test_docs.py runs the English programs. A Chinese page has the same ones, which is checked here.
 """

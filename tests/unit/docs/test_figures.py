@@ -1,4 +1,4 @@
-"""The figures of the documentation are those of the results in `bench/results`."""
+"""The figures in the documentation match the results in `bench/results`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures in docs are those that the code beside them draws, and the code that they show exists."""
+"""The pictures in docs match the scripts that draw them, and the code that they show exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signposts lead somewhere: files that docs, docstrings and comments name exist, and every folder has a door plate."""
+"""Files that docs, docstrings and comments refer to exist, and every package has a docstring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Chinese pages follow the English ones, part by part and code by code, so that a change of one is noticed."""
+"""The Chinese pages have the same sections and code as the English ones, which detects outdated translations."""
 
 from __future__ import annotations
 

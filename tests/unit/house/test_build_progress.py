@@ -1,4 +1,4 @@
-"""An installation from the sources prints its large downloads and its compilation, and everything if it fails."""
+"""An installation from the sources prints large downloads and compilation progress, or everything on failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job of `forked_launcher` finds what one of `launching` finds, except for what has been imported."""
+"""A job under `forked_launcher` has the same environment as under `launching`, apart from imported modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house stays one that a newcomer can live in: files of a readable size, unique names, and known words.
+"""Structure of the code base: readable file sizes, unique names, and known words.
 
 CONTRIBUTING.md has the habits that these checks keep.
 """

@@ -1,4 +1,4 @@
-"""How the tests themselves are written: what CONTRIBUTING.md asks of their names."""
+"""Rules of CONTRIBUTING.md for the names of tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nightly run: every part has its turn, and the table and the exit code tell how each ended."""
+"""The nightly run: every part runs, and the table and the exit code report the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that share a world are reported one by one."""
+"""Programs that share a world are reported individually."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import paceline` offers, and that its parts agree about it."""
+"""The contents of `import paceline`, and their consistency."""
 
 from __future__ import annotations
 

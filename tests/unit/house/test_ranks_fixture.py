@@ -1,4 +1,4 @@
-"""The `ranks` fixture itself."""
+"""Tests of the `ranks` fixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is published: the files that are made from a table, other systems, and `paceline --version`."""
+"""Release files: files generated from a table, other operating systems, and `paceline --version`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors are made on a named device, so that `torch.set_default_device` changes those of the user alone.
+"""Tensors are created on an explicit device, so `torch.set_default_device` affects only the user's tensors.
 
 A message for the CPU's engine would otherwise be made on a GPU, and a buffer beside a GPU's tensor on the CPU.
 """

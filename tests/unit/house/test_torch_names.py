@@ -1,4 +1,4 @@
-"""What is torch.distributed's as well: errors, names of backends, option objects."""
+"""Names shared with torch.distributed: errors, backends, option objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The phrases that messages share."""
+"""Phrases that messages share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core refuses arguments that make no sense, and never ends the process for them.
+"""The core rejects invalid arguments, and never terminates the process because of them.
 
 It trusts the addresses of tensors, which no caller can have from outside, and is given those of a tensor that is long
 enough. Everything else, for each function and method in the core's stub, is chosen by a seed: codes, numbers of ranks

@@ -1,4 +1,4 @@
-"""What the core does when the system has no descriptors left: an OSError, and nothing is kept."""
+"""Without free descriptors, the core raises an OSError and leaks nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the core makes of schedules that nobody has proved: it refuses them, or they come to an end."""
+"""The core rejects unverified schedules, or runs them to completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What packing and unpacking do to any floats, the same at every SIMD level, against plain torch."""
+"""Packing and unpacking of arbitrary floats: equal at every SIMD level, and compared with plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether gradients are reduced during backward, by the cores that the ranks of each host have; a layer to warn of."""
+"""The choice to reduce gradients during the backward pass, based on cores per rank, and warnings about layers."""
 
 from __future__ import annotations
 

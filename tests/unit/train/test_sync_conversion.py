@@ -1,4 +1,4 @@
-"""Conversion to SyncBatchNorm, and what it does without ranks."""
+"""Conversion to SyncBatchNorm, and its behavior without ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank dials another one whose end drops the connection unread."""
+"""Connection attempts to a rank whose end closes the connection without reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the measurement of a link makes of ranks that are busy when it begins."""
+"""Link measurements between ranks that are busy when the measurement starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls on a stream of one rank, whose position is an event that the test sets, and the thread that watches them."""
+"""Calls on a stream of one rank, whose progress the test controls, and the thread that monitors them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other ranks of a process group on devices: how they meet, how far they are, and whether they are alive."""
+"""The peers of a process group on devices: their rendezvous, progress, and liveness."""
 
 from __future__ import annotations
 

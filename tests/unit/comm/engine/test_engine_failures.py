@@ -1,4 +1,4 @@
-"""What a rank concludes about the others when a call has failed, from what they said and what is known of them."""
+"""Conclusions of a rank about the other ranks after a failed call, from their reports and observed state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that reads the times of devices polls what is added while it polls."""
+"""The thread that reads device times also polls calls that are added while it polls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of calls that take other times than predicted; networks are read as users describe them."""
+"""Messages about calls whose duration differs from the prediction, and parsing of network descriptions."""
 
 from __future__ import annotations
 

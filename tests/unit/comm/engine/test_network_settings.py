@@ -1,4 +1,4 @@
-"""Which congestion control connections between hosts get."""
+"""The congestion control of connections between hosts."""
 
 from __future__ import annotations
 

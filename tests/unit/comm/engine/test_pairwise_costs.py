@@ -1,4 +1,4 @@
-"""Pairs of hosts meet once each; from what they measure follows which links differ, and that they do not."""
+"""Pairs of hosts are measured once each; their measurements determine if links differ, and which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups of PyTorch without torch.distributed: their settings, their ends, and what is missing for them."""
+"""PyTorch's process groups without torch.distributed: settings, shutdown, and missing requirements."""
 
 from __future__ import annotations
 

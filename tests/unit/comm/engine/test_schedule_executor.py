@@ -1,4 +1,4 @@
-"""Schedules over bare messages: every algorithm and operation, on threads that stand for ranks."""
+"""Schedules over plain messages: every algorithm and operation, on threads that represent ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The division of a call into chunks: every byte is in one of them, in order, and all ranks divide alike."""
+"""Splitting a call into chunks: the chunks cover all bytes in order, and are the same on all ranks."""
 
 from __future__ import annotations
 

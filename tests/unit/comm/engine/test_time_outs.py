@@ -1,4 +1,4 @@
-"""What the error of a timeout says of those who did not come, those who merely wait, and those who hold them up."""
+"""Timeout errors about ranks that are missing, ranks that only wait, and ranks that block them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a group run."""
+"""The placement of a group's ranks on hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in terms of PyTorch's process groups: which reduction, and tensors in pieces as one."""
+"""Conversion of calls to PyTorch's process groups: reductions, and tensors in several pieces."""
 
 from __future__ import annotations
 

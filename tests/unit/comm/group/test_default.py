@@ -1,4 +1,4 @@
-"""The default group's own rules; how ranks meet is in test_check_in.py and test_rendezvous.py."""
+"""Rules of the default group; rendezvous is tested in test_check_in.py and test_rendezvous.py."""
 
 from __future__ import annotations
 

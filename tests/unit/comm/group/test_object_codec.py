@@ -1,4 +1,4 @@
-"""Objects to bytes and back: what comes back, what is refused, and that no bytes do any harm."""
+"""Encoding and decoding of objects: equality, rejected objects, and that no bytes are harmful."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of one port that are only data (headers, numbers, and who asks whom to connect), and names of hosts."""
+"""Pure parts of the one-port protocol (headers, numbers, connection directions), and host names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One port where descriptors are missing, strangers ask for numbers, or the gate's process forks."""
+"""One port without free descriptors, with strangers that request numbers, and with a gate process that forks."""
 
 from __future__ import annotations
 

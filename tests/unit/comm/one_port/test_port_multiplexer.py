@@ -1,4 +1,4 @@
-"""One port for all that a machine offers: what is chosen, and a gate on loopback."""
+"""One port for all services of a machine: the choice of the port, and a gate on loopback."""
 
 from __future__ import annotations
 

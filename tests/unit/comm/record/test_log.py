@@ -1,4 +1,4 @@
-"""What a program logs is passed on to the user's own TensorBoard, W&B or MLflow."""
+"""Metrics that a program logs are passed on to the user's TensorBoard, W&B or MLflow."""
 
 from __future__ import annotations
 

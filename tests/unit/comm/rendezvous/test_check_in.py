@@ -1,4 +1,4 @@
-"""The verdict on the ranks' claims, without a process or a clock."""
+"""The verdict on the ranks' check-ins, without a process or a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rule of `init_process_group`'s addresses is a ValueError that names the rule and the fix."""
+"""Violations of each rule for addresses in `init_process_group` raise a ValueError with the rule and the solution."""
 
 from __future__ import annotations
 

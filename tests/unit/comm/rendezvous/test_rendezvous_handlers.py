@@ -1,4 +1,4 @@
-"""`register_rendezvous_handler`: users' own ways to meet, with torch's signature and Paceline's checks."""
+"""`register_rendezvous_handler`: custom rendezvous, with torch's signature and Paceline's checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedulers are recognised by what their manuals say they set; the manifests we print fit what we detect."""
+"""Detection of schedulers by their documented variables; printed manifests match what is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drawing of a schedule shows every message, and the command refuses what could not be drawn."""
+"""A diagram of a schedule shows every message; the command rejects schedules that cannot be drawn."""
 
 from __future__ import annotations
 

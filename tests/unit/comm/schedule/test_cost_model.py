@@ -1,4 +1,4 @@
-"""What is predicted is near what a simulated run of the schedules takes, and the choice follows from it."""
+"""Predictions are close to simulated runs of the schedules, and determine the choice of the algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions within a host, in blocks of ranks: right in every world, and when they are worth it."""
+"""Reductions within a host, in blocks of ranks: correct in every world, and used where they are faster."""
 
 from __future__ import annotations
 

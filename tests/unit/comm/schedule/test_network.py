@@ -1,4 +1,4 @@
-"""Networks and links say what they are, and refuse what none could be."""
+"""Networks and links: string representations and validation."""
 
 from __future__ import annotations
 

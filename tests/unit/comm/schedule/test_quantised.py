@@ -1,4 +1,4 @@
-"""Schedules that round between hosts do what their operation promises, and give all ranks the same bits."""
+"""Schedules that round between hosts implement their operation, with bitwise equal results on all ranks."""
 
 from __future__ import annotations
 

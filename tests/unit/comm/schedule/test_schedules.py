@@ -1,4 +1,4 @@
-"""Every algorithm does every operation it offers, in worlds of every size."""
+"""Every algorithm implements every operation it offers, in worlds of every size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated calls take what can be worked out by hand, never less than any could, and the same folded as unfolded."""
+"""Simulated call times equal manual calculations, respect lower bounds, and do not depend on folding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules that are made for uneven networks are right, and near what no schedule can beat."""
+"""Schedules for uneven networks are correct, and close to the lower bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The symbolic executor sees every kind of fault, and says where it is."""
+"""The symbolic executor detects every kind of fault, and reports its location."""
 
 from __future__ import annotations
 

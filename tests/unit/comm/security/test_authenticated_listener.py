@@ -1,4 +1,4 @@
-"""Connections that prove nothing end in time, and whoever opens many of them keeps nobody else out."""
+"""Unauthenticated connections are closed in time, and many of them do not block other clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which connections are encrypted, and who gets in through a door that takes encrypted ones."""
+"""Selection of encrypted connections, and access through listeners that require encryption."""
 
 from __future__ import annotations
 

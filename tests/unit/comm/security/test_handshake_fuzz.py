@@ -1,4 +1,4 @@
-"""Handshakes of strangers, and of friends whose bytes were changed: refused in order, whatever they are."""
+"""Handshakes by strangers, and handshakes with modified bytes, are rejected with a defined error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in directories that others may write to: another user's file, a planted link and a named pipe are refused."""
+"""Files in directories writable by others: another user's files, planted links and named pipes are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job's secret and the handshake, and a server among those who do not hold it."""
+"""The job's secret, the handshake, and a server with clients that do not have the secret."""
 
 from __future__ import annotations
 

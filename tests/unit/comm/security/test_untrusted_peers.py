@@ -1,4 +1,4 @@
-"""Refused connections are logged in a bounded number of lines, whatever number comes."""
+"""The number of log lines about rejected connections is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores in a file: what earlier runs, killed writers and forked children leave in it."""
+"""File stores with data from earlier runs, killed writers and forked child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of store keeps the same promises."""
+"""Common guarantees of all kinds of stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores over TCP: how servers and clients find each other, and how connections end."""
+"""TCP stores: connections between servers and clients, and their shutdown."""
 
 from __future__ import annotations
 

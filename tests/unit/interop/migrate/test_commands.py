@@ -1,4 +1,4 @@
-"""What `paceline migrate` makes of shell scripts, Slurm files, YAML and Dockerfiles, and what the command prints."""
+"""`paceline migrate` on shell scripts, Slurm files, YAML and Dockerfiles, and the command's output."""
 
 from __future__ import annotations
 

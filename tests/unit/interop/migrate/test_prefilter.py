@@ -1,4 +1,4 @@
-"""Files of a program in which nothing is to be migrated are not read in full, and no other file is left out."""
+"""Files without code to migrate are skipped without being parsed, and no other file is."""
 
 from __future__ import annotations
 

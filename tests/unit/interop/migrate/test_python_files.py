@@ -1,4 +1,4 @@
-"""What `paceline migrate` makes of Python: texts before and after, what is left to do, and the score."""
+"""`paceline migrate` on Python files: texts before and after, remaining work, and the score."""
 
 from __future__ import annotations
 

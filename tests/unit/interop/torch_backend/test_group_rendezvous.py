@@ -1,4 +1,4 @@
-"""Groups that torch.distributed forms have identities of their own, and the plug-in reads the stores of torch."""
+"""Groups formed by torch.distributed have unique identities, and the plug-in reads torch's stores."""
 
 from __future__ import annotations
 

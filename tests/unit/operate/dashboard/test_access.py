@@ -1,4 +1,4 @@
-"""Who may read the live page: every rule by itself, and the page behind them."""
+"""Access control of the live page: each rule alone, and the page that the rules protect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page shows, made from samples without files, sockets or a clock."""
+"""The state that the page shows, computed from samples without files, sockets or a clock."""
 
 from __future__ import annotations
 

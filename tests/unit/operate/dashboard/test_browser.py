@@ -1,4 +1,4 @@
-"""The page in a browser: in `make nightly`, where there is Chromium."""
+"""The page in a browser, if Chromium is installed; part of `make nightly`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page tells of a job's life, from the events of its launcher."""
+"""Events of a job on the page, generated from the events of its launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of other machines on the live page: what their launchers send, and when."""
+"""Ranks of other machines on the live page: the messages of their launchers, and their timing."""
 
 from __future__ import annotations
 

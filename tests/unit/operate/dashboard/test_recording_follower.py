@@ -1,4 +1,4 @@
-"""Following a recording while it grows: from the memory of a real recorder, and intervals by themselves."""
+"""Following a growing recording in the memory of a real recorder, and interval arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: one file, which needs nothing else, and out of which no text of the job can break."""
+"""The report is a self-contained file, in which text from the job is escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page over real sockets, as a stranger and as its user ask for it."""
+"""The page over real sockets, requested by strangers and by its user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clocks of two machines: the true offset lies within the stated error, whatever the delays and the drift."""
+"""The clocks of two machines: the true offset is within the stated error, for any delays and drift."""
 
 from __future__ import annotations
 

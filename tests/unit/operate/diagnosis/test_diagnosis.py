@@ -1,4 +1,4 @@
-"""Faults of all classes, in loops of many forms and at many places: the right rank and cause are named."""
+"""Faults of all classes, in many kinds of loops and locations: the right rank and cause are reported."""
 
 from __future__ import annotations
 

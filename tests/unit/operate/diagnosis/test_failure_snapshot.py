@@ -1,4 +1,4 @@
-"""A verdict on a failure comes soon, and still blames the right rank."""
+"""Verdicts on failures are given soon, and still blame the right rank."""
 
 from __future__ import annotations
 

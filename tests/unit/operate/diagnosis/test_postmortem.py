@@ -1,4 +1,4 @@
-"""What is told of a job that has ended, from the files that it left."""
+"""Reports about a job that has ended, based on its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process records by itself: where, how it is read while it is written, and what happens where room is short."""
+"""Recordings of a process: location, concurrent reading, and lack of space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The latest part of a recording, read quickly, is the same as in the whole."""
+"""The fast reader of the latest part of a recording returns the same as the full reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directories of jobs: which are kept, how they are listed, and what stands in them."""
+"""The directories of jobs: retention, listing, and contents."""
 
 from __future__ import annotations
 

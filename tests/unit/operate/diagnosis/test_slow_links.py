@@ -1,4 +1,4 @@
-"""What is said of links between hosts, from what the kernel measured of them."""
+"""Reports about links between hosts, based on the kernel's measurements."""
 
 from __future__ import annotations
 

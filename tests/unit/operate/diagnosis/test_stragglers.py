@@ -1,4 +1,4 @@
-"""Who is slower than the others, beyond chance: by steps, and by arrivals at calls; and clocks that differ."""
+"""Detection of ranks that are slower than chance explains, by steps and by arrivals, with different clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a program is, by the text that faulthandler writes; and what /proc says of it."""
+"""The location of a program according to faulthandler, and its state according to /proc."""
 
 from __future__ import annotations
 

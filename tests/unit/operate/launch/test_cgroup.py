@@ -1,4 +1,4 @@
-"""Where a job's cgroup would be made, and what that needs, on made-up machines."""
+"""The location of a job's cgroup and its requirements, on simulated machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of a job's launchers at the address where its machines meet, over sockets of this machine."""
+"""Calls of a job's launchers to the rendezvous address, over sockets of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machines of an elastic job: when they begin, with which slots, and how the job ends; without a socket."""
+"""The machines of an elastic job: their start and slots, and the end of the job; without a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher checks the variables that workers read before it starts any."""
+"""The launcher validates the variables that workers read before it starts any worker."""
 
 from __future__ import annotations
 

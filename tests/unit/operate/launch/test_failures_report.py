@@ -1,4 +1,4 @@
-"""Which failure explains the others, whether memory was the reason, and how it is said."""
+"""The failure that explains the others, failures from lack of memory, and their wording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A malformed frame from a holder of the secret ends its own connection and no other, in every protocol."""
+"""A malformed frame from an authenticated peer closes only its own connection, in every protocol."""
 
 from __future__ import annotations
 

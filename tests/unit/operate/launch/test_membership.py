@@ -1,4 +1,4 @@
-"""Who is there, who runs, what happens when somebody comes, fails or goes: without a process or a clock."""
+"""Membership of a job: arrivals, failures and departures, without a process or a clock."""
 
 from __future__ import annotations
 

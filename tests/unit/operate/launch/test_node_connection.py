@@ -1,4 +1,4 @@
-"""Where a machine serves the meeting, and what it opens for many workers."""
+"""The address at which a machine serves the rendezvous, and the descriptors for many workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between launchers, and the token that lets one in."""
+"""Messages between launchers, and the token that authenticates them."""
 
 from __future__ import annotations
 

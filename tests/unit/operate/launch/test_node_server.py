@@ -1,4 +1,4 @@
-"""The server of a meeting does not lose its nodes while it thinks, and they do not lose it."""
+"""While the rendezvous server is busy, it does not consider its nodes lost, nor they the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which worker runs on which cores and GPUs."""
+"""Assignment of workers to cores and GPUs."""
 
 from __future__ import annotations
 

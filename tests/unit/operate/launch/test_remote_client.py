@@ -1,4 +1,4 @@
-"""Machines meet under a name that becomes known late, or leads to another address later, as those of pods do."""
+"""Rendezvous at a host name that resolves late or changes its address, like the names of pods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline run --hosts`: who takes part, what is said to whom and when, and why a machine did not come."""
+"""`paceline run --hosts`: participating machines, messages and their timing, and reasons for missing machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher reads in a program's source, and how workers start because of it."""
+"""Parsing of a program's source by the launcher, which determines how workers start."""
 
 from __future__ import annotations
 

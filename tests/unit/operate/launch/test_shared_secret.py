@@ -1,4 +1,4 @@
-"""The secret that launcher 0 of a Slurm step leaves to the others in a file."""
+"""The file through which launcher 0 of a Slurm step passes the secret to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of processes that print into one notebook cell stay whole."""
+"""Lines that several processes print into one notebook cell are not mixed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher answers to others that look for a coordinator, and what becomes of one that stands."""
+"""Responses of a launcher to others that seek a coordinator, and the outcome of a candidacy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A launcher that lacks a processor is not taken for one that is gone."""
+"""A launcher that is starved of CPU time is not considered lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process from which workers are forked reports why its imports forbid that."""
+"""The process that forks workers reports if its imports prevent forking."""
 
 from __future__ import annotations
 

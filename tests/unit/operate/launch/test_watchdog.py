@@ -1,4 +1,4 @@
-"""When a call lasts too long, what is said of it, and how the nodes' pictures become one sentence."""
+"""Reports about calls that take too long, combined from the nodes' snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher's parts that need no process."""
+"""Parts of the launcher that require no process."""
 
 from __future__ import annotations
 

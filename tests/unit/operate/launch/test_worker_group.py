@@ -1,4 +1,4 @@
-"""Whether a worker that the launcher asked to end had failed before."""
+"""Workers that failed before the launcher terminated them are reported as failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher of an elastic job decides: replacements, chaos, what it cost, who is frozen; without a process."""
+"""Decisions of an elastic job's launcher: replacements, chaos, their cost, frozen workers; without a process."""
 
 from __future__ import annotations
 

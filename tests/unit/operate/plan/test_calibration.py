@@ -1,4 +1,4 @@
-"""The file of a calibration, what is noted of steps, and what the command and its report make of them."""
+"""The calibration file, measurements of steps, and the output of the command and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What failures cost a job: elastic ones are played with the real coordinator, others computed."""
+"""The cost of failures: elastic jobs are simulated with the real coordinator, others are computed."""
 
 from __future__ import annotations
 

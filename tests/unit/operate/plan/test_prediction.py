@@ -1,4 +1,4 @@
-"""Predictions by hand: each time here can be worked out from the few numbers of the case."""
+"""Predictions that can be calculated by hand from the few numbers of each case."""
 
 from __future__ import annotations
 

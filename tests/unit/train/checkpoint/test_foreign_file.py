@@ -1,4 +1,4 @@
-"""What torch.save, torch.distributed.checkpoint and safetensors wrote is read, and nothing in it is run."""
+"""Files from torch.save, torch.distributed.checkpoint and safetensors are read without running code from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disks that hosts do not share; hosts are directories here, and ranks are threads."""
+"""Checkpoints on disks that hosts do not share; hosts are emulated by directories, and ranks by threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that were made to mislead: numbers and names in files are checked, and only regular files are opened."""
+"""Malicious checkpoints: numbers and names in files are validated, and only regular files are opened."""
 
 from __future__ import annotations
 

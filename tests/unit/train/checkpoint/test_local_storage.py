@@ -1,4 +1,4 @@
-"""Large files are written past the system's cache: whatever lies where in memory, the file has the bytes in order."""
+"""Large files are written with direct I/O, correctly for any memory layout."""
 
 from __future__ import annotations
 

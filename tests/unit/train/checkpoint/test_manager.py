@@ -1,4 +1,4 @@
-"""The last checkpoint of an elastic job, whose workers may be lost while it is written."""
+"""The last checkpoint of an elastic job whose workers may be lost during the save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in the memory of launchers: what a vault keeps, and which copy is the newest whole one."""
+"""Copies of checkpoints in launchers' memory: the contents of a vault, and the newest complete copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in memory where memory, descriptors, threads or launchers are missing, or a peer misbehaves."""
+"""Copies in memory without enough memory, descriptors, threads or launchers, or with a faulty peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The power is lost after each operation on the disk, and whatever was not synced is dropped, cut or reordered.
+"""Power loss after each disk operation; data that was not synced is dropped, truncated or reordered.
 
 The newest checkpoint that was reported as done is there, whole, with the numbers of one step, always.
 """

@@ -1,4 +1,4 @@
-"""A pickle from somebody else changes nothing in the process that reads it, and does not keep it busy."""
+"""An untrusted pickle neither changes the process that reads it nor keeps it busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: what is saved is read, damage is named, old ones go, and refusals say what to do."""
+"""A directory of checkpoints: saving, loading, damage reports, retention, and errors with solutions."""
 
 from __future__ import annotations
 

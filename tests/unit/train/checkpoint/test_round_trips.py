@@ -1,4 +1,4 @@
-"""Any state is loaded by the program that saved it, whatever in it is empty, and into None as what it was."""
+"""Any state is restored by the program that saved it, including empty parts, and values loaded into None."""
 
 from __future__ import annotations
 

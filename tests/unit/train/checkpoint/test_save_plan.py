@@ -1,4 +1,4 @@
-"""What decides who writes what of a checkpoint, without a rank or a file."""
+"""The assignment of a checkpoint's data to ranks, without a rank or a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of models that are divided among ranks: any layout to any other, on threads."""
+"""Checkpoints of sharded models: from any layout to any other, on threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places without rename: the manifest comes last, so a save that ends anywhere leaves a whole checkpoint."""
+"""Storage without rename: the manifest is written last, so an interrupted save leaves earlier checkpoints intact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exported model is one that transformers reads."""
+"""transformers can read an exported model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of gradients and replicas: when they look, what they conclude, and what they say."""
+"""Checks of gradients and replicas: their schedule, conclusions, and messages."""
 
 from __future__ import annotations
 

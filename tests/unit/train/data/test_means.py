@@ -1,4 +1,4 @@
-"""The mean of a step of the usual loop, in one process: what counts, what stays, and what is refused."""
+"""The mean of a step in the usual loop, in one process: included samples, unchanged values, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A StatefulLoader whose ranks change between batches: every sample counts once, and all ranks stay at one position."""
+"""A StatefulLoader whose ranks change between batches: each sample is used once, and all ranks agree."""
 
 from __future__ import annotations
 

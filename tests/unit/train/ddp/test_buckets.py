@@ -1,4 +1,4 @@
-"""How parameters are cut into buckets."""
+"""Assignment of parameters to buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients of a bucket as views of one flat tensor, here on the CPU, where nothing differs."""
+"""The gradients of a bucket as views of one flat tensor, tested on the CPU."""
 
 from __future__ import annotations
 

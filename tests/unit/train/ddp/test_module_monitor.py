@@ -1,4 +1,4 @@
-"""What DistributedDataParallel looks at: outputs, graphs, modules and gradients."""
+"""The objects that DistributedDataParallel inspects: outputs, graphs, modules and gradients."""
 
 from __future__ import annotations
 

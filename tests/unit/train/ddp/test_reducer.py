@@ -1,4 +1,4 @@
-"""What the reducer does in autograd's threads, of which each device has one."""
+"""The reducer in autograd's threads, of which there is one per device."""
 
 from __future__ import annotations
 

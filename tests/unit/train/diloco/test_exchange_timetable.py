@@ -1,4 +1,4 @@
-"""DiLoCo's state machines in virtual time, and how parameters are cut into fragments."""
+"""DiLoCo's state machines in virtual time, and the division of parameters into fragments."""
 
 from __future__ import annotations
 

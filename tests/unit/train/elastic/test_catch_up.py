@@ -1,4 +1,4 @@
-"""What senders log after a snapshot, and the receiver that replays it until it has caught up."""
+"""The log of senders after a snapshot, and the receiver that replays it until it has caught up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which view follows what, event by event; chance is in test_coordinator_schedules.py."""
+"""The views that follow individual events; random schedules are in test_coordinator_schedules.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules of elastic jobs in virtual time, with deaths, freezes and cuts at any moment: none goes wrong.
+"""Random schedules of elastic jobs in virtual time, with deaths, freezes and cuts; no invariant is violated.
 
 5,000 are played in the suite, as many as are needed to notice each missing rule, and 400,000 at night.
 

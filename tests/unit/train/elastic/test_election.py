@@ -1,4 +1,4 @@
-"""How an elastic job passes from one coordinator to another, event by event; chance is in test_failover.py."""
+"""The transition between coordinators of an elastic job, event by event; random schedules are in test_failover.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules of elastic jobs whose coordinator is lost too: crashes, cuts and resets of the launchers at any moment.
+"""Random schedules of elastic jobs that also lose their coordinator: crashes, cuts and resets of launchers.
 
 A failure names the seed and the command that plays its schedule and prints it.
 """

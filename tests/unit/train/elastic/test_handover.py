@@ -1,4 +1,4 @@
-"""How a coordinator whose launcher is about to end passes its office on, event by event, and what is passed on."""
+"""The handover by a coordinator whose launcher is about to exit, event by event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines that come, go and are out of reach, and how an elastic job ends, event by event."""
+"""Machines that join, leave and are unreachable, and the end of an elastic job, event by event."""
 
 from __future__ import annotations
 

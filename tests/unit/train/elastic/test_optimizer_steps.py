@@ -1,4 +1,4 @@
-"""How a receiver of the usual loop makes the members' steps again, and how it notices that it is not one of them."""
+"""A receiver in the usual loop repeats the members' steps, and detects that it is not a member."""
 
 from __future__ import annotations
 

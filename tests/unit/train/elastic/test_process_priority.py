@@ -1,4 +1,4 @@
-"""Replacements run at a lower priority until they are told to learn or to train."""
+"""Replacements run at a lower priority until they receive the state or train."""
 
 from __future__ import annotations
 

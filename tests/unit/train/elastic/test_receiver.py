@@ -1,4 +1,4 @@
-"""Lessons in one process: chunks from several senders, a snapshot and its receiver."""
+"""State transfers in one process: chunks from several senders, a snapshot and its receiver."""
 
 from __future__ import annotations
 

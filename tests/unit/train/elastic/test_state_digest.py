@@ -1,4 +1,4 @@
-"""Digests of states: equal if the values are, whatever holds them and in which order, and different otherwise."""
+"""Digests of states: equal for equal values, regardless of containers and order, and different otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lessons as the coordinator gives them: who teaches whom, and when a receiver comes in."""
+"""State transfers as planned by the coordinator: senders, receivers, and when a receiver joins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group of a planned view forms before the view is entered, and ends when a forced view comes first."""
+"""The group of a planned view forms before the view is entered, and is discarded if a forced view precedes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker that learns computes before it comes in: it must not disturb the script, whatever that has set."""
+"""The computations of a receiver before it joins must not affect the script, whatever state the script has set."""
 
 from __future__ import annotations
 

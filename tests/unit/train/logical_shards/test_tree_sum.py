@@ -1,4 +1,4 @@
-"""The order of summation over shards, and what belongs to a shard."""
+"""The order of summation over shards, and the state that belongs to a shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what they compute, that they end, and how long they take."""
+"""Pipeline schedules as data: their results, termination, and duration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one copy of a model consists of: slices, a guard, Lion, and why elastic jobs refuse it."""
+"""The parts of a shared model: slices, a guard, Lion, and the error in elastic jobs."""
 
 from __future__ import annotations
 

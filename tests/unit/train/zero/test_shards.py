@@ -1,4 +1,4 @@
-"""Who owns what, and what is gathered together."""
+"""Ownership of parameters, and parameters that are gathered together."""
 
 from __future__ import annotations
 

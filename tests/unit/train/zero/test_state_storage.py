@@ -1,4 +1,4 @@
-"""ZeRO with copies of the parameters in float32, and with state in a file, against one process without ZeRO."""
+"""ZeRO with master copies in float32, and with state in a file, compared with one process without ZeRO."""
 
 from __future__ import annotations
 
