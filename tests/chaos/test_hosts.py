@@ -30,12 +30,12 @@ def event_of(seed: int) -> str:
 
 
 def is_short(event: str) -> bool:
-    """Whether all ranks outlive it."""
+    """Returns True if all ranks survive."""
     return event.startswith("a short")
 
 
 def ours() -> set[str]:
-    """What of Paceline's is there: threads, and shared memory."""
+    """Returns the threads and shared memory that belong to Paceline."""
     names = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it ended just now
@@ -45,7 +45,7 @@ def ours() -> set[str]:
 
 
 def one_step(world: dist.ProcessGroup, sub: dist.ProcessGroup | None, chance: random.Random) -> None:
-    """The ranks' chances are seeded alike, so they make the same calls."""
+    """Runs a random step; all ranks use the same seed, so they run the same calls."""
     size, me = world.size(), world.rank()
     count = chance.choice([1, 100, 5_000, 70_000, 300_000])
     later = chance.random() < 0.5
@@ -98,7 +98,7 @@ def go_on_until_told(ready: str, seed: int) -> tuple[str, str, float]:
 
 
 def survive(hosts, directory: Path, seed: int) -> None:
-    """Every other rank must be told of a rank that it concerned, if there is one to name."""
+    """Every other rank must raise an error that names an affected rank, if there is one."""
     chance = random.Random(seed)
     event = event_of(seed)
     victims = chance.sample(range(4), 2)[: 2 if event in ("kill two", "kill and stop") else 1]

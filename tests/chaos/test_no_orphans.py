@@ -192,7 +192,7 @@ sys.exit(main(["run", *sys.argv[1:]]))
 
 @pytest.fixture
 def with_daemon(tmp_path):
-    """Runs a job whose worker starts a daemon; the launcher and the daemon's process id."""
+    """Runs a job whose worker starts a daemon; returns the launcher and the daemon's process id."""
     script, up = tmp_path / "daemon.py", tmp_path / "up"
     script.write_text(DAEMON)
     launchers = []
@@ -226,7 +226,7 @@ def test_a_daemon_of_a_worker_ends_with_an_interrupted_job(with_daemon):
 
 @pytest.fixture
 def delegated():
-    """The cgroup below which jobs can have their own; skips where none can be made."""
+    """Returns the cgroup in which jobs can create their own; skips the test if this is not possible."""
     probe = Cgroup.planned()
     if probe is None or not probe.make():
         pytest.skip("this user cannot make a cgroup of version 2 here")
@@ -235,7 +235,7 @@ def delegated():
 
 
 def _cgroup_in(delegated: Path, text: str) -> Path:
-    """The cgroup of version 2 that /proc/PID/cgroup names; other jobs may have theirs beside it."""
+    """Returns the version 2 cgroup in /proc/PID/cgroup, next to which other jobs may have theirs."""
     (name,) = (Path(line).name for line in text.splitlines() if "0::" in line)
     assert name.startswith("paceline-"), text
     return delegated / name

@@ -17,7 +17,7 @@ from stubborn import Started
 
 
 def _ordeal(number: int, directory: Path) -> str | None:
-    """One job, ended at a random instant in a random way; what was left of it, in words.
+    """Runs a job and kills it at a random instant in a random way; returns a description of what remains.
 
     One job of every four is up by then, however slow the machine is: a launcher that is killed before it has started
     anything shows little.

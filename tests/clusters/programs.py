@@ -10,6 +10,6 @@ _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sin
 
 
 def missing_of_slurm() -> str:
-    """What a cluster needs and this machine lacks; "" if there is nothing."""
+    """Returns the requirements of a cluster that this machine lacks, or ""."""
     absent = [name for name in _PROGRAMS if shutil.which(name, path=SYSTEM) is None]
     return f"there is no {', '.join(absent)} (Debian: slurmctld slurmd slurm-client munge)" if absent else ""

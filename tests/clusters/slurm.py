@@ -31,7 +31,7 @@ _INSIDE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && ex
 
 
 class Cluster:
-    """Nodes h1, h2, ... with the controller on h0, which takes a node for lost after ten seconds without an answer."""
+    """Nodes h1, h2, ... and a controller on h0, which considers a node lost after ten seconds without a response."""
 
     def __init__(self, nodes: int) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="paceline-slurm-"))
@@ -55,7 +55,7 @@ class Cluster:
             raise
 
     def run(self, *words: str, timeout_s: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command on the controller's machine to its end."""
+        """Runs a command on the controller's machine and waits for its exit."""
         with open(self.directory / "out", "w+") as out, open(self.directory / "err", "w+") as err:
             process = self._start(0, [*words], out.fileno(), err.fileno(), more)
             try:
@@ -69,12 +69,12 @@ class Cluster:
             return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
     def state_of(self, job: str) -> str:
-        """The state of a job, such as RUNNING."""
+        """Returns the state of a job, such as RUNNING."""
         said = self.run("scontrol", "--oneliner", "show", "job", job).stdout
         return said.partition("JobState=")[2].split(" ")[0]
 
     def lose(self, node: int, silently: bool = True) -> None:
-        """Kills all processes of a node; silently, its network goes first, as with a loss of power."""
+        """Kills all processes of a node; with `silently`, its network is removed first, as in a power loss."""
         if silently:
             self.network.inside[node].configure("ip", ["link set eth0 down"])
 
@@ -94,7 +94,7 @@ class Cluster:
             raise AssertionError(f"it did not happen within {timeout_s:.0f} s; {self.logs()}") from None
 
     def logs(self) -> str:
-        """The ends of the logs, for a message."""
+        """Returns the ends of the logs, for a message."""
         parts = [f"--- {path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.directory.glob("*.log"))]
         return "\n".join(["the cluster's logs:", *parts])
 

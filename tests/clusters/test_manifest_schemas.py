@@ -23,19 +23,19 @@ CLASSES = {
 
 @pytest.fixture
 def schema_of() -> Callable[[dict[str, Any]], Any]:
-    """Finds the schema of a document's `spec`."""
+    """Returns the schema of a document's `spec`."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
     return lambda document: getattr(models, CLASSES[document["kind"]])
 
 
 def documents(text: str) -> list[dict[str, Any]]:
-    """The documents of a manifest that have a schema here."""
+    """Yields the documents of a manifest that have a schema here."""
     yaml = pytest.importorskip("yaml")
     return [each for each in yaml.safe_load_all(text) if each["kind"] in CLASSES]
 
 
 def unknown_fields(kind: Any, value: Any, place: str) -> Iterator[str]:
-    """Where in `value` a field is that `kind`, a type of a schema, does not have."""
+    """Yields the paths of fields in `value` that `kind`, a type of a schema, does not have."""
     if get_origin(kind) is dict or value is None:
         return
     if isinstance(value, list):

@@ -41,7 +41,7 @@ def cluster(monkeypatch):
 
 @pytest.fixture
 def submit(cluster, tmp_path):
-    """Follows the printed driver's advice with a script and its arguments, and returns when the job is over."""
+    """Follows the printed instructions for a script and its arguments, and returns when the job has ended."""
 
     def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         flags = ["--nodes=2", "--gpus=0", "--cpus=1", "--nproc-per-node=1", "--max-restarts=0"]
@@ -66,7 +66,7 @@ def test_two_machines_of_ray_meet_reduce_and_tell_of_a_failure(submit, tmp_path)
 
 
 def train_and_report(settings: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """The program of each worker."""
     import ray.train.torch
     import torch
     import torch.distributed as torch_dist

@@ -115,7 +115,7 @@ def submit(cluster: slurm.Cluster, directory: Path) -> str:
 
 
 def lines_of(directory: Path, word: str) -> list[list[str]]:
-    """What the job has written that begins with `word`, without it."""
+    """Returns the lines of the job's output that begin with `word`, without the word."""
     path = directory / "steps"
     lines = path.read_text().splitlines() if path.exists() else []
     return [line.split()[1:] for line in lines if line.startswith(f"{word} ")]
@@ -138,7 +138,7 @@ def test_the_batch_script_runs_to_its_end(cluster):
     ids=["a node without power", "the node of the batch script", "a killed node"],
 )
 def test_a_job_whose_node_is_lost_goes_on_elsewhere(lost, silently):
-    """It goes back into the queue, and begins where its newest checkpoint is."""
+    """The job is requeued, and resumes from its newest checkpoint."""
     if reason := missing_of_slurm():
         pytest.skip(reason)
     skip_where_not_permitted()

@@ -30,7 +30,7 @@ STEPS = 4
 
 
 class Branches(nn.Module):
-    """Has a branch that only rank 1 uses, and one that no rank does."""
+    """A network with a branch that only rank 1 uses, and one that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def inputs_of(step: int) -> torch.Tensor:
 def trained(
     module: nn.Module, device: str, *, hook: Any = None, accumulates: bool = False, **options: Any
 ) -> list[torch.Tensor]:
-    """Returns the parameters, on the CPU, after some steps on the device; in place there if it is ""."""
+    """Returns the parameters, on the CPU, after some steps on the device, or on the CPU if it is ""."""
     model = dist.DistributedDataParallel(module.to(device) if device else module, overlap=True, **options)
     if hook is not None:
         model.register_comm_hook(None, hook)

@@ -30,13 +30,13 @@ DEVICE = "fake:0"
 
 
 def recordings() -> list[ProcessRecording]:
-    """Of both ranks, by rank, of processes that live."""
+    """Returns the recordings of both running ranks, by rank."""
     found = [read(path) for path in Path(directory_of_files()).glob("*.record")]
     return sorted(found, key=lambda each: each.rank)
 
 
 def latest_calls() -> list[CallRecord]:
-    """The latest call on the device of each rank that has made one."""
+    """Returns the latest device call of each rank that has run one."""
     made = [[call for call in each.calls if each.groups[call.group].device == "fake"] for each in recordings()]
     return [calls[-1] for calls in made if calls]
 
@@ -109,7 +109,7 @@ def steps_are_recorded_and_nothing_waits_for_it(rank: int) -> None:
 
 
 def times_are_those_of_the_host() -> None:
-    """An event that passes now has the tick of now, although it is read later."""
+    """An event that is recorded now has the current tick, although it is read later."""
     before = _core.record_ticks()
     event = torch.fake.Event(enable_timing=True)
     with torch.fake.device(DEVICE):

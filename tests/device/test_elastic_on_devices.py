@@ -23,7 +23,7 @@ FIRST, SECOND, REPLACEMENT = "0.0.0", "0.1.0", "0.1.1"
 
 
 class Record:
-    """The workers of each view, which belong to the state."""
+    """The workers of each view, as part of the state."""
 
     def __init__(self) -> None:
         self.workers: list[int] = []
@@ -51,7 +51,7 @@ def dataset() -> torch.utils.data.TensorDataset:
 
 
 def pause(waits_for: int) -> None:
-    """While there are fewer workers, steps take long, so that those who are missing come before the end."""
+    """Slows down steps with fewer workers, so that missing workers join before the end."""
     time.sleep(0.2 if dist.get_world_size() < waits_for else 0.003)
 
 

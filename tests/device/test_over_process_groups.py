@@ -27,7 +27,7 @@ Training = Callable[[str], Iterable[torch.Tensor]]
 
 
 def on_both(train: Training) -> None:
-    """Trains on the CPU and on the accelerator, whose results are the same."""
+    """Trains on the CPU and on the accelerator; the results must be equal."""
     expected = [each.detach().clone() for each in train("cpu")]
     with torch.fake.delays(seed=7, most_us=200):
         found = list(train("fake:0"))
@@ -118,7 +118,7 @@ def synchronized_norms(device: str) -> list[torch.Tensor]:
 
 
 def model_on_two_devices() -> None:
-    """The bucket of a layer on the second device is reduced once, although each device has a thread of autograd's."""
+    """The bucket of a layer on the second device is reduced once, although autograd has a thread per device."""
 
     class Halves(nn.Module):
         def __init__(self, first: str, second: str) -> None:

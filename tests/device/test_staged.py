@@ -34,7 +34,7 @@ DELAYED_CALLS = 20 * FACTOR
 
 
 def calls_keep_the_order_of_streams():
-    """The side stream computes the input, behind the host; another stream uses the result, whose memory is freed."""
+    """The side stream computes the input late; another stream uses the result, whose memory is freed."""
     rank, size = dist.get_rank(), dist.get_world_size()
     first, other = torch.fake.Stream(HERE), torch.fake.Stream(HERE)
     for number in range(DELAYED_CALLS):

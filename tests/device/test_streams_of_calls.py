@@ -34,7 +34,7 @@ DEVICES = ("cpu", "fake:0", "fake:1")
 
 @contextmanager
 def held(stream: torch.Stream) -> Iterator[threading.Event]:
-    """Holds a stream back until the event is set, at the latest at the end."""
+    """Blocks a stream until the event is set, or until the end of the context."""
     gate = threading.Event()
     torch.fake.launch(lambda: gate.wait(60), stream)
     try:
@@ -44,7 +44,7 @@ def held(stream: torch.Stream) -> Iterator[threading.Event]:
 
 
 class Doubling:
-    """A call of an engine: doubles a tensor on a stream of its own, behind the program's work."""
+    """An engine's call that doubles a tensor on its own stream, after the program's work."""
 
     def __init__(self, tensor: torch.Tensor, is_enqueued: bool = True) -> None:
         self.stream = AcceleratorStream(tensor.device)

@@ -38,7 +38,7 @@ def shards_of(deal: list[list[Node]]) -> list[int]:
 
 
 def sum_is_found(deal: list[list[Node]], shards: int) -> bool:
-    """Whether the sum over all shards can be added up in the tree's order from the sums of the dealt nodes."""
+    """Returns True if the sum over all shards can be computed in tree order from the sums of the assigned nodes."""
     known = {node: list(range(node.first, node.stop)) for nodes in deal for node in nodes}
 
     def unknown(shard: int) -> list[int]:

@@ -21,7 +21,7 @@ ALL = [(point, count) for point in POINTS_OF_CHECKPOINTS for count in range(1, 1
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of one worker alone."""
+    """Returns the digest of a single worker."""
     directory = str(tmp_path_factory.mktemp("undisturbed"))
     (digest,) = elastic_job.run(elastic_programs.train_and_save, EPOCHS, directory, True, workers=1).results.values()
     assert isinstance(digest, str)
@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def die_in_a_save(
     directory: Path, failpoints: str, undisturbed: str, asynchronous: bool, steps: tuple[int, ...] = (LAST_STEP,)
 ) -> dict[str, int]:
-    """Returns the workers' exit codes; checks what they leave, and that the newest checkpoint is of one of `steps`."""
+    """Returns the workers' exit codes; checks their files, and that the newest checkpoint is of one of `steps`."""
     outcome = elastic_job.run(
         elastic_programs.train_and_save,
         EPOCHS,

@@ -25,12 +25,12 @@ SWEPT = [point for point in POINTS if point not in RARE]
 
 
 def some_kills(point: str) -> list[tuple[str, int]]:
-    """One worker for each time; the state is sent by the first one."""
+    """Returns one worker for each time; the first one sends the state."""
     return [("0.0.0" if point in ("state.before_sending", "state.sent") else "0.2.0", 1), ("0.1.0", 2)]
 
 
 def in_turn(points: list[str], workers: tuple[str, ...]) -> list[Any]:
-    """Each point with each worker: in the suite one of them, in turn."""
+    """Returns each failpoint with each worker; in the suite, with one worker each."""
     return [
         pytest.param(point, worker, marks=[pytest.mark.soak] if at % len(workers) != number else [])
         for at, point in enumerate(points)
@@ -40,7 +40,7 @@ def in_turn(points: list[str], workers: tuple[str, ...]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
-    """The digest of one worker alone."""
+    """Returns the digest of a single worker."""
     outcome = elastic_job.run(elastic_programs.train, EPOCHS, workers=1)
     (digest,) = outcome.results.values()
     assert isinstance(digest, str)

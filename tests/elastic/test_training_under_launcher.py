@@ -54,7 +54,7 @@ def write(
     leaver: str = "",
     ended: str = "os.getpid()",
 ) -> Path:
-    """Writes the script; in its worker `leaver`, the process `ended` gets a SIGTERM after a while."""
+    """Writes the script; in worker `leaver`, the process `ended` receives a SIGTERM after some time."""
     text = SCRIPT.format(tests=TESTS, epochs=epochs, num_workers=num_workers, step_s=step_s, leaver=leaver, ended=ended)
     path.write_text(text)
     return path
@@ -66,7 +66,7 @@ def digests(output: str) -> list[str]:
 
 @functools.cache
 def alone(epochs: int) -> str:
-    """The digest of a process that nothing disturbs, nor slows down: neither changes a bit of it."""
+    """Returns the digest of an undisturbed process; slowing it down would not change the digest."""
     with tempfile.TemporaryDirectory() as directory:
         (said,) = Ranks(1)(run_alone, str(write(Path(directory, "train.py"), epochs=epochs, step_s=0)))
     (digest,) = digests(str(said))

@@ -32,13 +32,13 @@ _LEFT_OUT: dict[str, list[Program]] = {
 
 
 def programs(backend: str) -> dict[str, Program]:
-    """By name."""
+    """Returns the programs by name."""
     left_out = _LEFT_OUT.get(backend, [])
     return {each.__name__: each for each in (*_PROGRAMS, *failing.COMPARING) if each not in left_out}
 
 
 def run_all(backend: str) -> dict[str, str]:
-    """Runs on a rank: how each program failed, by its name."""
+    """Runs on a rank: returns the failure of each program by name."""
     torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=_TIMEOUT)
     assert dist.get_backend() == backend

@@ -19,7 +19,7 @@ LIBRARIES = ("openmpi", "mpich")
 
 
 def find(library: str) -> tuple[str, dict[str, str]] | None:
-    """The program that starts ranks with the library, and the environment that makes mpi4py load it."""
+    """Returns the library's program that starts ranks, and the environment in which mpi4py loads the library."""
     environment = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -37,12 +37,12 @@ def find(library: str) -> tuple[str, dict[str, str]] | None:
 
 
 def run(library: tuple[str, dict[str, str]], size: int, arguments: list[str], timeout_s: float) -> str:
-    """Runs this file on `size` ranks to the end, and returns what they print."""
+    """Runs this file on `size` ranks, and returns their output."""
     return run_program(library, size, [sys.executable, "-m", "engines.mpirun", *arguments], timeout_s)
 
 
 def run_program(library: tuple[str, dict[str, str]], size: int, words: list[str], timeout_s: float) -> str:
-    """Runs a program on `size` ranks to the end, and returns what they print."""
+    """Runs a program on `size` ranks, and returns their output."""
     command, environment = library
     process = subprocess.Popen(
         [command, "-n", str(size), *words],
@@ -63,7 +63,7 @@ def run_program(library: tuple[str, dict[str, str]], size: int, words: list[str]
 
 
 def main(directory: str) -> None:
-    """Runs on a rank: the whole suite, whose failures are left in a file."""
+    """Runs the whole suite on a rank, and writes its failures to a file."""
     from mpi4py import MPI
 
     from engines.conformance import run_all

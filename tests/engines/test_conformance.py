@@ -24,7 +24,7 @@ def _backend(engine: str) -> str:
 
 @functools.cache
 def _reports(engine: str, size: int) -> dict[str, str]:
-    """How each program failed, of all ranks, by its name."""
+    """Returns the failure of each program on all ranks, by name."""
     if engine not in mpirun.LIBRARIES:
         return merged(Ranks(size)(run_all, engine, timeout_s=_TIMEOUT_S))
     library = mpirun.find(engine)

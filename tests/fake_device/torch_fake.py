@@ -21,7 +21,7 @@ is_built = is_initialized = lambda: True
 
 
 def init() -> None:
-    """Nothing is left to do: the device is initialised by its first allocation."""
+    """Does nothing: the first allocation initializes the device."""
 
 
 _lazy_init = init
@@ -65,7 +65,7 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 class device:  # noqa: N801
-    """The current device within."""
+    """Sets the current device in a context."""
 
     def __init__(self, device: Any) -> None:
         self._index = _index(device)
@@ -90,7 +90,7 @@ def _is_in_bad_fork() -> bool:
 
 
 class Stream(torch.Stream):
-    """One of the 32 streams of a device's pool, which are handed out in turn."""
+    """One of the 32 streams in a device's pool, which are assigned round-robin."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Stream:
         if known:
@@ -99,7 +99,7 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """Makes a `torch.Event`, which is not to be inherited from: it compares itself only with its like."""
+    """Creates a `torch.Event`, which cannot be subclassed, because it can only be compared with its own type."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # type: ignore[misc]
         return torch.Event(torch.device("fake", ops.current_device()), enable_timing=enable_timing)
@@ -125,7 +125,7 @@ def set_stream(stream: torch.Stream | None) -> None:
 
 @contextlib.contextmanager
 def stream(stream: torch.Stream | None) -> Iterator[None]:
-    """The current stream and its device within."""
+    """Sets the current stream and its device in a context."""
     if stream is None:
         yield
         return
@@ -205,7 +205,7 @@ def is_bf16_supported() -> bool:
 
 
 def empty_cache() -> None:
-    """Keeps what is cached: its reuse is what tests are to see."""
+    """Does nothing, because tests are to observe the reuse of cached memory."""
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -227,7 +227,7 @@ def counters() -> dict[str, int]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Yields a dictionary that has, afterwards, the counts of what ran within."""
+    """Yields a dictionary that is filled at the end with the counts of the operations in the context."""
     before = counters()
     counts: dict[str, int] = {}
     yield counts
@@ -259,7 +259,7 @@ def _call(number: int) -> None:
 
 
 def launch(function: Callable[[], object], stream: torch.Stream | None = None) -> None:
-    """Has a stream, by default the current one, call a function on its thread in its turn."""
+    """Runs a function on the thread of a stream, by default the current one, in stream order."""
     stream = current_stream() if stream is None else stream
     number = next(_numbers)
     _launched[number] = function

@@ -42,7 +42,7 @@ def test_everything_that_a_group_can_do_is_done_on_gpus(ranks, size):
 
 
 def order_streams() -> None:
-    """Calls run after what the program's stream has been given, and before what it is given then."""
+    """Calls run after the work already in the program's stream, and before the work that is added later."""
     rank, size = start()
     big = torch.randn(4096, 4096, device="cuda")
     for _ in range(5):

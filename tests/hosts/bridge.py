@@ -32,7 +32,7 @@ _AT_A_TIME = 64  # frames from one device, before the others are looked at
 
 @dataclass(frozen=True)
 class Port:
-    """Where the bridge puts a device eth<network>: the number of the host, and where its network can be opened."""
+    """The host on which the bridge creates a device eth<network>: its number, and the path of its namespace."""
 
     host: int
     network: int
@@ -41,7 +41,7 @@ class Port:
 
 
 class Bridge:
-    """The process; its devices are there once this is made, and gone once it is closed."""
+    """The bridge process; its devices exist from construction until it is closed."""
 
     def __init__(self, ports: Sequence[Port], conditions: Conditions) -> None:
         self.conditions = conditions
@@ -57,7 +57,7 @@ class Bridge:
             raise
 
     def set(self, conditions: Conditions) -> None:
-        """They hold for every frame that is sent once this returns."""
+        """Sets conditions for every frame that is sent after this call returns."""
         self.conditions = conditions
         self._control.send(conditions)
         self._hear()
@@ -121,7 +121,7 @@ def _read(tap: int, port: int, wire: Wire) -> None:
 
 
 def _tap(port: Port) -> int:
-    """Goes to the host to open a device there; the device needs no name outside and lasts as long as it is open."""
+    """Enters the host to create a device there, which needs no name outside and exists as long as it is open."""
     enter_network(port.namespace)
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
@@ -130,6 +130,6 @@ def _tap(port: Port) -> int:
 
 
 def _split_into_packets(taps: list[int], split: bool) -> None:
-    """Whole segments of up to 64 KiB are quicker, but only packets can be lost one by one."""
+    """Splits segments of up to 64 KiB, which are faster, into packets, which can be lost one at a time."""
     for tap in taps:
         fcntl.ioctl(tap, _TUNSETOFFLOAD, 0 if split else _TUN_F_CSUM | _TUN_F_TSO4 | _TUN_F_TSO6)

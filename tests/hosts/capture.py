@@ -12,7 +12,7 @@ _QUEUE = 64 << 20
 
 
 class Capture:
-    """Keeps what passes from now on, until `close`; made inside the host's network."""
+    """Captures packets until `close`; created inside the host's network."""
 
     def __init__(self, interface: str = "eth0") -> None:
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS))
@@ -33,7 +33,7 @@ class Capture:
                     return
 
     def close(self) -> None:
-        """Reads what has come so far, and ends."""
+        """Reads the remaining packets, and stops."""
         self._over = True
         self._thread.join()
         self._socket.close()
@@ -43,7 +43,7 @@ class Capture:
         return sum(map(len, self._frames))
 
     def seen(self, words: Sequence[bytes]) -> list[str]:
-        """Which of the words passed, each within one frame."""
+        """Returns the words that were captured, each within one frame."""
         return [word.decode() for word in words if any(word in frame for frame in self._frames)]
 
     def __enter__(self) -> Capture:

@@ -11,5 +11,5 @@ from hosts.machines import Machines, lent
 
 @pytest.fixture
 def machines() -> Iterator[Callable[..., Machines]]:
-    """`machines(3)` makes three hosts, on which it starts launchers."""
+    """`machines(3)` creates three hosts, and can start launchers on them."""
     yield from lent(Machines)

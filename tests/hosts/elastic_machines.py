@@ -42,13 +42,13 @@ class ElasticMachines(Machines):
     def join(
         self, host: int, nnodes: str, workers: int = 1, *flags: str, script: str = str(TOY), at: int = 0
     ) -> subprocess.Popen:
-        """Starts a launcher on a host, which meets the others at host `at`."""
+        """Starts a launcher on a host, which joins the others at host `at`."""
         meeting = ("--nnodes", nnodes, "--rdzv-endpoint", f"{ipv4(at)}:29400")
         words = ("--elastic", f"--nproc-per-node={workers}", *meeting, *flags, script, str(self.directory))
         return self.start(host, *words)
 
     def workers(self) -> dict[str, list[str]]:
-        """By worker: its process id, slot and number of slots."""
+        """Returns the process id, slot and number of slots by worker."""
         return {line[0]: line[1:4] for line in self.log() if len(line) == 5}
 
     def latest(self) -> dict[str, list[str]]:

@@ -44,7 +44,7 @@ class HostsWorld(World):
 
     @property
     def delay_ms(self) -> float:
-        """One way; a round trip takes twice as long."""
+        """The one-way delay; the round trip takes twice as long."""
         return self.network.conditions.delay_ms
 
     @delay_ms.setter
@@ -53,7 +53,7 @@ class HostsWorld(World):
 
     @property
     def loss(self) -> float:
-        """The probability with which a packet is lost."""
+        """The probability that a packet is lost."""
         return self.network.conditions.loss
 
     @loss.setter

@@ -44,7 +44,7 @@ while not os.path.exists(os.path.join(directory, "end")):
 
 
 class Machines:
-    """Hosts with launchers; closed, none of them runs."""
+    """Hosts with launchers, which are stopped by `close`."""
 
     def __init__(self, hosts: int, bridged: bool = False, rate: str | None = None) -> None:
         self.network = Network(hosts, 1, 1500, rate, Conditions(0.0, 0.0, 0) if bridged else None)
@@ -104,24 +104,24 @@ class Machines:
         return (self.directory / f"{stream}-{self._started.index(launcher)}").read_text()
 
     def log(self) -> list[list[str]]:
-        """What workers have written: time, host, restart count, rank, world size, local rank, group rank, master."""
+        """Returns the workers' records: time, host, restart count, rank, world size, local rank, group rank, master."""
         with contextlib.suppress(OSError):
             return [line.split() for line in (self.directory / "log").read_text().splitlines()]
         return []
 
     def notes(self, name: str) -> list[str]:
-        """What workers have written to a file of that name."""
+        """Returns the lines that workers have written to a file of this name."""
         with contextlib.suppress(OSError):
             return (self.directory / name).read_text().splitlines()
         return []
 
     def runs(self, world_size: int, generations: int = 1) -> bool:
-        """Whether `world_size` workers of one size have come, `generations` times."""
+        """Returns True if `world_size` workers with this world size have started, `generations` times."""
         ranks = sorted(int(line[3]) for line in self.log() if line[4] == str(world_size))
         return ranks == sorted(list(range(world_size)) * generations)
 
     def wait_for(self, world_size: int, generations: int = 1, timeout_s: float = 60) -> float:
-        """Waits until they have; the time at which the last of them started."""
+        """Waits until the workers have started; returns the time at which the last one did."""
         self.wait(lambda: self.runs(world_size, generations), timeout_s)
         return max(float(line[0]) for line in self.log() if line[4] == str(world_size))
 
@@ -162,7 +162,7 @@ Kind = TypeVar("Kind", bound=Machines)
 
 
 def lent(kind: type[Kind]) -> Iterator[Callable[..., Kind]]:
-    """What a fixture yields: a function that makes machines of this kind, which are closed when the test is over."""
+    """Yields a function that creates machines of this kind, which are closed at the end of the test."""
     skip_where_not_permitted()
     made: list[Kind] = []
 

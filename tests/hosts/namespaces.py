@@ -20,14 +20,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Host:
-    """What a process needs to enter a host: its name, and where its network can be opened."""
+    """The name of a host, and the path of its network namespace."""
 
     name: str
     network: str
 
 
 def enter(host: Host) -> None:
-    """Moves the calling thread, and those that it starts later, to a host."""
+    """Moves the calling thread, and threads that it starts later, to a host."""
     enter_network(host.network)
     _checked(_libc.unshare(_CLONE_NEWUTS))
     socket.sethostname(host.name)
@@ -39,7 +39,7 @@ def enter_network(path: str) -> None:
 
 
 class Namespace:
-    """A network of its own with nothing but loopback in it."""
+    """A network namespace that contains only the loopback interface."""
 
     def __init__(self) -> None:
         with ThreadPoolExecutor(1) as thread:
@@ -47,11 +47,11 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """Opened by another process, it leads there as long as this one holds it."""
+        """Returns a path to the namespace that other processes can open while this one holds it."""
         return f"/proc/{os.getpid()}/fd/{self._held.fileno()}"
 
     def run(self, fn: Callable[..., _T], *args: object) -> _T:
-        """Calls `fn` inside, on a thread that ends with the call: the caller itself never moves."""
+        """Calls `fn` inside the namespace, on a temporary thread; the caller itself does not move."""
 
         def inside() -> _T:
             _checked(_libc.setns(self._held.fileno(), _CLONE_NEWNET))
@@ -61,7 +61,7 @@ class Namespace:
             return thread.submit(inside).result()
 
     def configure(self, tool: str, lines: list[str]) -> None:
-        """Runs lines of `ip` or `tc` inside."""
+        """Runs lines of `ip` or `tc` commands inside the namespace."""
         self.run(_batch, tool, lines)
 
     def close(self) -> None:

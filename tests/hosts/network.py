@@ -29,7 +29,7 @@ def mac(host: int, network: int = 0) -> str:
 
 
 class Network:
-    """Hosts h0, h1, ... joined by `networks` separate networks; closed, they are gone.
+    """Hosts h0, h1, ... joined by `networks` separate networks, which are removed by closing it.
 
     With `conditions` the bridge joins them, else the switch. `rate` bounds what an interface sends, and at the switch
     also what it receives.
@@ -65,7 +65,7 @@ class Network:
 
     @property
     def conditions(self) -> Conditions:
-        """Those of the bridge."""
+        """Returns the conditions of the bridge."""
         return self._joined().conditions
 
     def change(self, **changes: object) -> None:
@@ -73,17 +73,17 @@ class Network:
         self._joined().set(replace(self.conditions, **changes))
 
     def cut(self, host: int, other: int) -> None:
-        """Packets between two hosts vanish from now on, both ways: neither gets a FIN, a RST or an ICMP error."""
+        """Drops packets between two hosts in both directions, without a FIN, a RST or an ICMP error."""
         self.change(cut=self.conditions.cut | {(min(host, other), max(host, other))})
 
     def cut_host(self, host: int, port: int = 0) -> None:
-        """As `cut`, between a host and every other; with `port`, only TCP connections to this port are cut anywhere."""
+        """Cuts a host off from all others; with `port`, drops only TCP connections to this port."""
         others = set(range(len(self.hosts))) - {host}
         pairs = {(min(host, other), max(host, other)) for other in others}
         self.change(cut=self.conditions.cut | pairs, port=port)
 
     def close_ports(self, *hosts: int, but: int = 0) -> None:
-        """Hosts accept no TCP connections from others from now on, except at the port `but`.
+        """Drops TCP connections from other hosts, except to the port `but`.
 
         They may connect to others. What is kept out vanishes, as with most firewalls.
         """
@@ -116,16 +116,16 @@ class Network:
             switch.configure("tc", [_bound(f"h{host}n{network}", rate, segment=segment) for host, network in cables])
 
     def slow_down(self, host: int, rate: str) -> None:
-        """Bounds what one host sends, in a network without a rate."""
+        """Limits the rate at which a host sends, in a network without a rate."""
         self.inside[host].configure("tc", [_bound("eth0", rate)])
 
     def bound(self, host: int, rate: str) -> None:
-        """Bounds what one host sends and receives, in a network with a rate."""
+        """Limits the rates at which a host sends and receives, in a network with a rate."""
         self.inside[host].configure("tc", [_bound("eth0", rate, "replace")])
         self._switch_inside.configure("tc", [_bound(f"h{host}n0", rate, "replace")])
 
     def part(self, hosts: list[int], rate: str) -> None:
-        """Puts some hosts behind a switch of their own, with a cable of that rate between the switches."""
+        """Moves some hosts to another switch, which is connected with a link of this rate."""
         lines = ["link add other0 up type bridge stp_state 0 mcast_snooping 0"]
         lines += [f"link set h{host}n0 master other0" for host in hosts]
         lines += ["link add cable0 type veth peer name cable1"]
@@ -134,7 +134,7 @@ class Network:
         self._switch_inside.configure("tc", [_bound("cable0", rate), _bound("cable1", rate)])
 
     def join(self, host: int, other: int, rate: str) -> None:
-        """Gives two hosts a cable of that rate to each other, which all that they send to each other takes."""
+        """Connects two hosts with a link of this rate, which carries all traffic between them."""
         one, two = self.inside[host], self.inside[other]
         one.configure("ip", [f"link add own{other} type veth peer name own{host} netns {two.path}"])
         for inside, name, there in ((one, f"own{other}", other), (two, f"own{host}", host)):
@@ -179,7 +179,7 @@ def _segment(rate: str, mtu: int) -> int:
 
 
 def _bound(interface: str, rate: str, verb: str = "add", segment: int = _LONGEST_SEGMENT) -> str:
-    """A bucket of 1 ms, but no less than two of the segments that TCP hands down, and a queue of 20 ms.
+    """Returns a token bucket of 1 ms, but at least two TCP segments, with a queue of 20 ms.
 
     A pause fills the bucket, and what it holds then goes at once: a large one makes a slow network faster than its
     rate. But tbf cuts segments larger than the bucket into packets: at 10gbit, buckets of 40 kB carry 2.3 Gbit/s, 70 kB

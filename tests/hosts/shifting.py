@@ -15,12 +15,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def shifted(seconds: int, *words: str) -> list[str]:
-    """The command that runs `words` with a clock that is ahead."""
+    """Returns the command that runs `words` with a shifted clock."""
     return [sys.executable, str(Path(__file__).resolve()), str(seconds), *words]
 
 
 def why_not() -> str | None:
-    """Why clocks cannot be shifted here; None if they can."""
+    """Returns the reason why clocks cannot be shifted here, or None."""
     done = subprocess.run(shifted(1, "true"), capture_output=True, text=True)
     return None if done.returncode == 0 else f"time namespaces: {done.stderr.strip().rpartition(chr(10))[2]}"
 

@@ -37,7 +37,7 @@ def connect(address: str, port: int, timeout_s: float = 60) -> socket.socket:
 
 
 def pair() -> socket.socket:
-    """A connection of ranks 0 and 1, each one's end of it."""
+    """Yields one end of a connection between ranks 0 and 1."""
     return accept(*master()) if rank() == 0 else connect(*master())
 
 
@@ -49,7 +49,7 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def say(directory: str, what: str) -> None:
-    """Tells the test, or another rank, that something has happened: files reach where no packet does."""
+    """Signals an event to the test or another rank through a file, which works without a network."""
     Path(directory, what).touch()
 
 

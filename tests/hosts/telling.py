@@ -14,7 +14,7 @@ SOON_S = 20.0  # far above what word of a failure takes on a busy machine, far b
 
 
 def told_by(call: Callable[[], object]) -> tuple[str, str, float]:
-    """The error's type and message, and how long it took to come."""
+    """Returns the error's type and message, and the time until it was raised."""
     started = time.monotonic()
     try:
         call()
@@ -24,7 +24,7 @@ def told_by(call: Callable[[], object]) -> tuple[str, str, float]:
 
 
 def told_to(number: int, message: str) -> bool:
-    """Whether the rank says that it saw it, or who did and told it."""
+    """Returns True if the error says that the rank observed the failure, or which rank reported it."""
     me = rf"rank {number} \(h\d, pid \d+\)"
     return (
         re.search(

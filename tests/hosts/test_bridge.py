@@ -25,7 +25,7 @@ def round_trip_ms(directory: str) -> float:
 
 
 def speak_through_a_cut(directory: str) -> tuple[str, bytes]:
-    """What a rank hears while the network is cut, and after."""
+    """Returns the messages that a rank receives during and after the cut."""
     with pair() as connection:
         say(directory, f"{rank()} connected")
         await_word(directory, "cut")

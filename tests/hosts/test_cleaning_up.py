@@ -24,7 +24,7 @@ _SETTLED_S = 30.0  # for threads that were told to end
 
 
 def held() -> Counter[str]:
-    """This process's threads, descriptors and shared memory, by what they are."""
+    """Returns this process's threads, descriptors and shared memory, by kind."""
     found: Counter[str] = Counter()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
@@ -69,7 +69,7 @@ def _init(timeout_s: float) -> dist.ProcessGroup:
 
 
 def warm_up() -> Counter[str]:
-    """What is made once in a process, by torch or by Python, is none of ours; a round by ourselves makes it."""
+    """Runs one round, so that objects that torch and Python create once per process already exist."""
     place = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(reserved_port()))
     _use(_init(5))

@@ -24,7 +24,7 @@ def same_bits_everywhere(tensor: torch.Tensor, group: dist.ProcessGroup) -> None
 
 
 def agrees(tensor: torch.Tensor, wanted: torch.Tensor, size: int) -> None:
-    """Partial sums are rounded once a step, so what is inexact may differ by as much."""
+    """Compares with a tolerance for inexact types, because partial sums are rounded once per step."""
     if tensor.dtype in (*FLOATS, *COMPLEX):
         half = tensor.dtype in (torch.float16, torch.bfloat16)
         torch.testing.assert_close(tensor, wanted, rtol=0.03 if half else 1e-5, atol=0.05 * size if half else 1e-5)

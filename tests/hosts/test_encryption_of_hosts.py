@@ -57,7 +57,7 @@ def exchange_secrets_under_capture(level: str) -> list[str]:
 
 
 def test_an_encrypted_job_shows_a_listener_nothing(hosts):
-    """The same listener reads everything of a job that is only authenticated."""
+    """The same listener reads all data of a job that is only authenticated."""
     assert hosts(2, 1)(exchange_secrets_under_capture, "auth")[0] == [word.decode() for word in WORDS]
     assert hosts(2, 1)(exchange_secrets_under_capture, "encrypt") == [[], []]
 
@@ -74,7 +74,7 @@ def exchange_secrets_between_public_addresses() -> list[str]:
 
 
 def test_lanes_between_public_addresses_are_encrypted(hosts):
-    """The store, at a private address, is not: nobody has asked for it."""
+    """The store, at a private address, is not encrypted, because this was not requested."""
     assert hosts(2, 1)(exchange_secrets_between_public_addresses)[0] == [NAME.decode(), VALUE.decode()]
 
 
@@ -136,7 +136,7 @@ def test_a_child_does_not_disturb_encrypted_lanes(hosts, encrypted):
 
 
 def test_what_launchers_say_is_encrypted_too(machines):
-    """The meeting carries reports and orders, with the machines' addresses and the job's name."""
+    """The rendezvous connection carries reports and orders, with the machines' addresses and the job's name."""
     here = machines(2)
     words = (b"a-job-of-ours", b"MASTER", ipv4(0).encode())
     seen = {}

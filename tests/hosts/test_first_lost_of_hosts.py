@@ -16,7 +16,7 @@ _MESSENGER, _VICTIM = 0, 3
 
 
 def leave_because_of_another(end: str, directory: str) -> tuple[int, str] | None:
-    """The victim goes, rank 0 sees it in the default group and leaves; the others have a group with rank 0 alone."""
+    """The victim dies, rank 0 detects it and leaves; the others have a group only with rank 0."""
     dist.init_process_group(timeout=timedelta(seconds=60))
     pairs = [dist.new_group([_MESSENGER, other]) for other in (1, 2)]
     dist.barrier()

@@ -59,7 +59,7 @@ def test_two_groups_at_once_and_one_that_breaks(hosts):
 
 
 def peers_addresses() -> set[str]:
-    """The other ends of this process's TCP connections, but for the store's."""
+    """Returns the remote addresses of this process's TCP connections, except the store's."""
     found: set[str] = set()
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -90,7 +90,7 @@ def networks_in(directory: Path, size: int) -> set[str]:
 
 
 def holders(networks: set[str]) -> set[str]:
-    """Every process, descriptor and mount that keeps one of these namespaces alive."""
+    """Returns the processes, descriptors and mounts that keep one of these namespaces alive."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ OPEN = "the firewalls are there"
 def run_behind_firewalls(
     hosts: Callable[..., object], ranks: list[int], closed: set[int], fn: Callable[..., object], tmp_path: Path
 ) -> list[object]:
-    """Runs a function on hosts of which each accepts connections at one port, and those in `closed` none at all."""
+    """Runs a function on hosts that accept connections at one port each, or at none if in `closed`."""
     with hosts(ranks, bridged=True).start(fn, str(tmp_path)) as world:
         world.network.close_ports(*(set(range(len(ranks))) - closed), but=PORT)
         if closed:
@@ -61,7 +61,7 @@ def test_ranks_without_a_launcher_share_the_port(hosts, tmp_path, monkeypatch, l
 
 
 def test_a_machine_that_accepts_nothing_connects_itself(hosts, tmp_path):
-    """Ranks 2 and 3 would connect to rank 1, on the host that is closed."""
+    """Normally ranks 2 and 3 would connect to rank 1, which is on the closed host."""
     told = run_behind_firewalls(hosts, [1, 1, 2], {1}, reduce_behind_one_port, tmp_path)
     assert told == [[6.0], [6.0, 12.0], [6.0], [6.0, 12.0]]
 

@@ -24,7 +24,7 @@ def contribution(count: int, of: int, dtype: torch.dtype = torch.float32) -> tor
 
 
 def tolerance(kind: str, dtype: torch.dtype) -> float:
-    """All ranks' contributions are below 1, and each is rounded twice at most, as a part of a sum."""
+    """All contributions are below 1, and each is rounded at most twice, as part of a sum."""
     return 2 * dist.get_world_size() * (HALF_STEP[kind] + 2 * torch.finfo(dtype).eps)
 
 
@@ -85,7 +85,7 @@ def sum_lists_views_and_later() -> None:
 
 
 def of_unequal_magnitudes() -> torch.Tensor:
-    """Beside 100, int4 rounds 0.1 to nothing, until what was lost has grown to half a step of 100 / 7.
+    """Next to 100, int4 rounds 0.1 to zero, until the residual has grown to half a step of 100 / 7.
 
     Each part of the tensor that is rounded by itself has a 100, whatever the number of ranks.
     """
@@ -164,7 +164,7 @@ def round_by_the_group_only_long_sums() -> None:
 
 
 def descend(wire: str | None, steps: int = 60) -> torch.Tensor:
-    """The gradients do not depend on the weights, so what they sum up to shows what was lost."""
+    """The gradients do not depend on the weights, so their sum shows the accumulated rounding error."""
     model = nn.Linear(128, 1, bias=False)
     nn.init.zeros_(model.weight)
     replica = dist.DistributedDataParallel(model, wire=wire)

@@ -42,7 +42,7 @@ if first:
 
 
 def steps_said(text: str) -> dict[str, set[str]]:
-    """The digests that ranks printed, by step."""
+    """Returns the digests that ranks printed, by step."""
     found: dict[str, set[str]] = {}
     for line in text.splitlines():
         if "step " in line:

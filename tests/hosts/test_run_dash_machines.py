@@ -51,7 +51,7 @@ for _ in range(5):
 
 @contextmanager
 def job_on_two(script: str, *arguments: str, flags: tuple[str, ...] = ()) -> Iterator[tuple[PageAddress, str]]:
-    """Runs a script on two machines, one rank each; yields the address of the page, and its Unix socket."""
+    """Runs a script on two machines with one rank each; yields the page's address and its Unix socket."""
     skip_where_not_permitted()
     with tempfile.TemporaryDirectory() as directory:
         here = Machines(2)
@@ -115,7 +115,7 @@ def test_a_failure_on_another_machine_is_an_event_here():
 
 
 def act(path: str, token: str) -> str:
-    """Asks the page on a Unix socket for the stacks; returns what it says."""
+    """Requests the stacks from the page on a Unix socket; returns its response."""
     connection = http.client.HTTPConnection("localhost", timeout=30)
     connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.sock.connect(path)
@@ -139,7 +139,7 @@ def test_the_slow_link_of_three_machines_is_named():
 
 
 def told_of_a_slow_link() -> str:
-    """What the launcher of rank 0 says about a job of three machines, one of which has a slow link."""
+    """Returns the output of rank 0's launcher for a job on three machines, one of which has a slow link."""
     here = Machines(3)
     try:
         here.script.write_text(SLOW)

@@ -302,7 +302,7 @@ def test_the_address_for_the_others_can_be_chosen(machines):
 
 
 def by_slurm(here: Machines, host: int, *arguments: str):
-    """As a task of `srun --nodes=2`, which finds Slurm's variables and no secret."""
+    """Runs as a task of `srun --nodes=2`, with Slurm's variables and without a secret."""
     step = {
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_START_TIME": "1700000000",

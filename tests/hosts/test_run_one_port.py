@@ -40,7 +40,7 @@ dist.destroy_process_group()
 
 
 def listening_of(here: Machines) -> set[ListeningSocket]:
-    """Where the processes of the job listen for other machines."""
+    """Returns the addresses at which the job's processes listen for other machines."""
     return {each for each in listening_sockets_of(processes_in(here.directory)) if each.kind != "unix"}
 
 
@@ -64,7 +64,7 @@ def test_a_job_needs_one_port_of_each_machine(machines):
 
 
 def test_the_serving_machine_has_the_first_ranks(machines):
-    """In any order of arrival, since all can connect to it."""
+    """The order of arrival does not matter, because all machines can connect to it."""
     here = machines(2, bridged=True)
     here.network.close_ports(0, but=PORT)
     here.network.close_ports(1)
@@ -105,7 +105,7 @@ os.execvp("sh", ["sh", "-c", sys.argv[-1]])
 
 
 def test_machines_by_ssh_meet_behind_the_port(machines):
-    """In place of ssh there is a program that enters the other host."""
+    """A program that enters the other host replaces ssh."""
     here = machines(2, bridged=True)
     here.network.close_ports(0, but=PORT)
     here.network.close_ports(1)
@@ -142,7 +142,7 @@ def test_a_launcher_without_the_flag_is_told(machines, level):
 
 
 def test_an_elastic_job_needs_one_port_of_each_machine(machines):
-    """A worker that is killed is replaced by one that receives the state from a worker of the other machine."""
+    """A killed worker is replaced by one that receives the state from a worker on the other machine."""
     here = machines(2, bridged=True)
     here.network.close_ports(0, 1, but=PORT)
     here.script.write_text(TRAINS_ON.replace('os.environ["PACELINE_WORKER"]', "str(os.getpid())"))

@@ -9,7 +9,7 @@ from hosts.network import ipv4
 
 
 def start_pod(here: Machines, host: int) -> subprocess.Popen[str]:
-    """Starts a launcher with the variables of a pod. The address is given, since hosts of tests have no names."""
+    """Starts a launcher with a pod's variables. The address is given, because test hosts have no DNS names."""
     pod = {
         "KUBERNETES_SERVICE_HOST": "10.77.0.100",
         "JOB_COMPLETION_INDEX": str(host),

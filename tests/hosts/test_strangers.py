@@ -31,7 +31,7 @@ def listening_ports(address: str) -> set[int]:
 
 
 class Strangers:
-    """Threads that connect to a port again and again, send something or nothing, and go or stay."""
+    """Threads that repeatedly connect to a port, send data or nothing, and disconnect or stay."""
 
     def __init__(self, address: str, port: int, threads: int, most: int) -> None:
         self.count = 0
@@ -151,7 +151,7 @@ def be_shown_out_at_first() -> None:
         leave = AuthenticatedListener._leave
 
         def too_busy(keeper: AuthenticatedListener, number: int) -> bool:
-            """The first two connections are ended by newer ones just when their proof has come."""
+            """Newer connections displace the first two just when their proof arrives."""
             welcome = leave(keeper, number)
             if welcome and keeper._channel == "links" and len(shown_out) < 2:
                 shown_out.append(number)

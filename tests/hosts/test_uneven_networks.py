@@ -47,7 +47,7 @@ def sums_of_racks():
 
 
 class SlowLast(Hosts):
-    """Three hosts, of which the last has a slow link."""
+    """Three hosts, the last of which has a slow link."""
 
     def __init__(self) -> None:
         super().__init__(3, rate="400mbit")

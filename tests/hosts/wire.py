@@ -36,7 +36,7 @@ class Conditions:
 
 
 class Wire:
-    """Frames on their way from port to port; they arrive in the order in which they were sent."""
+    """Frames in transit between ports; they arrive in the order in which they were sent."""
 
     def __init__(self, ports: Sequence[tuple[int, int, bytes]], conditions: Conditions) -> None:
         """Ports are (host, network, MAC address)."""
@@ -63,7 +63,7 @@ class Wire:
             self._nbytes += len(frame)
 
     def due_s(self) -> float | None:
-        """When the next frame arrives."""
+        """Returns the arrival time of the next frame."""
         return self._under_way[0][0] if self._under_way else None
 
     def arrived(self, now_s: float) -> Iterator[tuple[int, bytes]]:
@@ -81,7 +81,7 @@ class Wire:
         return self.conditions.loss > 0 and self._random.random() < self.conditions.loss
 
     def _is_kept_out(self, target: int, frame: bytes) -> bool:
-        """Whether the firewall of a host keeps a frame out: one that asks for a connection at another port."""
+        """Returns True if a host's firewall drops a frame that opens a connection to another port."""
         doors = {port for host, port in self.conditions.doors if host == target}
         if not doors or not (ports := _tcp_ports(frame)):
             return False
@@ -91,7 +91,7 @@ class Wire:
 
 
 def _tcp_ports(frame: bytes) -> tuple[int, ...]:
-    """Returns the ports of a frame of TCP over IPv4; of any other, none."""
+    """Returns the ports of a TCP over IPv4 frame, or none for other frames."""
     packet = frame[VNET_HEADER + 14 :]
     if frame[VNET_HEADER + 12 : VNET_HEADER + 14] != b"\x08\x00" or packet[9] != socket.IPPROTO_TCP:
         return ()

@@ -141,7 +141,7 @@ def test_a_death_is_known_without_a_call_and_stays_the_reason(ranks):
 
 
 def abort_while_threads_reduce() -> None:
-    """Many calls of many sizes are under way, on both threads of the group, when the abort comes."""
+    """Many calls of different sizes are pending in both threads of the group when the abort happens."""
     dist.init_process_group(timeout=LONG)
     for turn in range(15):
         group = dist.new_group()

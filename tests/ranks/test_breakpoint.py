@@ -82,7 +82,7 @@ for step in range(4):
 
 
 def stop_in_the_debugger(path: str) -> float:
-    """What a plain process does whose stdin is `path`, as multiprocessing leaves it."""
+    """Runs a plain process with `path` as its stdin, as under multiprocessing."""
     import torch
 
     dist.init_process_group()

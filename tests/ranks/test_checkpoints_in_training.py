@@ -63,7 +63,7 @@ ELASTIC = {
 
 
 def write(path: Path, parts: dict[str, str], then: str = "pass", every: int = 2) -> str:
-    """`epochs` is evaluated after `restore`."""
+    """Writes a script; `epochs` is evaluated after `restore`."""
     script = path / "train.py"
     script.write_text(SCRIPT.format(**parts, path=str(path / "checkpoints"), then=then, every=every))
     return str(script)

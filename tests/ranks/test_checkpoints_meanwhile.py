@@ -55,7 +55,7 @@ def mutate_while_saving(root: Path, times: int) -> None:
 
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
-    """A directory that costs no fsync: what is tested is which bits are written, not that they last."""
+    """A directory without fsync, because the test checks the contents and not their durability."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as directory:
         yield Path(directory)
@@ -99,7 +99,7 @@ def test_an_error_of_the_writer_reaches_every_rank(ranks: type[Ranks], tmp_path:
 
 
 def die_at(point: str, count: int, victim: int, root: Path, asynchronous: bool) -> int:
-    """Returns the last step that was reported as saved; the victim dies in the third save, unless it ends before."""
+    """Returns the last step that was reported as saved; the victim dies in the third save unless it exits before."""
     dist.init_process_group()
     rank, reported = dist.get_rank(), 0
     model = model_of(0)

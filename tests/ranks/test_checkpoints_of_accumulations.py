@@ -17,7 +17,7 @@ BACKWARDS, MICRO_STEPS = 3, 9
 
 
 class Seen:
-    """Counts the batches of the whole training."""
+    """Counts the batches of the whole training run."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -30,7 +30,7 @@ class Seen:
 
 
 class Loop:
-    """A training of logical shards that steps after every third backward."""
+    """A training loop with logical shards and a step after every third backward pass."""
 
     def __init__(self, clears_in_place: bool = False) -> None:
         torch.manual_seed(3)
@@ -84,7 +84,7 @@ def test_a_training_goes_on_in_an_accumulation(
 
 
 def sizes_of_gradients(root: Path) -> list[int]:
-    """Returns how many bytes of gradients a checkpoint has after a step, in an accumulation, and after clearing."""
+    """Returns the bytes of gradients in a checkpoint after a step, during an accumulation, and after clearing."""
     from paceline.train.checkpoint.format.checkpoint import open_checkpoint
 
     dist.init_process_group()
@@ -109,7 +109,7 @@ def test_gradients_are_saved_only_while_they_wait_for_a_step(ranks: type[Ranks],
 
 
 def load_of_before(root: Path) -> None:
-    """Loads a checkpoint that says nothing of gradients, as those of before they were saved."""
+    """Loads a checkpoint of an earlier version, which did not save gradients."""
     from paceline.train.elastic.worker.elastic_state import ElasticState
 
     dist.init_process_group()
@@ -151,7 +151,7 @@ def warned(work: Any) -> list[str]:
 
 
 def save_while_accumulating(root: Path, kind: str) -> list[list[str]]:
-    """Returns what is said in saves after two backwards, after one more and a step, and after another backward."""
+    """Returns the warnings of saves after two backward passes, a third and a step, and another backward pass."""
     dist.init_process_group()
     model = dist.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -174,7 +174,7 @@ def test_a_resumed_training_has_the_same_bits(ranks: type[Ranks], tmp_path: Path
 
 
 def save_with_torch(root: Path) -> None:
-    """What torch's DCP saves and loads is what ours does."""
+    """torch's DCP saves and loads the same values as Paceline."""
     import torch.distributed.checkpoint as dcp
 
     loop = Loop("plain", seed=3)

@@ -250,7 +250,7 @@ HOOKS = {
 
 @functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """The images and labels of scikit-learn's digits, from their file: its import takes longer than the training."""
+    """Reads scikit-learn's digits from their file, because importing scikit-learn takes longer than the training."""
     package = importlib.util.find_spec("sklearn")
     assert package is not None and package.origin is not None
     rows = torch.from_numpy(numpy.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=","))
@@ -258,7 +258,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_digits(kind: str) -> float:
-    """Three epochs of examples/digits.py, with a narrower model; the share of test images that are recognised."""
+    """Trains a smaller model of examples/digits.py for three epochs; returns the accuracy on test images."""
     rank, size = dist.get_rank(), dist.get_world_size()
     images, labels = digits()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -297,7 +297,7 @@ def train_digits_with_every_hook() -> dict[str, float]:
 
 @functools.cache
 def accuracies() -> dict[str, float]:
-    """By hook; one world for all of them."""
+    """Returns the accuracies by hook, all from one world."""
     return Ranks(2)(train_digits_with_every_hook)[0]
 
 

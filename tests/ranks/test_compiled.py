@@ -8,7 +8,7 @@ import paceline
 
 
 def calls(x: torch.Tensor) -> list[torch.Tensor]:
-    """Makes calls of each kind between computations that can be compiled."""
+    """Runs each kind of call between computations that can be compiled."""
     rank, size = paceline.get_rank(), paceline.get_world_size()
     summed = x * 2
     paceline.all_reduce(summed)

@@ -39,7 +39,7 @@ OWN = "Paceline's"
 
 
 class Network(nn.Module):
-    """It has buffers of its own, and a branch that only some steps use."""
+    """A network with buffers, and a branch that only some steps use."""
 
     def __init__(self, normalization: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()

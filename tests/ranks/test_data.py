@@ -14,7 +14,7 @@ LENGTH = 17
 
 
 def outcomes() -> torch.Tensor:
-    """What evaluation gives for each sample."""
+    """Returns an evaluation result for each sample."""
     return torch.rand(LENGTH, 2, generator=torch.Generator().manual_seed(0))
 
 

@@ -17,7 +17,7 @@ import paceline as dist
 
 
 class Unused(nn.Module):
-    """Each rank leaves out another layer; one layer is used by nobody."""
+    """Each rank skips a different layer, and one layer is never used."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -82,7 +82,7 @@ class Unused(nn.Module):
 
 
 class Conditional(nn.Module):
-    """Each rank, in each step, takes the branch that its batch says."""
+    """Each rank selects a branch in each step based on its batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Frozen(nn.Module):
 
 
 class Mixed(nn.Module):
-    """float32, float64 and bfloat16 in turn."""
+    """Layers of float32, float64 and bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def train_beside_torchs(name: str) -> None:
 
 
 def train_all_beside_torchs(file: str) -> dict[str, str]:
-    """What is wrong, by kind."""
+    """Returns the differences by kind of model."""
     import torch.distributed as gloo
 
     dist.init_process_group()

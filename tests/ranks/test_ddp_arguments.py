@@ -37,7 +37,7 @@ def test_a_process_may_have_several_devices(ranks):
 
 
 class OverDevices(nn.Module):
-    """Each half names its device, as models that are too large for one do."""
+    """Each half names its device, as in models that are too large for one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_a_gradient_penalty_is_averaged(ranks):
 
 
 class Halves(nn.Module):
-    """Checkpointed, re-entrant or not."""
+    """Two halves that are checkpointed, reentrantly or not."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()

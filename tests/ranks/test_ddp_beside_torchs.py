@@ -36,7 +36,7 @@ class Network(nn.Module):
 
 
 class Criterion(nn.Module):
-    """It makes what it needs on its first use."""
+    """A loss that creates its buffers on first use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Criterion(nn.Module):
 
 
 class Shaped(nn.Module):
-    """Its output has another form, and its input may have an ignored part."""
+    """A module with structured output, whose input may have an ignored part."""
 
     def __init__(self, form: Callable[[torch.Tensor], Any] = lambda y: y) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def with_a_frozen_parameter(module: nn.Module) -> None:
 
 
 def with_buffers(module: nn.Module) -> None:
-    """They are used, and each rank has its own until rank 0's are copied."""
+    """The buffers are used, and differ between ranks until rank 0's are copied."""
     module.register_buffer("factor", torch.tensor(1.0 + dist.get_rank()))
     module.shift = nn.Module()
     module.shift.register_buffer("values", torch.tensor([1.0 + dist.get_rank()]))
@@ -192,7 +192,7 @@ def tracing(wrap: Callable[..., nn.Module]) -> list[torch.Tensor]:
 
 
 def with_values(buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Returns what can be compared of a buffer."""
+    """Returns the comparable contents of a buffer."""
     if buffer.is_meta:
         return []
     if buffer.dtype is torch.complex32:

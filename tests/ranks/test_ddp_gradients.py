@@ -17,7 +17,7 @@ TINY_BUCKETS = {"bucket_cap_mb": 1e-5, "overlap": True}  # one for each paramete
 
 
 def inputs(*shape: int) -> list[torch.Tensor]:
-    """Every rank's batch."""
+    """Returns the batches of all ranks."""
     return [torch.randn(*shape, generator=torch.Generator().manual_seed(r)) for r in range(dist.get_world_size())]
 
 
@@ -36,7 +36,7 @@ def require_equal_on_all_ranks(tensors: Iterable[torch.Tensor]) -> None:
 def require_averaged(
     module: nn.Module, reference: nn.Module, losses: Callable[[nn.Module], Iterable[torch.Tensor]]
 ) -> None:
-    """The module's gradients are the average over the ranks of those that `losses(reference)` have, one a rank."""
+    """Requires that gradients are the average of those of `losses(reference)`, which has one loss per rank."""
     size = dist.get_world_size()
     sums: dict[str, torch.Tensor] = {}
     for loss in losses(reference):
@@ -55,7 +55,7 @@ def require_averaged(
 
 
 class Plus(nn.Module):
-    """With one sample, the gradient of `x` is the memory of the parameter's gradient."""
+    """With one sample, the gradient of `x` shares memory with the parameter's gradient."""
 
     def __init__(self, count: int = 1) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def test_losses_may_come_one_backward_after_the_other(ranks):
 
 
 class Checkpointed(nn.Module):
-    """Uses a layer three times, each time in a graph of its own."""
+    """Uses a layer three times, each time in a separate graph."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_checkpointed_layers_are_averaged_or_told(ranks):
 
 
 class Choice(nn.Module):
-    """Every rank uses another of its layers, and nobody uses the last."""
+    """Every rank uses a different layer, and no rank uses the last one."""
 
     def __init__(self) -> None:
         super().__init__()

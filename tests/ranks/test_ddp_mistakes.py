@@ -20,7 +20,7 @@ def normalised() -> nn.Module:
 
 
 def told_by(steps) -> str:
-    """The error or the warnings, whichever the steps bring."""
+    """Returns the error or the warnings that the steps cause."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:

@@ -59,7 +59,7 @@ HOOKS = {
 
 
 def memory_grown_by_steps(kind: str) -> tuple[int, int]:
-    """By how many bytes and objects the process grew in 1,000 steps.
+    """Returns the number of bytes and objects by which the process grew in 1,000 steps.
 
     The allocator takes a MiB or two at some time or other, of a bare model too; what leaks grows in all three spans.
     """

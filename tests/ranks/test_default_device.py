@@ -27,7 +27,7 @@ def inputs() -> torch.Tensor:
 
 
 def model(*extra: nn.Module) -> nn.Sequential:
-    """Is made without the default, as a user moves a module to its device."""
+    """Created without the default device, as when a user moves a module to its device."""
     with CPU:
         torch.manual_seed(dist.get_rank())
         return nn.Sequential(nn.Linear(8, 64), *extra, nn.Linear(64, 2))

@@ -31,7 +31,7 @@ MORE = {
 
 
 class Loop:
-    """A few steps with one optimizer; its parameters have numbers of one and two digits."""
+    """Runs a few steps with one optimizer; its parameters have one- and two-digit indices."""
 
     def __init__(self, name: str, dtype: torch.dtype, has_more: bool) -> None:
         torch.manual_seed(5)
@@ -72,7 +72,7 @@ CASES = [
 
 
 def save_each(root: Path) -> dict[str, list[str]]:
-    """Returns the digests before any step, after some, and at a worker that was given the state."""
+    """Returns the digests before any step, after some, and on a worker that received the state."""
     from paceline.comm.group.collectives.object_codec import decode, encode
 
     dist.init_process_group()
@@ -91,7 +91,7 @@ def save_each(root: Path) -> dict[str, list[str]]:
 
 
 def load_each(root: Path) -> dict[str, list[str]]:
-    """Returns the digests of new objects, and after a checkpoint was loaded into them."""
+    """Returns the digests of new objects, before and after loading a checkpoint into them."""
     dist.init_process_group()
     digests = {}
     for case in CASES:

@@ -57,7 +57,7 @@ def blocks(page: Path) -> list[str]:
 
 
 def surroundings() -> dict[str, object]:
-    """The names that the programs take for granted."""
+    """Returns the names that the programs assume to exist."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     dataset = TensorDataset(torch.randn(64, 4), torch.randint(0, 3, (64,)))
@@ -145,7 +145,7 @@ def test_a_whole_program_of_the_docs_runs(page, number, tmp_path):
 
 
 def by_hand(script: Path) -> None:
-    """Starts two ranks that are told their numbers."""
+    """Starts two ranks with their numbers in environment variables."""
     ranks = [
         subprocess.Popen([sys.executable, str(script), str(rank)], cwd=script.parent, stderr=subprocess.PIPE, text=True)
         for rank in range(2)

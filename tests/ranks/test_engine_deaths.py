@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)  # os.unshare came with Python 3.12
 
 
 def in_a_namespace_of_its_own(directory: str) -> None:
-    """Runs `leave_or_die` in a process of a new PID namespace; when that has ended, it is said."""
+    """Runs `leave_or_die` in a process of a new PID namespace, and signals its exit."""
     assert _libc.unshare(_CLONE_NEWPID | _CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
     first = os.fork()
     if first:
@@ -70,7 +70,7 @@ def leave_or_die(directory: str) -> None:
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What rank 0 says of one that is silent, then leaves, and of one that is killed, each in its own namespace."""
+    """Returns rank 0's reports about a silent rank that leaves later, and a killed one, each in its own namespace."""
     if subprocess.run(_ALONE, capture_output=True).returncode:
         pytest.skip("PID namespaces are not permitted here")
     directory = tmp_path_factory.mktemp("words")

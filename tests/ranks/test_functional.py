@@ -22,7 +22,7 @@ ROOT = 1
 
 @dataclass(frozen=True)
 class Case:
-    """A call as a rank makes it, and all ranks' results from all ranks' inputs; `inputs` is the number of tensors."""
+    """A call on a rank, and all results computed from all inputs; `inputs` is the number of tensors."""
 
     name: str
     call: Callable[[Tensors, int, int], Tensors]
@@ -150,7 +150,7 @@ def _inputs(case: Case, rank: int, size: int, dtype: torch.dtype) -> list[torch.
 
 
 def _loss(results: Tensors, rank: int) -> torch.Tensor:
-    """Of a rank; not the same function on all, and with second derivatives."""
+    """Returns a rank's loss, which differs between ranks and has second derivatives."""
     total = torch.zeros((), dtype=results[0].dtype)
     for at, result in enumerate(results):
         weights = torch.arange(1.0, result.numel() + 1, dtype=result.dtype).view(result.shape) + at + rank
@@ -297,7 +297,7 @@ def test_forms_types_groups_and_refusals(ranks):
 
 
 def torchs_functions() -> list[object]:
-    """Those whose gradients gloo has right, with an input for each."""
+    """Returns the functions whose gradients are correct with gloo, with an input for each."""
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     results: list[object] = []
 

@@ -32,7 +32,7 @@ def warned(steps: Callable[[], object]) -> list[str]:
 
 
 class Middle(nn.Module):
-    """Multiplies the gradients that pass it by `factor`, which leaves those of the layers behind it as they are."""
+    """Multiplies the gradients that pass through it by `factor`; gradients of later layers are unchanged."""
 
     factor = 1.0
 
@@ -52,7 +52,7 @@ def model() -> nn.Sequential:
 
 
 def train(wrapped: nn.Module, middle: Middle, *, spoil: bool) -> None:
-    """Makes two steps, and spoils this rank's gradients in the second: all are looked at in the first two steps."""
+    """Runs two steps, and corrupts this rank's gradients in the second; both steps are checked completely."""
     optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
     for step in range(5):
         optimizer.zero_grad()
@@ -217,7 +217,7 @@ def names_a_setting_of_the_optimizer() -> None:
 
 
 def leaves_alone_what_may_differ() -> None:
-    """Comparisons in every step neither warn nor wait for a rank that makes a forward alone."""
+    """Comparisons in every step neither warn nor wait for a rank that runs a forward pass alone."""
     odd = dist.get_rank() == 1
     torch.manual_seed(dist.get_rank())
     frozen = mlp()

@@ -55,7 +55,7 @@ def if_root(value: object, otherwise: object) -> object:
 
 
 def functions(dist: Any) -> Surface:
-    """Returns the calls that torch.distributed and Paceline have in common, with arguments that are right."""
+    """Returns the calls that torch.distributed and Paceline have in common, with valid arguments."""
 
     def exchange(ops: Any) -> None:
         for work in dist.batch_isend_irecv(ops):
@@ -93,7 +93,7 @@ def functions(dist: Any) -> Surface:
 
 
 def methods(group: Any) -> Surface:
-    """Returns all methods of a group of the plug-in; those that move tensors have arguments that are right."""
+    """Returns all methods of the plug-in's groups; those that move tensors have valid arguments."""
     right: dict[str, Arguments] = {
         "allreduce": lambda: [[one()], torch_dist.AllreduceOptions()],
         "allreduce_coalesced": lambda: [pair(), torch_dist.AllreduceCoalescedOptions()],
@@ -137,7 +137,7 @@ def methods(group: Any) -> Surface:
 
 
 def operators(group: Any) -> Surface:
-    """Returns the operators through which compiled and functional programs reach a group by its name."""
+    """Returns the operators with which compiled and functional programs use a group by name."""
     by_name, ops = group.group_name, torch.ops._c10d_functional
     right: dict[str, Arguments] = {
         "all_reduce": lambda: [one(), "sum", by_name],

@@ -14,7 +14,7 @@ from paceline.train.ddp import hooks
 
 
 class Sometimes(nn.Module):
-    """Uses its second layer for inputs that begin with a positive number."""
+    """Uses its second layer only for inputs that begin with a positive number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def test_a_sharded_optimizer_steps_on_after_its_inputs_end(ranks):
 
 
 class Counter(dist.Joinable):
-    """Adds up how many ranks made each step."""
+    """Counts the ranks that ran each step."""
 
     def __init__(self) -> None:
         super().__init__()

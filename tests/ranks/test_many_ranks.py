@@ -62,7 +62,7 @@ def _messages(rank: int, size: int) -> None:
 
 
 def _most_stay_away(rank: int, size: int, directory: str) -> None:
-    """All but rank 0 leave out a call of a group of their own."""
+    """All ranks except rank 0 skip a call of a separate group."""
     group = dist.new_group(list(range(size)))
     given_up = os.path.join(directory, "given up")
     if rank:
@@ -78,7 +78,7 @@ def _most_stay_away(rank: int, size: int, directory: str) -> None:
 
 
 def _everything(directory: str, victim: int) -> str:
-    """Returns what a rank is told when the victim has died in the end."""
+    """Returns the error that a rank raises after the victim has died at the end."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS + int(os.environ["WORLD_SIZE"]), most))
     dist.init_process_group()

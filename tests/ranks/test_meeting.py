@@ -25,7 +25,7 @@ def _own_rank() -> int:
 
 
 def _meet(url: str, world_size: int, rank: int, timeout_s: float) -> tuple[str, float]:
-    """What a rank was told ("" if it met the others), and after how long."""
+    """Returns a rank's error message ("" if the rendezvous succeeded), and the time until then."""
     started = time.monotonic()
     try:
         joined = rendezvous(url, None, world_size, rank, timeout_s)
@@ -96,7 +96,7 @@ def test_different_world_sizes_fail_at_once_on_every_rank(ranks: type[Ranks], ur
 
 
 def _claim_together(directory: str, url: str, ranks: list[int], world_size: int, timeout_s: float) -> str:
-    """Begins only when all are there, so that nobody's time is up before another begins."""
+    """Starts only when all are ready, so that no rank times out before another starts."""
     say(directory, str(_own_rank()))
     await_word(directory, *map(str, range(len(ranks))))
     return _claim(url, ranks, [world_size] * len(ranks), timeout_s)[0]

@@ -101,7 +101,7 @@ def test_a_death_is_told_to_those_that_wait_and_to_the_late(ranks: type[Ranks], 
 
 
 def connections_to(port: int) -> int:
-    """How many connections to a port of this machine stand."""
+    """Returns the number of established connections to a port of this machine."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
 

@@ -87,7 +87,7 @@ def test_a_direction_has_one_group_for_all_tags(ranks):
 
 
 def fail_and_break_the_group() -> dict[str, str]:
-    """Each failure breaks a group of its own."""
+    """Each failure breaks a separate group."""
     rank, _ = start()
     errors: dict[str, str] = {}
 

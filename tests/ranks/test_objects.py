@@ -19,7 +19,7 @@ class Setting:
 
 
 def an_object(rank: int, seed: int) -> object:
-    """Of another size on every rank, and without tensors, without large ones, or with."""
+    """Returns an object whose size differs between ranks, with no tensors, small ones, or large ones."""
     choose = random.Random(1000 * rank + seed)
     generator = torch.Generator().manual_seed(choose.randrange(1 << 30))
     leaves = [None, rank, "ä" * choose.randrange(50), (1, 2.5), {"s": {rank, -1}}, b"x" * choose.randrange(9000)]
@@ -170,7 +170,7 @@ def test_what_is_refused_leaves_the_group_usable(case):
 
 
 def send_nonsense() -> None:
-    """Rank 1 speaks the protocol by hand, and says what is not so."""
+    """Rank 1 implements the protocol manually, and sends invalid data."""
     dist.init_process_group()
     rank = dist.get_rank()
     announced = [(0, 0), (-5, 0), (1 << 62, 0), (100, -1), (8, 1), (1 << 61, 1 << 58), (9, 0)]

@@ -34,7 +34,7 @@ def test_persistent_calls_do_what_plain_ones_do(ranks, size, algorithm, backend)
 
 
 def forms_fit_together() -> None:
-    """A rank's persistent call meets the other's plain one, prepared in another order."""
+    """A rank's persistent call matches the other's plain one, prepared in another order."""
     rank = dist.get_rank()
     one, many = torch.zeros(1), torch.zeros(50_000)
     tensors = [one, many] if rank == 0 else [many, one]
@@ -136,7 +136,7 @@ def mismatches_are_named() -> None:
 
 
 def dropped_in_flight() -> None:
-    """What is started is made, even if nobody keeps the call."""
+    """A started call completes even if no reference to it is kept."""
     rank = dist.get_rank()
     kept = torch.full((70_000,), 1.0 + rank)
     call = dist.all_reduce_init(kept)
@@ -175,7 +175,7 @@ def messages_are_passed() -> None:
 
 
 def one_call_from_many_threads() -> None:
-    """Threads that take turns may share a call; one that comes in between is refused, and nothing breaks."""
+    """Threads may share a call if they alternate; a concurrent start is rejected without harm."""
     tensor = torch.ones(70_000)
     call = dist.all_reduce_init(tensor, dist.ReduceOp.MAX)
     refused: list[str] = []

@@ -16,7 +16,7 @@ LAYERS = 9
 
 
 class Residual(nn.Module):
-    """Two activations pass from one of these to the next."""
+    """Passes two activations to the next stage."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_bad_batches_and_models_are_refused_on_all_ranks(ranks, tmp_path):
 
 
 class Growing(nn.Module):
-    """Its output's size depends on how often it was called."""
+    """The size of its output depends on the number of calls."""
 
     def __init__(self) -> None:
         super().__init__()

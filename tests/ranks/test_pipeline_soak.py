@@ -23,7 +23,7 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 
 
 class Uneven(nn.Module):
-    """A layer that takes now longer, now shorter."""
+    """A layer whose duration varies."""
 
     def __init__(self, pace: random.Random) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ def mlp() -> nn.Sequential:
 
 
 def inputs(*shape: int) -> list[torch.Tensor]:
-    """Every rank's batch."""
+    """Returns the batches of all ranks."""
     return [torch.randn(*shape, generator=torch.Generator().manual_seed(r)) for r in range(dist.get_world_size())]
 
 

@@ -11,7 +11,7 @@ import paceline as dist
 
 
 class Plus(nn.Module):
-    """With one sample, the gradient of `x` is the memory of the parameter's gradient."""
+    """With one sample, the gradient of `x` shares memory with the parameter's gradient."""
 
     def __init__(self) -> None:
         super().__init__()
