@@ -26,7 +26,7 @@ def deaths(results: Results) -> str:
         "repeated steps": "redone",
         "other workers restarted": "others restarted",
         "samples lost": "samples lost",
-        "jobs with the bits of an undisturbed job": lambda row: (
+        "jobs with a bit-identical final state": lambda row: (
             "not guaranteed" if row["digest equal"] == "-" else row["digest equal"]
         ),
     }

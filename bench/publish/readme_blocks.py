@@ -30,12 +30,12 @@ class Words:
 
 ENGLISH = Words(
     four_ranks="4 KiB, 4 ranks on the 2 cores",
-    steps="a training step on 2 ranks of one thread, against its bound¹",
+    steps="a training step on 2 single-threaded ranks, relative to its bound¹",
     torch_ddp="torch DDP (gloo)",
     models=(
         ("transformer", "transformer, 6.8 M parameters"),
         ("wide MLP", "wide MLP, 6.3 M"),
-        ("CNN", "CNN, 1.2 M"),
+        ("CNN", "CNN, 1.1 M"),
         ("200 tiny layers", "200 tiny layers"),
     ),
     hosts="all-reduce between hosts, TCP",
@@ -44,11 +44,11 @@ ENGLISH = Words(
     four_hosts="4 hosts, {size}",
     of_line=" ({of:.0f} % of the line)",
     of_line_too=" ({of:.0f} %)",
-    others="With `paceline run`, two ranks finish their first all-reduce after {ours:.1f} s, with torchrun after "
-    "{theirs:.1f} s. Programs of\n"
-    '`torch.distributed` gain too: with `init_process_group("paceline")` an all-reduce of 4 B is {small:.0f} times as '
-    "fast as gloo's, one\n"
-    "of 64 MiB is {large:.0f} times as fast, and a step of FSDP2 is {step:.1f} times as fast.",
+    others="With `paceline run`, two ranks finish their first all-reduce after {ours:.1f} s; with torchrun, after "
+    "{theirs:.1f} s. Programs\n"
+    'that use `torch.distributed` also become faster: with `init_process_group("paceline")`, an all-reduce of 4 B is\n'
+    "{small:.0f} times as fast as with gloo, an all-reduce of 64 MiB is {large:.0f} times as fast, and a step of FSDP2 "
+    "is {step:.1f} times as\nfast.",
 )
 
 CHINESE = Words(
@@ -58,7 +58,7 @@ CHINESE = Words(
     models=(
         ("transformer", "transformer，680 万参数"),
         ("wide MLP", "宽 MLP，630 万参数"),
-        ("CNN", "CNN，120 万参数"),
+        ("CNN", "CNN，110 万参数"),
         ("200 tiny layers", "200 个小层"),
     ),
     hosts="主机间 all-reduce，TCP",
