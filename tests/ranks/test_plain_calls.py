@@ -22,7 +22,7 @@ LONG = 100.0
 
 
 def ways_of(make: Callable[[], object]) -> list[bool]:
-    """Makes calls; returns whether each took the short way. (all_reduce and broadcast have ways of their own.)"""
+    """Runs calls; returns True for each that used the fast path. (all_reduce and broadcast have their own paths.)"""
     taken: list[bool] = []
     run_plainly = ProcessGroup.try_fast_call
 
@@ -36,7 +36,7 @@ def ways_of(make: Callable[[], object]) -> list[bool]:
 
 
 def calls_of(part: torch.Tensor, like: Callable[..., torch.Tensor]) -> Iterator[Callable[..., object]]:
-    """Every call that has a short way; `like(n)` makes a tensor of n elements. Only the last does not use `part`."""
+    """Returns the calls that have a fast path; `like(n)` creates n elements. Only the last call does not use `part`."""
     rank = dist.get_rank()
     n = part.numel()
     at_root = rank == 1
@@ -71,7 +71,7 @@ def unusual_tensors_do_not() -> None:
 
 
 def all_reduces_of(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Makes an all_reduce; returns whether Python looked at the tensor, and whether the call was planned."""
+    """Runs an all_reduce; returns if Python inspected the tensor, and if the call was planned."""
     looked, planned = mock.MagicMock(), mock.MagicMock()
     look, run = ProcessGroup.fast_all_reduce, dist.ProcessGroup._run
     with (
@@ -83,7 +83,7 @@ def all_reduces_of(tensor: torch.Tensor) -> tuple[bool, bool]:
 
 
 class Marked(torch.Tensor):
-    """A class of a program's own, whose methods may do anything."""
+    """A user-defined tensor class, whose methods may do anything."""
 
 
 def all_reduce_goes_the_shortest_way_that_there_is() -> None:

@@ -17,7 +17,7 @@ from paceline.operate.plan.step_watch import StepWatch
 
 
 class Clock:
-    """Stands still unless a model computes."""
+    """A clock that advances only while a model computes."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -27,7 +27,7 @@ class Clock:
 
 
 class Slow(torch.autograd.Function):
-    """Takes some time backward."""
+    """A layer whose backward pass takes some time."""
 
     @staticmethod
     def forward(ctx, x, clock, seconds):
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def watch_of():
-    """Makes watches, and takes their hooks off when the test is over."""
+    """Creates watches, whose hooks are removed at the end of the test."""
     made = []
 
     def make(clock, after_step=lambda watch: None):

@@ -20,7 +20,7 @@ MOVED = [*INTEGERS, torch.float16, torch.float32, torch.float64]  # what gloo ha
 
 
 def reductions(dtype: torch.dtype) -> list[ReduceOp]:
-    """What gloo and Paceline both have; integers above 127 in gloo's products are undefined, so few ranks only."""
+    """Returns reductions that gloo and Paceline share; gloo's products of integers above 127 are undefined."""
     if dtype in COMPLEX:
         return [ReduceOp.SUM]
     if dtype in FLOATS:
@@ -220,7 +220,7 @@ def only_here(directory: str) -> None:
 
 
 def every_name(group: torch_dist.ProcessGroup, mine: torch.Tensor, rank: int, size: int) -> None:
-    """What releases of torch call that the installed one may not: old names, new names, reductions without options."""
+    """Methods that other releases of torch call: old names, new names, reductions without options."""
     everyone = [float(r) for r in range(size) for _ in mine]
     for gather in (group._allgather_base, group.all_gather_single):
         gather(whole := torch.empty(2 * size), mine).wait()

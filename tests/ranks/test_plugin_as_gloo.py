@@ -20,7 +20,7 @@ from paceline.interop.torch_backend.process_group import TorchProcessGroup
 
 
 def with_both(program: Callable[[], object], directory: str) -> None:
-    """Runs on a rank: the program returns with Paceline in gloo's place what it returns with gloo."""
+    """Runs on a rank: the program must return the same with Paceline in place of gloo as with gloo."""
     found = []
     for of in ("gloo", "paceline"):
         os.makedirs(f"{directory}/{of}", exist_ok=True)
@@ -34,7 +34,7 @@ def with_both(program: Callable[[], object], directory: str) -> None:
 
 
 def events() -> list[tuple[str, bool, list[list[int]]]]:
-    """The calls in a profile: their names, whether they ended on another thread, and the shapes of their tensors."""
+    """Returns the calls in a profile: names, if they ended on another thread, and shapes of tensors."""
     rank = torch_dist.get_rank()
     one, two = torch.ones(3), torch.ones(2, 3)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
@@ -80,7 +80,7 @@ def barrier_error(group: object, timeout_s: float, wait_all_ranks: bool = False)
 
 
 def miss_barriers(directory: str) -> None:
-    """Runs on three ranks: ranks 1 and 2 do not come to one barrier, rank 2 not to another one."""
+    """Runs on three ranks: ranks 1 and 2 skip one barrier, and rank 2 skips another."""
     patches.replace_gloo()
     rank = int(os.environ["RANK"])
     with torch_group("gloo", directory):

@@ -16,7 +16,7 @@ KNOWN = "import torch; print(torch.distributed.is_backend_available('paceline'))
 
 @pytest.fixture
 def installed(tmp_path):
-    """Runs code in a fresh interpreter in which the package's entry point is installed."""
+    """Runs code in a new interpreter in which the package's entry point is installed."""
     information = tmp_path / "paceline-0.0.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline\nVersion: 0.0.0\n")
@@ -42,7 +42,7 @@ def test_the_backend_is_known_whatever_is_imported_first(installed):
 
 
 def test_a_broken_installation_breaks_only_its_own_groups(installed):
-    """Importing torch loads the entry point and nothing else of the package."""
+    """Importing torch loads only the entry point of the package."""
     code = (
         "import paceline, sys; sys.modules['paceline._core'] = None; sys.modules['msgspec'] = None\n"
         f"{KNOWN}\n"

@@ -28,7 +28,7 @@ LATE = 3  # the rank that starts outside of the group, in tests that replace ano
 
 
 class Job:
-    """A rank of a program that can be reconfigured, and the store where its ranks publish their handles."""
+    """A rank of a reconfigurable program, and the store in which its ranks publish their handles."""
 
     def __init__(self, directory: str) -> None:
         self.name = int(os.environ["RANK"])
@@ -39,7 +39,7 @@ class Job:
         return torch_dist.group.WORLD
 
     def handles(self, stage: str, names: list[int]) -> list[str]:
-        """Publishes this rank's handle, and returns those of `names`, for which it waits."""
+        """Publishes this rank's handle, and waits for those of `names` and returns them."""
         self.store.set(f"{stage}/{self.name}", torch_dist._get_reconfigure_handle())
         return [self.store.get(f"{stage}/{name}").decode() for name in names]
 
@@ -53,7 +53,7 @@ class Job:
         self.store.wait([f"met/{stage}/{name}" for name in names])
 
     def sum(self) -> float:
-        """Returns the sum of the ranks' names; a call of every kind must work."""
+        """Returns the sum of the ranks' names; calls of every kind must work."""
         size, rank = torch_dist.get_world_size(), torch_dist.get_rank()
         tensor = torch.full((40_000,), float(self.name))
         torch_dist.all_reduce(tensor)

@@ -31,7 +31,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def around_the_ring(library: object, rank: int, size: int) -> list[torch.Tensor]:
-    """Everything one side can do; what was received."""
+    """Runs every kind of message; returns the received values."""
     received = []
     after, before = (rank + 1) % size, (rank - 1) % size
     for at, dtype in enumerate(TYPES):

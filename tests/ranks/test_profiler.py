@@ -27,7 +27,7 @@ EXPECTED: list[Event] = [
 
 
 def calls(of: object) -> list[Event]:
-    """The profile's events of a program that makes each kind of call, with the shapes of their tensors."""
+    """Returns the profile's events of a program that runs each kind of call, with tensor shapes."""
     rank = of.get_rank()
     mine, other = torch.ones(2, 3), 1 - rank
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:

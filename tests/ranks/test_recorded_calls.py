@@ -19,7 +19,7 @@ from paceline.operate.diagnosis.recording_reader import read, read_directory
 
 
 def mine() -> ProcessRecording:
-    """What this process has recorded so far."""
+    """Returns the recording of this process so far."""
     (path,) = Path(directory_of_files()).glob(f"*-{os.getpid()}.record")
     return read(path)
 

@@ -24,7 +24,7 @@ SENTENCE = r"training, step \d+ of 100,000, 2 of 2 ranks, about .* left"
 
 
 class Job:
-    """A job with a page, and what its launcher printed."""
+    """A job with a page, and the output of its launcher."""
 
     def __init__(self, runs: Path, arguments: list[str]) -> None:
         self.environment = {**ENVIRONMENT, "PACELINE_RUNS_DIR": str(runs)}
@@ -88,7 +88,7 @@ def start(script, tmp_path) -> Iterator[Callable[..., Job]]:
 
 
 def listening() -> set[str]:
-    """The local addresses of all listening TCP sockets of this machine."""
+    """Returns the local addresses of all listening TCP sockets of this machine."""
     found = set()
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
@@ -189,7 +189,7 @@ def test_the_page_is_off_unless_it_is_asked_for(script, tmp_path):
 
 
 def _listener_of(address: str) -> int:
-    """The process that listens at an address of /proc/net; 0 if it cannot be found."""
+    """Returns the process that listens at an address in /proc/net, or 0 if it cannot be found."""
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()

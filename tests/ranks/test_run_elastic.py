@@ -18,7 +18,7 @@ TOY = str(Path(__file__).parents[1] / "support" / "elastic_toy.py")
 
 
 class Elastic:
-    """A job in a directory of its own; closed, none of its processes runs."""
+    """A job in its own directory; closing it stops all its processes."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -33,7 +33,7 @@ class Elastic:
             )
 
     def start_forked(self, *words: str, **variables: str) -> None:
-        """Starts a job of one worker, whose template has imported torch before."""
+        """Starts a job of one worker, whose template has already imported torch."""
         self.launcher = ForkedLauncher(
             ["run", "--elastic", *words, str(self.directory)],
             {**ENVIRONMENT, **variables},
@@ -46,7 +46,7 @@ class Elastic:
         return (self.directory / stream).read_text()
 
     def log(self) -> dict[str, list[str]]:
-        """By worker: its process id, slot, number of slots and time."""
+        """Returns the process id, slot, number of slots and time by worker."""
         with contextlib.suppress(OSError):
             lines = [line.split() for line in (self.directory / "log").read_text().splitlines()]
             return {line[0]: line[1:] for line in lines if len(line) == 5}
@@ -56,14 +56,14 @@ class Elastic:
         return int(self.log()[uid][0])
 
     def latest(self) -> dict[str, list[str]]:
-        """By worker: the members of the latest view that it has entered."""
+        """Returns by worker the members of the latest view that it has entered."""
         with contextlib.suppress(OSError):
             lines = [line.split() for line in (self.directory / "views").read_text().splitlines()]
             return {line[0]: line[1:] for line in lines}
         return {}
 
     def wait_for(self, *members: str) -> None:
-        """Waits until these workers have entered a view of exactly these."""
+        """Waits until these workers have entered a view with exactly these members."""
         self.wait(lambda: all(sorted(self.latest().get(uid, [])) == sorted(members) for uid in members))
 
     def wait_to_hear(self, text: str) -> None:

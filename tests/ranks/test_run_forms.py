@@ -26,7 +26,7 @@ def old_form(*arguments: str) -> list[str]:
 
 @pytest.fixture
 def place(script):
-    """The path of a script that prints its place."""
+    """Returns the path of a script that prints its location."""
     return script(PLACE)
 
 

@@ -48,7 +48,7 @@ Start = Callable[..., tuple["subprocess.Popen[str]", list[int]]]
 
 @pytest.fixture
 def sleepers(script, tmp_path, ssh_server) -> Iterator[Start]:
-    """Starts a job on two machines whose workers sleep; returns its starter, and the workers' processes."""
+    """Starts a job on two machines whose workers sleep; returns the launching process and the workers."""
     started: list[subprocess.Popen[str]] = []
     mark = f"sleepers-{secrets.token_hex(8)}"
 
@@ -80,7 +80,7 @@ def test_a_job_runs_on_two_machines(script, ssh_server, tmp_path):
 
 
 def test_the_secret_is_in_no_command_line_or_environment(script, ssh_server, tmp_path):
-    """The spy is given it backwards, so that it does not find itself."""
+    """The search program receives it reversed, so it does not find itself."""
     secret = secrets.token_hex(32)
     file = tmp_path / "secret"
     file.touch(0o600)

@@ -24,7 +24,7 @@ BIG = 70_001
 
 @dataclass
 class Case:
-    """A call, the tensors that it writes to, and those that it only reads."""
+    """A call, the tensors that it writes, and those that it only reads."""
 
     make: Callable[[], object]
     written: Sequence[torch.Tensor]
@@ -177,7 +177,7 @@ COMMON: dict[str, Callable[[Any], Case]] = {
 
 
 def methods_for_lists() -> dict[str, Callable[[Any], Case]]:
-    """Returns the methods of torch's groups that have no function, or another one."""
+    """Returns the methods of torch's groups that have no corresponding function."""
 
     def group(dist: Any) -> Any:
         return dist.group.WORLD
@@ -245,7 +245,7 @@ PERSISTENT = persistent_cases(False) | persistent_cases(True)
 
 
 def backward_raises(tensor: torch.Tensor) -> Callable[[], bool]:
-    """Has autograd save a tensor; returns a function that says whether the backward then raises."""
+    """Saves a tensor in autograd; returns a function that returns True if the backward pass then raises."""
     factor = torch.ones(tensor.shape, requires_grad=True)
     loss = (factor * tensor).sum()
 
@@ -262,7 +262,7 @@ def backward_raises(tensor: torch.Tensor) -> Callable[[], bool]:
 
 
 def outcomes(dist: Any, make: Callable[[Any], Case]) -> tuple[list[bool], list[bool]]:
-    """Returns for each tensor that the call writes to, and that it reads, whether a backward that needs it raises."""
+    """Returns True for each written and each read tensor for which the backward pass raises."""
     case = make(dist)
     written, read = [backward_raises(each) for each in case.written], [backward_raises(each) for each in case.read]
     case.make()
@@ -314,7 +314,7 @@ def test_a_backward_raises_for_what_a_call_has_overwritten(reports, name):
 
 
 def forward_twice() -> None:
-    """As torch's, DistributedDataParallel sends buffers without a count: those of batch normalization are saved."""
+    """Like torch's, DistributedDataParallel sends buffers without bumping versions: batch norm saves them."""
     paceline.init_process_group()
     torch.manual_seed(1)
     model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))

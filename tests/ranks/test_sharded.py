@@ -19,7 +19,7 @@ from paceline.train.logical_shards.tree_sum import Node, add, add_up, nodes_with
 
 @functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Read in this process: to import scikit-learn in every rank would take longer than the training."""
+    """Read in this process, because importing scikit-learn in every rank takes longer than the training."""
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
@@ -41,7 +41,7 @@ class Digits(torch.utils.data.Dataset):
 
 
 class Sequences(torch.utils.data.Dataset):
-    """What is next in a sequence that counts on."""
+    """Predicts the next number of a counting sequence."""
 
     def __len__(self) -> int:
         return 150
@@ -82,7 +82,7 @@ def hash_of(model: nn.Module) -> str:
 def train(
     kind: str, count: int, images: Images, workers: int = 0, file: str = "", steps: int = 9999
 ) -> tuple[str, list[float]]:
-    """An epoch, or the rest of the one that `file` has a checkpoint of; left after so many steps, with a checkpoint."""
+    """Trains an epoch, or the rest of the one in the checkpoint `file`; may stop early with a checkpoint."""
     torch.manual_seed(dist.get_rank())
     model, dataset = (cnn(), Digits(*images)) if kind == "cnn" else (Transformer(), Sequences())
     shards = dist.LogicalShards(model, count, seed=7)
@@ -126,7 +126,7 @@ def train_wrapped(kind: str, images: Images, accumulate: int = 1) -> str:
 
 
 def train_epochs(images: Images) -> list[object]:
-    """What must be the same on any of 1, 2 and 4 ranks."""
+    """Returns results that must be the same on 1, 2 and 4 ranks."""
     dist.init_process_group()
     return [
         *(train(kind, 8, images) for kind in ("cnn", "transformer")),
@@ -199,7 +199,7 @@ def test_the_gradient_is_that_of_the_mean_over_the_step(ranks):
 
 
 def add_by_each_way() -> None:
-    """The sums of six shards in the core, of five in slices, and of one that only rank 1 has."""
+    """Returns sums of six shards in the core, of five in slices, and of one that only rank 1 has."""
     dist.init_process_group()
     group, rank = dist.new_group(), dist.get_rank()
     made = torch.Generator().manual_seed(0)
@@ -235,7 +235,7 @@ def test_sums_over_ranks_leave_what_they_were_given(ranks):
 
 
 class Several(nn.Module):
-    """Returns a nest, and leaves a layer out."""
+    """Returns nested outputs, and skips a layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ FUSED = ["Adam", "AdamW", "SGD", "Adagrad"]
 
 
 class Derived(SGD):
-    """Might look at a parameter as a whole."""
+    """A subclass that may inspect a whole parameter."""
 
 
 def every_optimizer() -> None:
@@ -200,7 +200,7 @@ def two_optimizers() -> None:
 
 
 class Choosy(nn.Module):
-    """Rank 0 leaves out the second layer, other ranks the third, all of them the fourth."""
+    """Rank 0 skips the second layer, other ranks the third, and all of them the fourth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def buffers_come_from_rank_0() -> None:
 
 
 def uneven_inputs() -> None:
-    """Every rank has one batch more than the one before; those without count as zeros."""
+    """Each rank has one batch more than the previous one; ranks without a batch count as zeros."""
     for by_initial in (True, False):
         model, shared, _, _ = pair("mlp", SGD, lr=0.5)
         reference = copy.deepcopy(model)
@@ -255,7 +255,7 @@ def uneven_inputs() -> None:
 
 
 class Counting(nn.Module):
-    """Every element is the number of steps, since its gradient is -1 and the learning rate is 1."""
+    """Every element equals the number of steps, since its gradient is -1 and the learning rate is 1."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ def parameters_may_be_loaded() -> None:
 
 
 def refused_step(change: Callable[[nn.Module], object]) -> str:
-    """What a step says after rank 1 has changed the module."""
+    """Returns the error of a step after rank 1 has changed the module."""
     model, shared, _, _ = pair("mlp", SGD, lr=0.1)
     backward(model, "mlp", 0)
     if dist.get_rank() == 1:
@@ -57,7 +57,7 @@ def double_first(model: nn.Module) -> None:
 
 @torch.no_grad()
 def turn_first(model: nn.Module) -> None:
-    """Gives the parameter the same memory in another order."""
+    """Gives the parameter the same memory with other strides."""
     weight = model.get_parameter("0.weight")
     weight.data = weight.data.t()
 
@@ -127,7 +127,7 @@ def copies_and_files_have_memory_of_their_own() -> None:
 
 
 class Failing(SGD):
-    """Fails on rank 1 when it has updated something."""
+    """Raises an error on rank 1 after updating some parameters."""
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -179,7 +179,7 @@ def clip_within_join() -> None:
 
 
 def bytes_of_its_own() -> int:
-    """Returns this rank's private memory and its share of what the ranks share.
+    """Returns this rank's private memory and its share of the memory that ranks share.
 
     Its share of other mappings depends on which processes, of other tests too, use the same libraries at the time. The
     file is read line by line, since a process with many libraries would keep a part of the memory for the whole text.
@@ -204,7 +204,7 @@ def trim_memory() -> None:
 
 
 def memory_is_that_of_one_process() -> None:
-    """Of parameters and state: three times 96 MiB, on all ranks together."""
+    """Parameters and state take three times 96 MiB, on all ranks together."""
     torch.set_num_threads(1)
     x = torch.randn(2, 2048)
     model, optimizer = nn.Linear(2048, 256, bias=False), None

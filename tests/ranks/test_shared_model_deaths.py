@@ -24,7 +24,7 @@ OPTIONS = {"lr": 0.05, "fused": True}
 
 
 def train_with_checkpoints(path: Path, dies: str) -> str:
-    """Trains from the checkpoint, if there is one; returns the error with which a step ended, "" without one."""
+    """Trains from the checkpoint, if any; returns the error that ended a step, or ""."""
     dist.init_process_group()
     torch.set_num_threads(1)
     one_copy.LEAST_ROUND_BYTES = ROUND_BYTES
@@ -84,7 +84,7 @@ def require_torn(model: nn.Module, optimizer: dist.SharedModelOptimizer) -> None
 
 
 def require_resumed(ranks: Callable[[int], Ranks], undisturbed: Path, path: Path) -> None:
-    """Requires that the job, started again, ends with the bits of one that nothing disturbed."""
+    """Requires that the restarted job is bitwise equal to an undisturbed one."""
     assert ranks(3)(train_with_checkpoints, path, "") == ["", "", ""]
     if not undisturbed.exists():
         ranks(3)(train_with_checkpoints, undisturbed, "")

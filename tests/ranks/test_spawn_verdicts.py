@@ -33,7 +33,7 @@ def train(rank: int, fault: str) -> None:
 
 @pytest.fixture(autouse=True)
 def records_of_its_own(monkeypatch, tmp_path):
-    """Keeps the recordings apart from those of other tests, which would push them out."""
+    """Separates the recordings from those of other tests, which would displace them."""
     directory = tmp_path / "recordings"
     monkeypatch.setenv("PACELINE_RECORD_DIR", str(directory))
 
@@ -45,7 +45,7 @@ def fail_when_told(_: int, path: str) -> None:
 
 
 def test_who_fails_right_after_a_look_has_failed(monkeypatch, tmp_path):
-    """A process that ends between two looks at it is not taken for one that has ended well."""
+    """A process that fails between two checks is not reported as successful."""
     told, look = tmp_path / "told", BaseProcess.exitcode.fget
 
     def looked_at(process):

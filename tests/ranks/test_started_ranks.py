@@ -45,7 +45,7 @@ print("met", met.rank, met.world_size, flush=True)
 
 
 def of_slurm(rank: int, tasks: int, nodes: int = 1, **more: str) -> dict[str, str]:
-    """The variables of a task of srun."""
+    """Returns the variables of a task of srun."""
     return {
         "SLURM_JOB_ID": f"{os.getpid()}",
         "SLURM_STEP_ID": "0",
@@ -61,12 +61,12 @@ def of_slurm(rank: int, tasks: int, nodes: int = 1, **more: str) -> dict[str, st
 
 
 def of_pmi(rank: int, size: int) -> dict[str, str]:
-    """The variables of a rank of MPICH's mpirun."""
+    """Returns the variables of a rank of MPICH's mpirun."""
     return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": str(size)}
 
 
 def ends_of(path: str, variables: list[dict[str, str]], tmp_path) -> list[str]:
-    """Starts a process with each set of variables, through a shell of its own, and returns what they print."""
+    """Starts a process with each set of variables, in a separate shell, and returns their output."""
     unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PACELINE_STORE")
     base = {name: value for name, value in ENVIRONMENT.items() if name not in unset} | {"TMPDIR": str(tmp_path)}
     words = ["sh", "-c", '"$0" "$1"; exit $?', sys.executable, path]
@@ -94,7 +94,7 @@ def test_two_jobs_of_slurm_on_a_machine_do_not_meet(script, tmp_path):
 
 @pytest.fixture
 def variables(monkeypatch):
-    """Sets a task's variables in this process, in place of those of a launcher."""
+    """Sets a task's variables in this process instead of a launcher's."""
 
     def set_them(values: dict[str, str]) -> None:
         for name in list(os.environ):

@@ -33,7 +33,7 @@ def ways_to_call(group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
 
 
 def said_by_groups() -> dict[str, list[str]]:
-    """What is said of calls that are made in each way, each in a group of its own."""
+    """Returns the messages about calls of each form, each in a separate group."""
     engine.UNMEASURED = CostModel(SLOW, SLOW, 1e-9)
     said: list[str] = []
     handler = logging.Handler()

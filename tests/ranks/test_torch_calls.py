@@ -22,7 +22,7 @@ GLOO_REFUSES = {"gather_and_scatter: complex"}
 
 
 def outcome(module: Any, name: str, rank: int, size: int) -> tuple[object, str]:
-    """What the case returned, or the traceback of what it raised."""
+    """Returns the result of the case, or the traceback of its error."""
     try:
         return CASES[name](module, rank, size), ""
     except Exception:
@@ -35,7 +35,7 @@ def meet(directory: str, rank: int, size: int) -> None:
 
 
 def compare_every_legal_call(directory: str, names: list[str]) -> dict[str, str]:
-    """Runs on a rank; what differs, by the name of the case."""
+    """Runs on a rank; returns the differences by the name of the case."""
     told: dict[str, str] = {}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meet(directory, rank, size)

@@ -88,7 +88,7 @@ WAITS = "rank 0 waits in all_reduce(float32, 4096) call 32 (script.py:"
 
 @pytest.fixture
 def said(script, tmp_path):
-    """Runs the job with a fault; returns what the launcher has said when `word` is in it, or when the job has ended.
+    """Runs the job with a fault; returns the launcher's output when it contains `word` or the job has ended.
 
     A rank that is "busy" works until `until` is said.
     """
@@ -164,7 +164,7 @@ def require_cause(directory, capsys, cause: str) -> None:
 
 
 def require_told_once(told: str, sentence: str) -> None:
-    """The cause is in the last line; of a job that takes long to end, the last line refers to one before."""
+    """The cause is in the last line; if a job takes long to end, the last line refers to an earlier one."""
     assert told.count(sentence) == 1
     last = told.splitlines()[-1]
     assert sentence in last or ("the cause was explained above" in last and "(rank 1)" in last)

@@ -105,7 +105,7 @@ WHOLE = ["Adafactor", "Derived"]
 
 
 class Derived(torch.optim.SGD):
-    """Might look at a parameter as a whole."""
+    """A subclass that may inspect a whole parameter."""
 
 
 def every_optimizer() -> None:
@@ -181,7 +181,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def measure_memory() -> list[tuple[int, int, dict[str, int]]]:
-    """Of each stage and model: the stage, the bytes of the parameters, and what this rank holds."""
+    """Returns for each stage and model: the stage, the bytes of the parameters, and the bytes on this rank."""
     dist.init_process_group()
     seen = []
     for stage in (1, 2, 3):

@@ -28,7 +28,7 @@ def inputs(*shape: int) -> list[torch.Tensor]:
 
 
 def average_over(model: nn.Module, batches: list[torch.Tensor]) -> None:
-    """The gradients that data parallel training has, computed by one process."""
+    """Returns the gradients of data-parallel training, computed by one process."""
     for x in batches:
         (model(x).square().sum() / len(batches)).backward()
 
@@ -66,7 +66,7 @@ def test_several_backwards_accumulate(ranks):
 
 
 class Choosy(nn.Module):
-    """Rank 0 leaves out the second layer, rank 1 the third, all of them the fourth."""
+    """Rank 0 skips the second layer, rank 1 the third, and all of them the fourth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_a_parameter_is_averaged_if_any_rank_used_it(ranks):
 
 
 class Pair(nn.Module):
-    """Two parameters of one size, so that each of two ranks owns one."""
+    """Two parameters of equal size, so that each of two ranks owns one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def test_clipping_with_torch_is_noticed_if_gradients_are_sharded(ranks):
 
 
 def scaled(stage: int) -> None:
-    """Half of the losses' gradients overflow in the second step, in a parameter that one rank owns."""
+    """In the second step, half of the gradients overflow in a parameter that one rank owns."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
     reference = dist.DistributedDataParallel(copy.deepcopy(model))

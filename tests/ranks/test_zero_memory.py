@@ -96,7 +96,7 @@ def test_parameters_that_lie_in_one_memory_are_parted(ranks):
 
 
 def freeze_the_most() -> list[int]:
-    """How many parameters a rank holds before each layer's backward, the last layer first."""
+    """Returns the number of parameters on a rank before each layer's backward pass, last layer first."""
     dist.init_process_group()
     model = nn.Sequential(nn.Linear(8, 8), *(nn.Linear(8, 8, bias=False).requires_grad_(False) for _ in range(6)))
     dist.ZeroRedundancyOptimizer(model, torch.optim.SGD, stage=3, lr=0.1)

@@ -16,7 +16,7 @@ NAME = "DDP, wide MLP"
 
 
 def of(distributed: list[float], bare: list[float], parameters: float = 5.0) -> dict[str, object]:
-    """Returns what rank 0 of a job prints."""
+    """Returns the output of rank 0 of a job."""
     return {"times": {"distributed": distributed, "bare": bare}, "parameters": parameters}
 
 

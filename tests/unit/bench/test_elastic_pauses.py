@@ -18,7 +18,7 @@ MS = 1_000_000
 
 
 def commits(slot: int, pid: int, times_ms: dict[int, int]) -> list[Commit]:
-    """The notes of a process: when it committed which step."""
+    """Returns the records of a process: the steps and times of its commits."""
     return [Commit(slot, pid, step, at_ms * MS) for step, at_ms in times_ms.items()]
 
 

@@ -104,7 +104,7 @@ def test_addresses_are_parsed_as_they_are_printed():
 
 
 def job_directory(root: Path, name: str, started_s: float, page: bool) -> Path:
-    """The directory of a job whose launcher is this process."""
+    """Returns the directory of a job whose launcher is this process."""
     stat = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]
     facts = {"job": name, "command": ["train.py"], "host": os.uname().nodename, "workers": 1, "started_s": started_s}
     facts |= {"state": "running", "pid": os.getpid(), "pid_started": stat, "world_size": 2}

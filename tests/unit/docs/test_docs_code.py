@@ -60,7 +60,7 @@ def listed(wrong: list[str]) -> str:
 
 
 def syntax_error(text: str, block: Block) -> str | None:
-    """The error with which code of a page does not compile."""
+    """Returns the error with which code of a page fails to compile, if any."""
     try:
         compile(text, str(block), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     except SyntaxError as error:
@@ -85,7 +85,7 @@ def test_a_diff_in_a_page_leads_to_code():
 
 
 def is_there(module: str, name: str) -> bool:
-    """Whether `module.name`, where the name may have dots, is a module or what one has."""
+    """Returns True if `module.name`, where the name may contain dots, is a module or an attribute of one."""
     if module in NEEDS_MORE:
         return _defines(module, name)
     found: object = import_module(module)
@@ -105,7 +105,7 @@ def is_there(module: str, name: str) -> bool:
 
 
 def _defines(module: str, name: str) -> bool:
-    """Whether the source of a module, or of the one that it stands for, has a class or function of that name."""
+    """Returns True if the source of a module, or of the one that it aliases, defines a class or function `name`."""
     return public_names.find(public_names.source_of(module), name) is not None
 
 
@@ -121,14 +121,14 @@ def _is_module(value: object) -> bool:
 
 
 def _is_set_later(found: object, name: str) -> bool:
-    """Whether instances of a class may have the name, which only `__init__` shows."""
+    """Returns True if instances of a class may have the attribute, which only `__init__` shows."""
     return (
         isinstance(found, type) and f"self.{name}" in Path(import_module(found.__module__).__file__ or "").read_text()
     )
 
 
 def uses(tree: ast.AST, module_of: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Each name of our modules that the code uses, with its module; `module_of` is what the names stand for before."""
+    """Yields each name of Paceline's modules that the code uses; `module_of` maps names that were bound before."""
     names = dict(module_of)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -244,7 +244,7 @@ def test_a_lesson_is_a_whole_program():
 
 
 def test_lists_read_alike_for_the_site_and_the_repository():
-    """MkDocs wants an empty line before a list, and four spaces before a further paragraph of an item."""
+    """MkDocs requires an empty line before a list, and four spaces before a further paragraph of an item."""
     wrong = []
     for name in NAMED:
         before = ""
@@ -259,7 +259,7 @@ def test_lists_read_alike_for_the_site_and_the_repository():
 
 
 def test_code_is_found():
-    """The other tests would pass if nothing was."""
+    """The other tests would pass if no code was found."""
     assert sum(len(blocks(page, "python")) for page in PAGES) > 50
     calls = [call for page in PAGES for _, words in commands(page) if (call := call_of_paceline(words))]
     assert len(calls) > 40 and ["doctor"] in calls

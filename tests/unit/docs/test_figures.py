@@ -34,7 +34,7 @@ def results() -> dict[str, Result]:
 
 @pytest.fixture(scope="module")
 def drawn(results) -> dict[str, str]:
-    """The pictures, drawn by the version of matplotlib that has drawn those in docs."""
+    """Returns the pictures; skips the test with another version of matplotlib than the pinned one."""
     matplotlib = pytest.importorskip("matplotlib")
     (pinned,) = re.findall(r"^matplotlib==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     if matplotlib.__version__ != pinned:

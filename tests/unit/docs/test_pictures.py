@@ -59,7 +59,7 @@ def _python_defines(text: str, function: str) -> bool:
 
 
 def _native_defines(text: str, function: str) -> bool:
-    """Whether `text` defines `Class::method`, in the class or outside of it, or the function."""
+    """Returns True if `text` defines the function or `Class::method`, inside or outside the class."""
     owner, _, name = function.rpartition("::")
     outside = re.search(rf"^[\w:<>,*& \[\]]*\b{re.escape(function)}\([^;]*?\{{", text, re.MULTILINE)
     inside = re.search(rf"^class {owner}\b.*?^\s[^;\n]*\b{name}\(", text, re.MULTILINE | re.DOTALL) if owner else None

@@ -27,7 +27,7 @@ USERS_FILES = {
 
 
 class Sign(NamedTuple):
-    """A file that a text names, and where the text does so."""
+    """A file that a text refers to, and the location of the reference."""
 
     file: Path
     line: int
@@ -48,7 +48,7 @@ class Sign(NamedTuple):
 
 
 def _suffixes_of_paths() -> set[str]:
-    """Each way to name a file or folder of the repository: `c.py`, `b/c.py` and `a/b/c.py` for one."""
+    """Returns each way to refer to a file or folder of the repository, such as `c.py`, `b/c.py` and `a/b/c.py`."""
     below = (path for folder in FOLDERS for path in [ROOT / folder, *(ROOT / folder).rglob("*")])
     parts = (path.relative_to(ROOT).parts for path in [*below, *ROOT.glob("*.*")])
     return {"/".join(part[start:]) for part in parts for start in range(len(part))}
@@ -60,7 +60,7 @@ PLATES = sorted(path for path in PACKAGE.glob("*/**/__init__.py"))
 
 
 def _named_in(text: str) -> Iterator[tuple[int, str]]:
-    """The line (from 0) and name of each file and folder that `text` names, in backticks or by a path."""
+    """Yields the line (from 0) and name of each file and folder that `text` refers to, in backticks or by path."""
     for at, line in enumerate(text.split("\n")):
         quoted = [name for words in re.findall(r"`([^`]+)`", line) if " " not in words for name in FILE.findall(words)]
         paths = [name for name in FILE.findall(line) if "/" in name] + PATH.findall(line)

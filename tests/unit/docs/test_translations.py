@@ -26,7 +26,7 @@ _SHORTEST = 0.2
 
 
 class Part(NamedTuple):
-    """A heading, paragraph, item of a list, row of a table, picture or block of code."""
+    """A heading, paragraph, list item, table row, picture or block of code."""
 
     line: int
     kind: str
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 def english_of(page: Path) -> Path:
-    """The page that a Chinese page translates."""
+    """Returns the page that a Chinese page translates."""
     if page == ROOT / "README.zh.md":
         return ROOT / "README.md"
     return ROOT / "docs" / page.relative_to(CHINESE)
@@ -49,22 +49,22 @@ def advice(name: str, what: str) -> str:
 
 
 def headings(page: Path) -> list[str]:
-    """The marks of a page's headings: `##` for one of the second level."""
+    """Returns the marks of a page's headings: `##` for one of the second level."""
     return re.findall(r"^(#+) ", prose(page), re.MULTILINE)
 
 
 def markers(page: Path) -> list[str]:
-    """The names of a page's blocks of figures, of which the README has a Chinese form."""
+    """Returns the names of a page's blocks of figures; the README's have Chinese variants."""
     return [name.removesuffix(".zh") for name in re.findall(r"<!-- figures: ([\w.-]+) -->", page.read_text())]
 
 
 def rows(page: Path) -> int:
-    """The number of lines in a page's tables, apart from blocks of figures."""
+    """Returns the number of lines in a page's tables, except blocks of figures."""
     return len(re.findall(r"^ *\|", _FIGURES.sub("", prose(page)), re.MULTILINE))
 
 
 def parts(page: Path) -> list[Part]:
-    """What a page consists of, in its order, without blocks of figures and the link to the original page."""
+    """Returns the parts of a page in order, without blocks of figures and the link to the original page."""
     lines = prose(page).split("\n")
     for block in blocks(page):
         lines[block.line - 2] = "```"
@@ -83,7 +83,7 @@ def parts(page: Path) -> list[Part]:
 
 
 def kind_of(line: str) -> str:
-    """What begins in a line, if it does not go on with the one above; empty for an empty line."""
+    """Returns the kind of part that begins in a line if it does not continue the previous one, or "" if it is empty."""
     line = line.strip()
     for kind, mark in {"heading": "#", "row": "|", "picture": "![", "code": "```"}.items():
         if line.startswith(mark):
@@ -92,7 +92,7 @@ def kind_of(line: str) -> str:
 
 
 def lacks(chinese: Part | None, english: Part | None) -> str | None:
-    """How a part fails to translate another one, as far as that shows without a knowledge of the languages."""
+    """Returns the deficiencies of a translated part that can be detected without knowing the languages."""
     if chinese is None or english is None or chinese.kind != english.kind:
         return f"{described(chinese)} is where {described(english)} should be"
     if chinese.kind == "indented":
@@ -116,7 +116,7 @@ def described(part: Part | None) -> str:
 
 
 def code(page: Path) -> list[Block]:
-    """All code of a page, fenced and indented, in the order of the page. The rest of a list's item is no code."""
+    """Returns all code of a page, fenced and indented, in order. Further text of a list item is not code."""
     lines = prose(page).split("\n")
     found = blocks(page)
     for block in indented(page):
@@ -127,7 +127,7 @@ def code(page: Path) -> list[Block]:
 
 
 def statements(block: Block) -> Iterator[str]:
-    """The lines of a block without their comments, where there is anything else."""
+    """Returns the lines of a block without comments, or with them if there are no other lines."""
     for line in block.text.split("\n"):
         stripped = _COMMENT.sub("", line).rstrip()
         if stripped:
@@ -135,7 +135,7 @@ def statements(block: Block) -> Iterator[str]:
 
 
 def agree(chinese: str | None, english: str | None) -> bool:
-    """Whether two lines are the same but for words that are translated."""
+    """Returns True if two lines are equal except for translated words."""
     if chinese is None or english is None:
         return False
     start = _CHINESE.split(chinese, maxsplit=1)[0]
@@ -169,7 +169,7 @@ def test_a_chinese_page_links_to_its_original():
 
 
 def compared(of: Callable[[Path], object], message: str, *, but: Collection[str] = ()) -> list[str]:
-    """Advice for each Chinese page of which `of` finds another value than of the page that it translates."""
+    """Returns a message for each Chinese page for which `of` differs from its value for the original page."""
     pairs = [(name, of(ROOT / name), of(english_of(ROOT / name))) for name in NAMED if name not in but]
     return [advice(name, message.format(mine=mine, theirs=theirs)) for name, mine, theirs in pairs if mine != theirs]
 
@@ -213,7 +213,7 @@ def test_a_chinese_page_has_the_same_code():
 
 
 def test_the_chinese_terms_are_those_of_the_glossary():
-    """The English glossary names the Chinese terms; the Chinese one has each of them at the beginning of a row."""
+    """The English glossary lists the Chinese terms; in the Chinese one, each of them begins a row."""
     terms = [row.split("|")[2] for row in re.findall(r"^\|.+", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)]
     asked = {term.strip() for cell in terms for term in cell.split("、")} - {"Chinese", "---"}
     chinese = (CHINESE / "glossary.md").read_text()

@@ -31,7 +31,7 @@ RELATIVE_DOCSTRINGS = """
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """The modules of `src` by their paths, without those that imitate Horovod's."""
+    """Returns the modules of `src` by path, except those that imitate Horovod's."""
     files = (file for file in sorted(SOURCES.rglob("*.py")) if STAND_IN not in file.parents)
     return {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
 
@@ -90,13 +90,13 @@ def test_files_are_few_enough_to_know():
 
 
 def own_terms() -> set[str]:
-    """The words of the terms that docs/glossary.md defines."""
+    """Returns the words of the terms that docs/glossary.md defines."""
     rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
     return {word for row in rows for word in re.findall(r"\w+", row.lower())}
 
 
 def is_known(name: str, known: set[str]) -> bool:
-    """Whether the name, or its last word, is a known word or the plural of one."""
+    """Returns True if the name, or its last word, is a known word or the plural of one."""
     endings = {"ies": "y", "es": "", "s": "", "": ""}
     words = [name, name.split("_")[-1]]
     return any(word.removesuffix(end) + one in known for word in words for end, one in endings.items())

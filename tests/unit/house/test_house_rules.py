@@ -20,7 +20,7 @@ def statements_of(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def programs_of(test: ast.FunctionDef) -> Iterator[str]:
-    """What is given to `ranks(n)`, `hosts(n)` or their `start`: the functions that run on ranks."""
+    """Yields the functions that run on ranks: the arguments of `ranks(n)`, `hosts(n)` or their `start`."""
     for call in ast.walk(test):
         if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Name):
             called = call.func.value if isinstance(call.func, ast.Attribute) else call.func
@@ -54,7 +54,7 @@ def test_no_two_test_files_share_a_name():
 
 
 def test_programs_say_in_words_what_they_do(trees):
-    """A program that fails is named in the traceback; `groups` or `leave` would say nothing there."""
+    """The traceback names a program that fails, where `groups` or `leave` would be meaningless."""
     for file, tree in trees.items():
         own = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
         programs = {name for test in statements_of(tree) for name in programs_of(test)} & own

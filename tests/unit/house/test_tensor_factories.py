@@ -24,7 +24,7 @@ FACTORIES = frozenset(_NAMES.split())
 
 
 def without_device(tree: ast.Module) -> Iterator[ast.Call]:
-    """Yields the calls of factories that leave the device to the default."""
+    """Yields the factory calls that use the default device."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=name)) if name in FACTORIES:

@@ -40,7 +40,7 @@ NEVER = {"read_tensors"}  # it is for `import paceline`, and would change how th
 
 
 class Values:
-    """Chooses the value of a parameter by its name and its type in the stub."""
+    """Chooses a value for a parameter by its name and its type in the stub."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -139,7 +139,7 @@ class Values:
         return choose(simple.get(annotation, [None, object(), [], {}, ()]))
 
     def _descriptor(self) -> int:
-        """Returns one that the core may take over, or that is none."""
+        """Returns a descriptor that the core may take over, or an invalid one."""
         way = self.random.randrange(4)
         if way == 0:
             return self.random.choice([-1, -(2**31), 2**31 - 1, 10**6])
@@ -175,7 +175,7 @@ Parameters = list[tuple[str, str]]
 
 
 def surface() -> list[tuple[str, str | None, Parameters]]:
-    """Returns each function and method of the stub: its name, its class, and the names and types of its parameters."""
+    """Returns each function and method of the stub: name, class, and names and types of parameters."""
     stub = ast.parse(Path(_core.__file__).with_name("_core.pyi").read_text())
     found: list[tuple[str, str | None, Parameters]] = []
 

@@ -32,7 +32,7 @@ def unpacked(wire, level, data, like):
 
 
 def rounded(wire, values):
-    """What float32 values are after the wire, by the words of native/wire/wire.hpp."""
+    """Returns float32 values after the wire format's rounding, as described in native/wire/wire.hpp."""
     if wire == "bf16":
         return values.bfloat16().float()
     groups = torch.nn.functional.pad(values, (0, -values.numel() % GROUP)).view(-1, GROUP)

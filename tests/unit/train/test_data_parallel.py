@@ -35,7 +35,7 @@ class Calls(nn.Module):
 
 
 class Outputs(nn.LSTM):
-    """Without the hidden states, whose batch dimension is another."""
+    """Outputs without the hidden states, whose batch dimension differs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)[0]

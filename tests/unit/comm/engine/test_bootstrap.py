@@ -15,7 +15,7 @@ TIMEOUT_S = 10.0
 
 
 class Clock:
-    """Stands still except in pauses, which it keeps."""
+    """A clock that advances only in pauses, which it records."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

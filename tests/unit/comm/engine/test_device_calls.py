@@ -24,7 +24,7 @@ HEADER = (0, 0, 0, 0, -1, 1)
 
 
 class Position:
-    """An event on a stream that the test lets pass."""
+    """An event on a stream that completes when the test sets it."""
 
     def __init__(self) -> None:
         self.passed = False
@@ -49,7 +49,7 @@ class Recorded:
 
 
 class OneRank:
-    """A call stream of one rank, with its group's ends and the positions of its calls."""
+    """A call stream of one rank, with its group's failures and the events of its calls."""
 
     def __init__(self) -> None:
         self.ends: list[str] = []
@@ -149,7 +149,7 @@ def test_captured_calls_are_not_watched_nor_the_first_ones(monkeypatch):
 
 
 class EndsAtTheEndOfThePause(threading.Event):
-    """Is set, as `CallWatch.close` would, at the moment at which nobody waits for it any more."""
+    """Is set, as by `CallWatch.close`, at the moment at which the wait for it times out."""
 
     def __init__(self, watch: CallWatch) -> None:
         super().__init__()

@@ -44,14 +44,14 @@ class QueueStream:
         self.jobs.append(lambda: event.passed)
 
     def run(self) -> int:
-        """Runs jobs up to the first one that must wait; returns how many are left."""
+        """Runs jobs up to the first one that must wait; returns the number of remaining jobs."""
         while self.jobs and self.jobs[0]():
             self.jobs.pop(0)
         return len(self.jobs)
 
 
 class QueueModule:
-    """What `torch.cuda` is for "cuda", without a context manager for devices."""
+    """The counterpart of `torch.cuda`, without a context manager for devices."""
 
     Stream, Event = QueueStream, QueueEvent
 

@@ -57,7 +57,7 @@ def test_a_process_of_another_namespace_is_not_judged():
 
 
 class Gone(dist.HashStore):
-    """A store whose server has ended."""
+    """A store whose server has exited."""
 
     def _apply(self, *_: object) -> object:
         raise dist.StoreConnectionError("the process that serves it has ended")

@@ -23,7 +23,7 @@ _HOSTS = {2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0, 2], [1, 3]]}
 
 
 class _Link:
-    """From one rank to another: messages meet receives in the order in which these are posted."""
+    """A link between two ranks, which matches messages and receives in the order in which they are posted."""
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -51,11 +51,11 @@ _Links = defaultdict[tuple[int, int], _Link]
 
 class _Sent:
     def wait(self, deadline_ns: int) -> None:
-        """It was taken at once."""
+        """Returns at once, because the message was buffered."""
 
 
 class _Wire:
-    """Links that hold everything, between threads."""
+    """Links with unlimited buffers between threads."""
 
     def __init__(self, links: _Links, rank: int) -> None:
         self.links, self.rank = links, rank
@@ -69,14 +69,14 @@ class _Wire:
 
 
 def _pieces(tensor: torch.Tensor) -> list[int]:
-    """In two pieces, as a list of tensors comes."""
+    """Splits a tensor into two pieces, like a list of tensors."""
     first = tensor[:2]
     rest = tensor[2:]
     return [first.data_ptr(), first.nbytes, rest.data_ptr(), rest.nbytes]
 
 
 def _run(algorithm: str, operation: Operation, op: ReduceOp, size: int, root: int) -> list[list[torch.Tensor]]:
-    """What every rank's output tensors hold afterwards."""
+    """Returns the final contents of every rank's output tensors."""
     links: _Links = defaultdict(_Link)
     for pair in ((a, b) for a in range(size) for b in range(size)):
         links[pair]

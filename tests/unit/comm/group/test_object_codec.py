@@ -40,7 +40,7 @@ def there_and_back(value: object) -> object:
 
 
 def same(a: object, b: object) -> bool:
-    """Equal and of the same types all the way down; NaN is NaN."""
+    """Returns True if values and all nested types are equal; NaN equals NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -93,7 +93,7 @@ leaves = (
 
 
 def containers(children):
-    """Lists, dicts and so on of `children`. A NaN is not equal to its copy, so it is no key."""
+    """Strategies for containers of `children`. A NaN is not equal to its copy, so it is not used as a key."""
     keys = hashable | st.tuples(hashable, hashable) | st.frozensets(hashable, max_size=3)
     return (
         st.lists(children, max_size=4)
@@ -241,7 +241,7 @@ CORPUS = [
 
 
 def is_refused(body: bytes, buffers: list[torch.Tensor]) -> bool:
-    """Any error but the two for what cannot be read goes on to the test."""
+    """Returns True for the two expected errors; all others are passed on to the test."""
     try:
         decode(body, buffers)
     except (MalformedPayload, PickleRefused):

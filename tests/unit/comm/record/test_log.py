@@ -10,7 +10,7 @@ import paceline
 
 
 class Recorder:
-    """Stands for a writer, a run or a client, and keeps what it is called with."""
+    """Replaces a writer, a run or a client, and records its calls."""
 
     def __init__(self):
         self.calls = []

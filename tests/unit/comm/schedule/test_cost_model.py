@@ -29,7 +29,7 @@ def test_every_offered_operation_has_a_closed_form():
 
 @pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[1] != Operation.BARRIER])
 def test_prediction_and_simulation_differ_by_a_small_factor(algorithm, operation):
-    """What is simulated overlaps more, a star's middle above all, and long folds go through a pipe."""
+    """The simulation overlaps more, especially at a star's center, and pipelines long folds."""
     most = 4 if algorithm == "star" else 2.7
     for n_hosts, ranks_a_host in [(1, 2), (1, 8), (1, 13), (4, 1), (3, 4), (4, 4), (8, 4)]:
         hosts, world_size = hosts_of(n_hosts, ranks_a_host), n_hosts * ranks_a_host
@@ -45,7 +45,7 @@ def test_hierarchical_wins_for_long_tensors_on_several_hosts():
 
 
 def test_the_ring_is_close_to_hierarchical_for_long_tensors():
-    """It too leaves each host once; but it does not reduce within hosts while it exchanges between them."""
+    """It also leaves each host once, but does not overlap reductions within hosts with exchanges between them."""
     choice = choose(CLUSTER, Operation.ALL_REDUCE, 1024 * MIB, 64, hosts_of(8, 8))
     ring = next(each.seconds for each in choice.candidates if each.algorithm == "ring")
     assert choice.algorithm == "hierarchical" and ring < 1.3 * choice.seconds
@@ -62,7 +62,7 @@ def test_halving_loses_for_long_tensors_where_its_rounds_overlap():
 
 
 def test_several_messages_at_once_are_for_short_tensors():
-    """Latency is what they save; but less of what is reduced within hosts is hidden."""
+    """They save latency, but hide less of the reduction within hosts."""
     far = CostModel(LinkCost(2e-6, 1 / 20e9), LinkCost(5e-3, 1 / 1e9, 1e-5), 1 / 10e9)
     hosts = hosts_of(9, 2)
     assert choose(far, Operation.ALL_REDUCE, 64 << 10, 18, hosts).algorithm == "circulant"
@@ -88,7 +88,7 @@ def test_few_rounds_win_where_messages_are_dear(world_size):
 )
 @pytest.mark.parametrize("n_hosts", [1, 4])
 def test_the_star_never_wins_a_long_tensor_on_many_ranks(operation, n_hosts):
-    """In a gather and a scatter all bytes cross the root's link in any case."""
+    """In a gather and a scatter, all bytes cross the root's link in any case."""
     choice = choose(CLUSTER, operation, 64 * MIB, 32, hosts_of(n_hosts, 32 // n_hosts))
     assert choice.algorithm != "star"
 

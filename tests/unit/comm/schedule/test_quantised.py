@@ -54,7 +54,7 @@ def test_equal_hosts_end_right_and_with_equal_bits(operation):
 
 @st.composite
 def topologies(draw, most=24):
-    """Ranks in any order on hosts of any sizes."""
+    """Generates ranks in any order on hosts of any sizes."""
     ranks = draw(st.permutations(range(draw(st.integers(1, most)))))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(ranks) - 1)), max_size=6)))
     hosts = [ranks[first:last] for first, last in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
@@ -69,7 +69,7 @@ def test_any_ranks_on_any_hosts_end_with_equal_bits(hosts, operation):
 
 @pytest.mark.parametrize("hosts", [equal_hosts(2, 1), equal_hosts(2, 3), [[0, 1], [2]]])
 def test_two_hosts_wait_for_each_other_once(hosts):
-    """What a rank sends to the other host does not depend on anything that comes from there."""
+    """The data that a rank sends to the other host does not depend on data received from there."""
     for schedule in world(Operation.ALL_REDUCE, hosts):
         others = [rank for host in hosts if schedule.rank not in host for rank in host]
         between = [step.kind for step in schedule.steps if step.peer in others]
@@ -89,7 +89,7 @@ def test_only_packed_blocks_leave_a_host(operation):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_rank_packs_each_block_once_in_a_call(operation):
-    """One array of residuals, with a place for each element, is enough for that."""
+    """One residual array, with an entry for each element, is therefore sufficient."""
     for hosts in (equal_hosts(3, 2), [[0, 1], [2], [3, 4, 5]]):
         for schedule in world(operation, hosts):
             packed = [step.src for step in schedule.steps if step.kind is StepKind.PACK]
@@ -113,7 +113,7 @@ def two_ranks(*steps):
 
 
 def test_an_owner_that_keeps_its_exact_sum_is_found():
-    """Each other rank has the rounded one."""
+    """Each other rank has the rounded sum."""
     schedules = two_ranks(
         [combine(1, OWN_OUTPUT, OWN_OUTPUT, final=True), pack(SLOT, OWN_OUTPUT), send(1, SLOT)],
         [send(0, OWN_OUTPUT), receive(0, SLOT), unpack(OWN_OUTPUT, SLOT)],

@@ -34,7 +34,7 @@ SIZES = pytest.mark.parametrize("sizes", [pytest.param(SOME_LARGE, id="some"), A
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_garbage_collector():
-    """Schedules have no cycles, and are so many tuples that looking for some takes a third of the time."""
+    """Schedules have no cycles, and consist of so many tuples that scanning them takes a third of the time."""
     gc.disable()
     yield
     gc.enable()
@@ -67,7 +67,7 @@ def test_every_world_up_to_40_ends_right(algorithm, operation, sizes):
 
 @pytest.fixture
 def two_segments(monkeypatch):
-    """Segments are alike, and a proof takes as much longer as there are more: two show what follows on which."""
+    """Limits schedules to two segments, which are alike; more would only make the proof take longer."""
     monkeypatch.setattr(circulant, "LONG", circulant.LONG._replace(segments=2))
 
 
@@ -117,7 +117,7 @@ def test_larger_worlds_end_right(algorithm, operation):
 
 @st.composite
 def topologies(draw, most=48):
-    """Ranks in any order on hosts of any sizes."""
+    """Generates ranks in any order on hosts of any sizes."""
     ranks = draw(st.permutations(range(draw(st.integers(1, most)))))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(ranks) - 1)), max_size=8)))
     hosts = [ranks[first:last] for first, last in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
@@ -165,7 +165,7 @@ def test_all_reduce_in_worlds_up_to_300_ends_right(world_size, algorithm, ranks_
 
 
 def test_one_rank_of_ten_thousand_gets_its_schedule():
-    """Building took 47 ms for the ring's 39,996 steps; `bench/schedules.py` measures it."""
+    """Building the ring's 39,996 steps took 47 ms; `bench/schedules.py` measures it."""
     hosts = equal_hosts(10_000, 8)
     counts = {name: len(build(name, Operation.ALL_REDUCE, 7_777, 10_000, hosts=hosts).steps) for name in ALGORITHMS}
     assert counts["ring"] == 4 * 9_999

@@ -23,7 +23,7 @@ def one_each(n, node=GIGABYTE, gamma=0.0, **others):
 
 
 def messages(network, pairs, nbytes):
-    """Each of the pairs exchanges one message of so many bytes, all at once."""
+    """Simulates one message of this size between each of the pairs, all at the same time."""
     n = network.world_size
     schedules = []
     for rank in range(n):
@@ -51,14 +51,14 @@ def test_two_ranks_of_a_host_share_its_link():
 
 
 def test_what_one_transfer_cannot_use_another_gets():
-    """Of 0's link, the transfer to the slow host 1 takes a tenth, and that to host 2 the rest."""
+    """The transfer to the slow host 1 uses a tenth of host 0's link, and the one to host 2 the rest."""
     network = one_each(3, NetworkLink(0, 1e9), nodes={1: NetworkLink(0, 1e8)})
     ends = {each.target: each.end_s for each in messages(network, [(0, 1), (0, 2)], MB).transfers}
     assert ends == pytest.approx({1: 0.01, 2: MB / 9e8})
 
 
 def test_a_transfer_is_faster_once_another_has_ended():
-    """The message within the rack and the one that leaves it share host 0's link until the uplink limits the latter."""
+    """Two messages share host 0's link until the uplink limits the one that leaves the rack."""
     rack = UplinkGroup("rack", (0, 1), NetworkLink(0, 1e9 / 4))
     network = one_each(3, NetworkLink(0, 1e9), groups=(rack,))
     ends = {each.target: each.end_s for each in messages(network, [(0, 1), (0, 2)], MB).transfers}
@@ -89,7 +89,7 @@ def test_loss_sends_again_and_slows_tcp_down():
 
 
 def test_a_ring_of_four_hosts_takes_six_turns():
-    """The parts of a small tensor are one piece each: every turn waits for the one before."""
+    """The chunks of a small tensor are one piece each, so every round waits for the previous one."""
     network = one_each(4, NetworkLink(0.001, 1e9), gamma=1e-9)
     turn = 0.001 + 40_000 / 1e9
     timing = simulate_call("ring", Operation.ALL_REDUCE, 160_000, network)
@@ -97,7 +97,7 @@ def test_a_ring_of_four_hosts_takes_six_turns():
 
 
 def test_a_long_chain_is_a_pipe():
-    """All pieces follow the first, which crosses three links one after another."""
+    """All pieces follow the first, which crosses three links in sequence."""
     timing = simulate_call("ring", Operation.BROADCAST, 100 * MB, one_each(4, NetworkLink(0, 1e9)))
     assert timing.seconds == pytest.approx(0.1 + 2 * (128 << 10) / 1e9)
 
@@ -177,7 +177,7 @@ def test_folded_and_unfolded_take_the_same_time(network, pair, nbytes):
 @quickly
 @given(networks, st.integers(1, 1000))
 def test_a_ring_of_short_tensors_has_its_closed_form(network, nbytes):
-    """On one rank a host: 2 (n - 1) turns, of which n - 1 reduce."""
+    """With one rank per host: 2 (n - 1) rounds, of which n - 1 reduce."""
     network = Network.uniform(len(network.hosts), 1, node=network.node, within_host=network.within_host)
     n, cost = network.world_size, network.node.cost
     part = max(1.0, nbytes / n)
@@ -188,7 +188,7 @@ def test_a_ring_of_short_tensors_has_its_closed_form(network, nbytes):
 @pytest.mark.parametrize("gbit", [25, 100])
 @pytest.mark.parametrize("nbytes", [1 << 20, 1 << 30])
 def test_ten_thousand_ranks_come_near_the_bound(gbit, nbytes):
-    """They have a full-bisection network, and the closed forms choose the algorithm."""
+    """The network has full bisection bandwidth, and the closed forms choose the algorithm."""
     node = NetworkLink(50e-6, gbit * 1e9 / 8)
     network = Network.uniform(1250, 8, node=node, within_host=NetworkLink(2e-6, 20e9), gamma_s_per_byte=1e-10)
     chosen = choose(network.cost_model(), Operation.ALL_REDUCE, nbytes, 10_000, network.hosts).algorithm

@@ -33,7 +33,7 @@ def test_synthesised_schedules_are_within_a_tenth_of_the_optimum(name):
 
 
 def test_one_host_of_a_rack_has_all_that_crosses_its_uplink():
-    """Several connections would compete for the uplink, which the simulation does not know."""
+    """Several connections would compete for the uplink, which the simulation does not model."""
     racks = (UplinkGroup("a", (0, 1, 2), SLOW), UplinkGroup("b", (3, 4), SLOW))
     network = Network(tuple((rank,) for rank in range(6)), NEAR, FAST, racks, nodes={0: SLOW})
     trees = pack(network, through_gateways=True)
@@ -59,7 +59,7 @@ def test_the_choice_is_by_simulation_and_may_be_forced():
 
 
 def test_of_two_that_are_as_fast_the_lighter_one_is_taken():
-    """A star bears the slow host's time as well as any, but all hosts' tensors meet on its middle's link."""
+    """A star is as fast with the slow host, but its center's link carries all hosts' tensors."""
     choice = choose_all_reduce(SLOW_HOST, synthesise(SLOW_HOST), 64 * MB)
     assert choice.candidates[0].algorithm == "star"
     assert choice.algorithm == "tree" and choice.seconds <= 1.25 * choice.candidates[0].seconds
@@ -67,7 +67,7 @@ def test_of_two_that_are_as_fast_the_lighter_one_is_taken():
 
 
 def test_of_two_that_are_as_fast_that_with_fewer_messages_runs():
-    """A tree crosses the uplinks of two racks as often as the schedule that is made for them, in a few messages."""
+    """A tree crosses two racks' uplinks as often as a synthesized schedule, in a few messages."""
     choice = choose_all_reduce(RACKS, synthesise(RACKS), 8 * MB)
     assert choice.candidates[0].algorithm == "synthesised"
     assert choice.algorithm == "tree" and choice.seconds <= 1.02 * choice.candidates[0].seconds

@@ -138,7 +138,7 @@ def test_a_barrier_that_lets_a_rank_leave_early_is_found():
 
 
 def test_a_barrier_does_not_pass_for_news_that_come_by_chance():
-    """All messages are there, but rank 0 answers before it waits for rank 2."""
+    """All messages are present, but rank 0 answers before it waits for rank 2."""
     steps = (
         [receive(1, NOTHING), send(1, NOTHING), receive(2, NOTHING), send(2, NOTHING)],
         [send(0, NOTHING), receive(0, NOTHING)],

@@ -53,7 +53,7 @@ def connected(port: int) -> socket.socket:
 
 @contextmanager
 def flooded(port: int, count: int, beginning: bytes) -> Iterator[None]:
-    """Has another user hold many connections, half of which are silent from the beginning."""
+    """Opens many connections as another user; half of them send nothing."""
     code = FLOOD.format(user=SOMEBODY, count=count, port=port, beginning=beginning)
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", text=True) as process:
@@ -111,12 +111,12 @@ def test_the_kernel_tells_whose_a_connection_is():
 
 
 def request(path: str) -> bytes:
-    """Returns a request of the page's own user."""
+    """Returns a request by the page's own user."""
     return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
 
 
 def ask_page(port: int) -> bytes:
-    """Returns the status of an answer of the page; empty if the connection was ended."""
+    """Returns the status of the page's response, or an empty one if the connection was closed."""
     with connected(port) as connection:
         connection.sendall(request("/picture.json"))
         try:

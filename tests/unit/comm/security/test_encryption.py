@@ -111,7 +111,7 @@ def test_nccl_is_refused_at_once_where_it_must_encrypt(monkeypatch):
 
 
 class Door:
-    """A doorkeeper on loopback, which takes the place of another machine's address."""
+    """A listener on loopback, in place of one at another machine's address."""
 
     def __init__(self) -> None:
         self.admitted: list[encryption.Connection] = []
@@ -191,7 +191,7 @@ def test_the_proof_is_required_inside_tls_too(door):
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Waits until the other end has closed the connection; how it does so does not matter."""
+    """Waits until the other end has closed the connection, in any way."""
     try:
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(4096):
@@ -219,7 +219,7 @@ def test_garbage_that_looks_like_tls_is_refused(garbage, has_version):
 
 
 def test_openssl_sees_tls_1_3_and_asks_for_a_certificate(door):
-    """A client of Python's own, without a certificate, is refused although it accepts any server."""
+    """A Python client without a certificate is rejected, although it accepts any server."""
     ssl = pytest.importorskip("ssl")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

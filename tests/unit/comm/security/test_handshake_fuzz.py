@@ -20,7 +20,7 @@ _HELLO_BYTES, _ANSWER_BYTES, _PROOF_BYTES = 48, 48, 32
 
 
 def _between(change: Callable[[int, bytes], bytes]) -> tuple[object, object]:
-    """Both sides' results when `change(part, bytes)` is what arrives of hello (0), answer (1) and proof (2)."""
+    """Returns both sides' results if `change(part, bytes)` replaces hello (0), answer (1) and proof (2)."""
     client, client_side = socket.socketpair()
     server_side, server = socket.socketpair()
     results: list[object] = [None, None]

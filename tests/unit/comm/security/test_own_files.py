@@ -29,7 +29,7 @@ JOB = Job(Command(("x.py",)), workers=1, run_id="job")
 
 
 def foreign(path: Path, mode: int = 0o600) -> Path:
-    """Makes a file as another user would have made it beforehand."""
+    """Creates a file that appears to belong to another user."""
     path.write_bytes(b"")
     path.chmod(mode)
     os.chown(path, SOMEBODY, -1)

@@ -272,7 +272,7 @@ def test_slow_bytes_do_not_move_the_deadline() -> None:
 
 
 def prove_first(connection: socket.socket, channel: str) -> None:
-    """The first message of a client."""
+    """Sends the first message of a client."""
     connection.sendall(b"paceln/1" + channel.encode().ljust(8, b"\0") + bytes(16) + os.urandom(16))
 
 

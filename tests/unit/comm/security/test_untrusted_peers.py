@@ -55,7 +55,7 @@ def test_who_only_goes_away_is_not_logged(caplog: pytest.LogCaptureFixture, sent
 
 
 def _knock(port: int, sent: bytes, *, reads: bool) -> None:
-    """Sends something and closes the connection, with or without reading the answer."""
+    """Sends data and closes the connection, with or without reading the response."""
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.settimeout(DEADLINE_S)
         stranger.sendall(sent)

@@ -34,7 +34,7 @@ def client(port: int) -> dist.TCPStore:
 
 
 def answers(port: int) -> dict[str, object]:
-    """What a server answers to each operation of PyTorch's client, errors included."""
+    """Returns a server's responses to each operation of PyTorch's client, including errors."""
     a, b = client(port), client(port)
     found: dict[str, object] = {}
 

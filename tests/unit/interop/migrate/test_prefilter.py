@@ -43,7 +43,7 @@ uses = st.one_of(
 
 
 def is_concerned(text: str) -> bool:
-    """Whether anything that LibCST finds in a file has to do with the migration or with its way."""
+    """Returns True if anything that LibCST finds in a file is relevant to the migration."""
     found = read_source(text)
     names = [each.name for each in (*found.imports, *found.uses)]
     return any(is_migrated(each) or advice_for_call(each) or group_user(each) for each in names) or any(

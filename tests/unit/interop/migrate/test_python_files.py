@@ -158,7 +158,7 @@ def migrated(text: str, way: MigrationMode | None = None):
 
 
 def todo(text: str) -> str:
-    """The comment that was left, in one line."""
+    """Returns the comment that was inserted, on one line."""
     found = re.search(rf"# {re.escape(MARK)}((?:.*\n)(?:\s*#   .*\n)*)", text)
     return re.sub(r"\n\s*#  ", "", found[1]).strip() if found else ""
 

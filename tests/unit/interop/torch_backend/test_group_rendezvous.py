@@ -31,7 +31,7 @@ def test_all_members_have_the_same_identity():
 
 
 class LateStore:
-    """A store of torch's in which the key is set after it has been asked for `questions` times."""
+    """A torch store in which the key is set after `questions` requests for it."""
 
     def __init__(self, questions: int) -> None:
         self.questions = questions

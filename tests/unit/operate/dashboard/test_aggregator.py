@@ -150,7 +150,7 @@ def test_a_rank_that_is_gone_does_not_hold_up_the_others():
 
 
 def test_calls_are_shown_beside_what_was_predicted():
-    """The rank that waits least counts, and the kind that takes most of the time comes first."""
+    """The rank that waits least counts, and kinds are sorted by total time, longest first."""
     board = DashboardAggregator()
     for _ in range(3):
         quick, slow = (CallTally("all_reduce", "float32", 1000, "ring", 2, took_s, 1e-3) for took_s in (2.1e-3, 9e-3))
@@ -203,7 +203,7 @@ def test_a_tail_forgets_its_beginning():
 
 
 def merged(viewer: dict, message: bytes) -> None:
-    """What static/state.js does with a message."""
+    """Merges a message as static/state.js does."""
     for name, value in json.loads(message).items():
         if isinstance(value, dict) and "epoch" in value:
             old = viewer.get(name, {"epoch": None, "first": 0, "items": []})

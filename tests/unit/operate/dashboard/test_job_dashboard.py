@@ -27,7 +27,7 @@ from paceline.train.elastic.protocol import NotifyOrder
 
 
 class Inner:
-    """A steering that decides nothing."""
+    """A controller that makes no decisions."""
 
     deadline_s = None
 
@@ -129,7 +129,7 @@ def test_of_much_output_the_latest_is_sent():
 
 
 class Watch:
-    """A launcher without a page, whose outlook is watched or not."""
+    """A launcher without a page, whose state is observed by another launcher or not."""
 
     def __init__(self) -> None:
         self.local = LocalActivity(is_observed=False, has_all_events=False)

@@ -59,7 +59,7 @@ for line in sys.stdin:
 
 
 class Writer:
-    """A process that records what it is told to."""
+    """A process that records events as instructed."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("recording")
@@ -263,7 +263,7 @@ def test_what_is_hidden_behind_backward_is_not_exposed():
 
 
 def test_a_step_is_predicted_from_its_calls():
-    """The buckets are averaged one after another, in 0.3 s and 0.4 s; of the last call nothing was predicted."""
+    """Buckets are averaged sequentially, in 0.3 s and 0.4 s; the last call has no prediction."""
     buckets = [BucketTiming(0.1, 0.1, 0.6, 1), BucketTiming(0.8, 0.8, 1.5, 1)]
     calls = [PastCall(0.1, 0, 0.6, True, 0.3), PastCall(0.8, 0, 1.5, True, 0.4), PastCall(1.6, 0, 1.8, False)]
     step = StepParts(buckets=buckets, calls=calls).step(1, 0.0, 2.0)

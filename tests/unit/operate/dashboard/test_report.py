@@ -123,7 +123,7 @@ for _ in range(4):
 
 
 def recorded_elsewhere(data: bytes, rank: int, host: str, boot: bytes, behind_ns: int) -> bytes:
-    """The recording of another rank at the same instants, on a host whose clock is so much behind."""
+    """Returns another rank's recording at the same instants, on a host whose clock is behind."""
     changed = bytearray(data)
     struct.pack_into("<i", changed, 68, rank)
     changed[layout.HOST_AT : layout.HOST_AT + 8] = host.encode().ljust(8, b"\0")

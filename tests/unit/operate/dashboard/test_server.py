@@ -33,7 +33,7 @@ BEARER = f"Authorization: Bearer {TOKEN}"
 
 
 class Page:
-    """A page of a simulated job, and raw requests to it."""
+    """A page of a simulated job, with raw requests to it."""
 
     def __init__(self, place: ListenAddress, **options: object) -> None:
         self.complaints: list[str] = []
@@ -53,7 +53,7 @@ class Page:
         return connection
 
     def ask(self, first: str, *headers: str) -> tuple[int, dict[str, str], bytes]:
-        """The status, the headers in lower case and the body of the answer."""
+        """Returns the status, the headers in lower case and the body of the response."""
         with self.connect() as connection:
             connection.sendall("\r\n".join([f"{first} HTTP/1.1", *headers, "Connection: close", "", ""]).encode())
             data = b""
@@ -64,7 +64,7 @@ class Page:
         return int(status.split()[1]), {k.lower(): v for k, _, v in (field.partition(": ") for field in fields)}, body
 
     def stream(self, *headers: str) -> Iterator[tuple[str, str, dict[str, object]]]:
-        """Yields (id, event, data) of the stream of events."""
+        """Yields (id, event, data) from the event stream."""
         with self.connect() as connection:
             connection.sendall("\r\n".join(["GET /events HTTP/1.1", HOST, BEARER, *headers, "", ""]).encode())
             file = connection.makefile("rb")

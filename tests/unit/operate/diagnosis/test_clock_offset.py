@@ -56,7 +56,7 @@ def test_the_answer_with_the_shortest_way_counts():
 
 
 class Welcoming:
-    """A meeting that takes every node in."""
+    """A rendezvous that accepts every node."""
 
     deadline_s = None
 

@@ -39,7 +39,7 @@ _STEPS = 8
 
 @st.composite
 def _faults(draw, least=1):
-    """Returns the number of ranks, the calls of a step, which rank is at fault, and at which call."""
+    """Returns the number of ranks, the calls of a step, the rank at fault, and the call at which the fault occurs."""
     size = draw(st.integers(2, 5))
     step = draw(st.lists(st.sampled_from(_HEADERS), min_size=least, max_size=5))
     at = draw(st.integers(3, _STEPS - 3)) * len(step) + draw(st.integers(0, len(step) - 1))
@@ -151,7 +151,7 @@ def test_two_groups_that_wait_for_each_other_are_both_named():
 
 
 def test_a_group_whose_formation_waits_for_a_call_is_named():
-    """Rank 1 does not belong to the group yet, so only rank 0 knows that it is awaited."""
+    """Rank 1 is not in the group yet, so only rank 0's recording shows that it is expected."""
     seen = play([loop(_HEADERS[:1], _STEPS, marks=False) for _ in range(2)], stopped=(0, 4))
     forming = RankCall("new", 0, CallSignature("new_group"), seen.now_s - 12, line="train.py:9")
     first = replace(
@@ -249,7 +249,7 @@ def test_a_rank_that_waits_for_input_is_named_so():
 
 
 def _between_calls(**places: RankState) -> JobSnapshot:
-    """Two ranks that have made the same calls, and are now in no call."""
+    """Returns two ranks that have completed the same calls, and are not in a call."""
     seen = play([loop(_HEADERS[:1], _STEPS, marks=False) for _ in range(2)])
     ranks = tuple(
         replace(rank, process=like.process, place=like.place, since_s=seen.now_s - 31, ending=None)
@@ -323,7 +323,7 @@ def test_of_two_ranks_the_one_that_left_early_is_blamed():
 
 
 def test_a_call_is_named_with_the_line_that_made_it():
-    """A root need not wait for the other ranks, so it may have gone on to its next call."""
+    """A root need not wait for the other ranks, so it may have continued to its next call."""
     plans = _plans(2, _HEADERS[:2])
     plans[0][8] = replace(plans[0][8], header=_HEADERS[3])
     seen = play(plans)
@@ -366,7 +366,7 @@ def _call(sequence: int, arrived_s: float, ended_s: float | None) -> RankCall:
 
 
 def test_calls_of_a_group_that_was_made_anew_are_told_apart():
-    """As in an elastic job, whose workers form a group of the same name in each view."""
+    """As in an elastic job, whose workers form a group with the same name in each view."""
     calls = (_call(1, 1.0, 1.1), _call(2, 1.2, 1.3), _call(1, 2.0, None))
     ranks = tuple(RankState(number, "h", 7, {"world": GroupMembership(number, 2)}, calls) for number in range(2))
     verdict = diagnose(JobSnapshot(30.0, ranks))

@@ -41,7 +41,7 @@ if sys.argv[1] == "closed":
 
 @pytest.fixture(params=["open", "closed"])
 def recording(request, tmp_path):
-    """A descriptor of what a process recorded, and whether one of its calls is open."""
+    """Yields a descriptor of a process's recording; one of its calls may still be open."""
     environment = {**os.environ, "PACELINE_RECORD_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", PROGRAM, request.param], env=environment, check=True, timeout=60)
     (path,) = tmp_path.iterdir()

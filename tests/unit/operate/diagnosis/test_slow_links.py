@@ -27,7 +27,7 @@ SUM = CallSignature("all_reduce", "float32", 1 << 20, "SUM")
 
 
 def ring(speeds, nbytes=100 * MB, **facts):
-    """Ranks of hosts of their own, each of which sends to the next one at its speed in MB/s."""
+    """Returns ranks on separate hosts, each of which sends to the next one at its own speed in MB/s."""
     size = len(speeds)
     links = [
         PeerTraffic((rank + 1) % size, nbytes, nbytes / (speed * MB), segments=1000, **facts)
@@ -95,7 +95,7 @@ def test_a_call_that_does_not_end_names_the_silent_link():
 
 
 def test_a_call_to_which_the_last_has_just_come_may_have_ended():
-    """The ranks of h0 were seen after its end, those of h1 before; the last rank came late."""
+    """The ranks of h0 were observed after the call, those of h1 before; the last rank was late."""
 
     def waits(rank: int, arrived_s: float, ended_s: float | None) -> RankState:
         call = RankCall("g", 7, SUM, arrived_s, ended_s, "ok" if ended_s is not None else "")

@@ -42,7 +42,7 @@ NOISES = {
 
 
 def steps_of(own_s):
-    """Steps that take as long as the slowest rank, and a call."""
+    """Returns steps that take as long as the slowest rank's, with one call each."""
     return [StepWork(number, max(row) + CALL_S, dict(enumerate(row))) for number, row in enumerate(own_s)]
 
 
@@ -138,7 +138,7 @@ def test_ranks_that_are_equally_slow_do_not_hide_each_other():
 @settings(max_examples=examples(30), deadline=None)
 @given(st.integers(2, 5), st.integers(0, 1 << 30))
 def test_the_bound_is_never_below_the_probability(ranks, seed):
-    """With one constant value a step, it is a binomial probability, which is known."""
+    """With one constant value per step, the probability is binomial and therefore known."""
     chance = random.Random(seed)
     last = [0 if chance.random() < 0.7 else chance.randrange(ranks) for _ in range(40)]
     values = [[float(rank == each) for rank in range(ranks)] for each in last]
@@ -156,7 +156,7 @@ def test_what_a_step_takes_is_told_without_stalls():
 
 
 def job(work_s, steps=150):
-    """Ranks whose n-th step takes `work_s[rank][n % len]` seconds, and then all of them reduce."""
+    """Returns ranks whose n-th step takes `work_s[rank][n % len]` seconds and ends with a reduction."""
     begins_s, calls = 0.0, [[] for _ in work_s]
     for step in range(steps):
         arrivals_s = [begins_s + own[step % len(own)] for own in work_s]
@@ -192,7 +192,7 @@ def test_calls_before_the_first_step_are_left_out():
 
 
 def test_a_program_without_steps_is_told_in_iterations():
-    """Between two sums there are two short calls, and every tenth time another one."""
+    """Two short calls lie between two sums, and another call in every tenth iteration."""
     header = {0: SUM, 1: CallSignature("broadcast", "float32", 8, root=0), 2: CallSignature("barrier")}
     ranks = []
     for rank in job([[0.1], [0.2]], steps=120):
@@ -241,7 +241,7 @@ def test_a_rank_that_waits_for_data_is_told_from_a_slow_one():
 
 
 def test_a_delay_before_several_calls_counts_once():
-    """Rank 1 comes 0.1 s late to three calls that it makes at once, in each step, as for buckets of gradients."""
+    """Rank 1 is 0.1 s late to three calls that it starts together in each step, like gradient buckets."""
     calls = {0: [], 1: []}
     for step in range(1, 121):
         for bucket in range(3):

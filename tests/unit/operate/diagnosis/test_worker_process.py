@@ -123,7 +123,7 @@ thread.join()
 
 @pytest.fixture
 def program():
-    """Starts a program that offers its stack, and is then where its argument says."""
+    """Starts a program that provides its stack and then blocks at the location given by its argument."""
     started = []
 
     def start(where):

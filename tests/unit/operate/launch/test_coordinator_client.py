@@ -18,7 +18,7 @@ JOB = Running("job", "10.0.0.1:29400")
 
 
 class Called:
-    """A launcher where the machines meet, which takes part in `job` as machine 3."""
+    """A launcher at the rendezvous address, which is machine 3 of `job`."""
 
     deadline_s = None
 

@@ -46,7 +46,7 @@ from paceline.train.elastic.protocol import (
 
 @dataclass
 class Play:
-    """A job on stage: what each node was told since it was last asked."""
+    """A scripted job, with the messages that each node has received since the last query."""
 
     least: int = 1
     most: int = 1
@@ -80,7 +80,7 @@ class Play:
         self.report(node, *(WorkerMessage(uid, each) for each in said))
 
     def run(self, node: str, *uids: str) -> None:
-        """Starts workers, which get ready and enter the view that they are told of."""
+        """Starts workers, which become ready and enter the announced view."""
         for uid in uids:
             self.report(node, WorkerStarted(uid))
         for uid in uids:

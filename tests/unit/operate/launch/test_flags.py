@@ -98,7 +98,7 @@ def test_launchers_of_one_machine_cannot_share_a_port():
 
 
 def meanings_of(flag: Flag) -> dict[str, object]:
-    """The values that the flag gets by each of its spellings and by its variable, by what was written."""
+    """Returns the values of the flag for each spelling and for its variable."""
     text, _ = VALUES.get(flag.name, (None, True))
     found = {" ".join(words): parse(*words) for words in [[each, text] if text else [each] for each in flag.spellings]}
     if flag.variable:

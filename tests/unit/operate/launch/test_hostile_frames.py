@@ -87,7 +87,7 @@ MSGPACK_BODIES = {
 
 
 def over_socket(receive: Callable[[socket.socket], object]) -> Callable[[bytes], object]:
-    """Returns a decoder of what comes after its length."""
+    """Returns a decoder of the bytes that follow the length."""
 
     def decode(body: bytes) -> object:
         ours, theirs = socket.socketpair()
@@ -205,7 +205,7 @@ def test_half_a_character_is_no_message():
 
 @dataclass
 class Listening:
-    """A steering that notes who came and went, and cannot make sense of `Slots`."""
+    """A controller that records nodes that join and leave, and cannot process `Slots`."""
 
     deadline_s = None
     reports: list[object] = field(default_factory=list)
@@ -229,7 +229,7 @@ class Listening:
 
 
 def admitted(address: tuple[str, int] | str, channel: str) -> socket.socket:
-    """Connects as somebody who holds the secret."""
+    """Connects as a client that has the secret."""
     connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     connection.settimeout(DEADLINE_S)
     connection.connect(address)
@@ -238,7 +238,7 @@ def admitted(address: tuple[str, int] | str, channel: str) -> socket.socket:
 
 
 def is_ended(connection: socket.socket) -> bool:
-    """Waits for the end of a connection."""
+    """Waits until a connection is closed."""
     try:
         while connection.recv(1 << 16):
             pass

@@ -36,7 +36,7 @@ def failure(rank: int = 0, kind: str | None = "ValueError", code: int = 1) -> Wo
 
 @dataclass
 class Play:
-    """A job on stage: what each node was told since it was last asked."""
+    """A scripted job, with the messages that each node has received since the last query."""
 
     policy: MembershipPolicy
     now_s: float = 0.0
@@ -334,7 +334,7 @@ EVENTS = st.tuples(
 @settings(max_examples=examples(400), deadline=None)
 @given(st.lists(EVENTS, max_size=40), st.booleans())
 def test_whatever_happens_nobody_runs_in_two_generations(events, is_static):
-    """Nodes behave as launchers do: one that was told to start or stop answers; the rest is chance."""
+    """Nodes respond to start and stop orders as launchers do; other events are random."""
     least, most = (2, 2) if is_static else (1, 3)
     play = Play(policy(least, most, is_static=is_static, max_restarts=2))
     running: dict[str, int] = {}  # the generation of those whose workers run

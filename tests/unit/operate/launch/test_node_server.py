@@ -22,7 +22,7 @@ SILENCE_S = 60.0  # of the test's own clock, which runs ahead of the real one
 
 @dataclass
 class Thinker:
-    """A steering that thinks about a report of kind `Stopped` until it may go on."""
+    """A controller that blocks while it processes a report of kind `Stopped`, until it is released."""
 
     deadline_s = None
     thinks: threading.Event = field(default_factory=threading.Event)

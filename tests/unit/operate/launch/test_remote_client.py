@@ -16,7 +16,7 @@ SECRET = b"of the job"
 
 
 class Resolver:
-    """What the names of pods lead to: each look-up of NAME takes the next answer, and the last one stays."""
+    """Resolves pod names: each look-up of NAME returns the next address, and later ones the last address."""
 
     def __init__(self, *answers: str | None) -> None:
         self._answers = answers
@@ -47,7 +47,7 @@ def resolver(monkeypatch) -> Callable[..., Resolver]:
 
 @pytest.fixture
 def served(monkeypatch) -> Iterator[int]:
-    """A port of loopback at which whoever connects counts as the meeting's server."""
+    """Opens a port on loopback that accepts clients like the rendezvous server."""
     monkeypatch.setattr(remote_client, "connect", lambda address, *_: socket.create_connection(address, 20))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
@@ -63,7 +63,7 @@ def test_a_name_is_looked_up_until_it_is_known(resolver, served):
 
 
 def test_a_name_that_leads_elsewhere_now_is_followed(resolver, served):
-    """The pod was started anew, and has another address: at the one before nobody listens."""
+    """The pod was restarted with another address; no process listens at the previous one."""
     resolver(None, "127.0.0.2", "127.0.0.1")
     said: list[str] = []
     with connect_in_time((NAME, served), SECRET, 60, said.append) as connection:

@@ -21,7 +21,7 @@ TORCH = "import torch\n"
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
-    """Returns a job of two workers whose script has a text, beside other files."""
+    """Returns a job of two workers whose script has this text, next to other files."""
     monkeypatch.chdir(tmp_path)
     for name in ("COVERAGE_PROCESS_START", "OMP_PROC_BIND"):
         monkeypatch.delenv(name, raising=False)

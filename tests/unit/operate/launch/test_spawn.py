@@ -8,7 +8,7 @@ from paceline.operate.launch.spawn import WholeLines
 
 
 class Pieces(io.StringIO):
-    """A stream that remembers what it was given at once."""
+    """A stream that records each write."""
 
     def __init__(self) -> None:
         super().__init__()

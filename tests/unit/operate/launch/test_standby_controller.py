@@ -89,7 +89,7 @@ def test_one_that_stands_in_vain_sends_its_followers_away():
 
 
 def elected() -> tuple[StandbyController, float]:
-    """A deputy that machines 1 and 2 follow, which is on machine 1."""
+    """Returns a standby controller on machine 1 that machines 1 and 2 follow."""
     stands = deputy()
     stands.stand(1, 0.5)
     now_s = time.monotonic()

@@ -33,7 +33,7 @@ def test_patience_with_a_silent_launcher_ends(connection):
 
 
 class Kernel:
-    """A connection of which the kernel tells this, as in `struct tcp_info` of linux/tcp.h."""
+    """A connection for which the kernel returns these values in `struct tcp_info` of linux/tcp.h."""
 
     def __init__(self, repeated: int, last_answer_ms: int) -> None:
         self._info = bytes([1, 0, repeated, *[0] * 53]) + last_answer_ms.to_bytes(4, sys.byteorder)
@@ -56,7 +56,7 @@ def test_a_closed_connection_leads_to_nobody(connection):
 
 
 class Mute:
-    """A server's part of the handshake, after which it says nothing."""
+    """A server that performs its part of the handshake and then sends nothing."""
 
     deadline_s = None
 

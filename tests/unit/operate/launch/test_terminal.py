@@ -16,7 +16,7 @@ def bar(done: int) -> bytes:
 
 
 class Shown:
-    """A terminal with its screen."""
+    """A terminal and its screen."""
 
     def __init__(self) -> None:
         self._bytes = io.BytesIO()
@@ -32,7 +32,7 @@ def shown():
 
 
 def lines_of(*pieces: bytes, updates_s: float | None = None, step_s: float = 1.0) -> list[bytes]:
-    """What the console gets, if a piece comes each `step_s`."""
+    """Returns the console's lines if a piece of output arrives every `step_s`."""
     got: list[bytes] = []
     now = iter(range(1000))
     lines = LinePrefixer(b"", got.append, updates_s, lambda: next(now) * step_s)
@@ -62,7 +62,7 @@ def test_a_bar_that_is_wiped_out_leaves_no_line():
 
 
 def nested(outer: int, inner: int) -> bytes:
-    """What tqdm writes for two bars, one below the other."""
+    """Returns tqdm's output for two bars, one below the other."""
     return b"\n" + bar(inner) + b"\x1b[A" + bar(outer)
 
 

@@ -111,7 +111,7 @@ def test_a_verdict_is_said_once_and_its_end_too():
 
 
 class Inner:
-    """A steering that does nothing but end the job when a node leaves."""
+    """A controller that only ends the job when a node leaves."""
 
     deadline_s = None
     failures: tuple[WorkerFailure, ...] = ()
@@ -146,7 +146,7 @@ def scene(size=4, stray=3):
 
 
 def of_node(seen, ranks, clock_s=0.0, is_stalled=True):
-    """The picture of the node that runs these ranks, whose clock shows `clock_s` more."""
+    """Returns the snapshot of the node that runs these ranks, whose clock is ahead by `clock_s`."""
     shown = tuple(machine_snapshot.shifted(seen.ranks[rank], clock_s) for rank in ranks)
     return SnapshotReport(
         machine_snapshot.encode(MachineSnapshot(seen.now_s + clock_s, shown, seen.now_s - 12 if is_stalled else None))
@@ -223,7 +223,7 @@ def test_the_cause_of_a_failure_is_told_with_its_end():
 
 
 def failed(seen, ranks, stray=None):
-    """The picture of the node that runs these ranks, of which one may have raised an exception."""
+    """Returns the snapshot of the node that runs these ranks, one of which may have raised an exception."""
     ending = RankExitStatus(ExitReason.EXCEPTION, seen.now_s, "ValueError: bad", "train.py:5")
     shown = tuple(replace(seen.ranks[rank], ending=ending if rank == stray else None) for rank in ranks)
     return SnapshotReport(machine_snapshot.encode(MachineSnapshot(seen.now_s, shown)), is_failure=True)
@@ -249,7 +249,7 @@ def test_a_failure_is_told_without_a_node_that_does_not_look():
 
 
 def finished(seen, ranks, left, lost):
-    """What is seen of these ranks of which `left` has ended with exit code 0, and `lost` has failed because of that."""
+    """Returns the ranks' state after `left` has exited with code 0 and `lost` has failed because of that."""
     endings = {
         left: RankExitStatus(ExitReason.FINISHED, seen.now_s - 1),
         lost: RankExitStatus(ExitReason.CONSEQUENCE, seen.now_s, "PeerLostError: rank 3 left the group"),
@@ -308,7 +308,7 @@ def test_calls_that_do_not_fit_need_a_long_history():
 
 
 def ended(seen, ranks, stray, ending):
-    """What a node sees of these ranks of which one has ended."""
+    """Returns a node's view of these ranks, one of which has exited."""
     shown = tuple(replace(seen.ranks[rank], ending=ending if rank == stray else None) for rank in ranks)
     return machine_snapshot.encode(MachineSnapshot(seen.now_s, shown))
 
@@ -338,7 +338,7 @@ def test_an_error_that_was_wrapped_waits_for_its_cause():
 
 
 def test_the_first_of_failures_on_two_nodes_is_blamed():
-    """The pictures come four seconds apart: by their own clocks alone, the later one would seem to be the earlier."""
+    """The snapshots differ by four seconds: by the clocks alone, the later failure would seem earlier."""
     sightings, seen = nodes(), scene()
     sightings.inner.failures = (WorkerFailure(3, 1, 1, 0.0, None),)
     first = RankExitStatus(ExitReason.EXCEPTION, seen.now_s - 0.5, "ValueError: the first", "train.py:5")

@@ -72,7 +72,7 @@ def test_without_overlap_all_calls_are_exposed():
 
 
 def test_overlap_hides_what_fits_into_backward():
-    """Buckets go from 10 to 21 ms and from 21 to 32 ms; the last one, sent when both are done, until 43 ms."""
+    """Buckets run from 10 to 21 ms and from 21 to 32 ms; the last one is sent then, and takes until 43 ms."""
     step = step_of(calibration(), measured(calibration()), times())
     assert step.exposed_s == pytest.approx(0.013)
     assert step.overlap == pytest.approx(20 / 33)
@@ -80,7 +80,7 @@ def test_overlap_hides_what_fits_into_backward():
 
 
 def test_a_slower_rank_moves_the_gradients_too():
-    """Twice as slow, the last gradient is there at 60 ms, and only its own call is exposed."""
+    """On a rank half as fast, the last gradient is ready at 60 ms, and only its own call is exposed."""
     step = step_of(calibration(), measured(calibration()), times(), factor=2.0)
     assert step.exposed_s == pytest.approx(0.011)
     assert step.seconds == pytest.approx(0.111)
@@ -160,7 +160,7 @@ def test_the_band_is_that_of_the_slowest_rank():
 
 
 def test_the_band_adds_what_is_not_known():
-    """A step of 63 ms takes 61.5 or 64.5 ms on a machine of 5 % noise, and 59.9 or 69.6 ms with other calls."""
+    """A step of 63 ms takes 61.5 or 64.5 ms with 5 % machine noise, and 59.9 or 69.6 ms with errors of calls."""
     found = prediction(calibration())
     assert found.variation == StepInterval(0, 0), "a single step was measured"
     assert (found.machine.less, found.machine.more) == pytest.approx((1.5 / 63, 1.5 / 63))

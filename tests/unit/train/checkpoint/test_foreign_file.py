@@ -130,7 +130,7 @@ def test_other_files_and_directories_are_told_apart(tmp_path):
 
 
 def save_sharded(directory: str) -> None:
-    """Saves a DTensor in the way of FSDP, on two ranks."""
+    """Saves a DTensor as FSDP does, on two ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

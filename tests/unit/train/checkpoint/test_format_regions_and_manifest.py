@@ -47,7 +47,7 @@ def regions(draw, shape):
 
 
 def elements(region, shape):
-    """The indices of a region's elements in the flattened tensor, in the order of its buffer, from the definition."""
+    """Returns the indices of a region's elements in the flattened tensor, in buffer order."""
     if isinstance(region, Flat):
         return list(range(region.start, region.stop))
     axes = [range(first, first + size) for first, size in zip(region.offset, region.shape, strict=True)]

@@ -36,12 +36,12 @@ LAYOUTS = [
 
 
 def hosts_of(root: Path, hosts: str) -> list[Path]:
-    """The directory that each rank sees, given the name of each rank's host."""
+    """Returns the directory for each rank, given the name of each rank's host."""
     return [root / name for name in hosts]
 
 
 def whole_state(root: Path) -> dict[str, Any]:
-    """A training in one piece, and its checkpoint, from which divided ones start."""
+    """Trains an unsharded model; returns its state and checkpoint, from which sharded ones start."""
     state = trained()
     dist.save(state, root / "whole", step=1)
     return state

@@ -37,7 +37,7 @@ _LIMIT_S = 60.0
 
 @contextlib.contextmanager
 def deadline() -> Iterator[None]:
-    """Ends what waits for the other end of a pipe."""
+    """Interrupts a process that waits for the other end of a pipe."""
 
     def fail(*_: object) -> None:
         raise AssertionError("the call was still waiting")
@@ -63,7 +63,7 @@ def plain(loaded: dict[str, Any]) -> Any:
 
 
 def write_manifest(directory: Path, found: dict[str, Any]) -> None:
-    """Writes a manifest whose digest is right, whatever else it says."""
+    """Writes a manifest with a correct digest, whatever its contents."""
     members = [f" {json.dumps(key)}: {json.dumps(each)}" for key, each in found.items() if key != "digest"]
     text = ("{\n" + ",\n".join(members)).encode()
     (directory / "manifest.json").write_bytes(text + f',\n "digest": "{digest_of(text)}"\n}}\n'.encode())
@@ -164,7 +164,7 @@ def test_manifests_that_mislead_are_refused(tmp_path: Path, which: str) -> None:
 
 
 def other_kinds(path: Path, kind: str) -> None:
-    """Puts something else in the place of a file."""
+    """Replaces a file by another kind of file."""
     data = path.read_bytes()
     path.unlink()
     if kind == "pipe":
@@ -344,7 +344,7 @@ def test_changed_safetensors_are_refused_or_give_each_byte_once(data: st.DataObj
 
 
 def torch_file(path: Path, change: Callable[[bytes], bytes], compression: int = zipfile.ZIP_STORED) -> dict[str, Any]:
-    """Writes a file of torch.save with another pickle; returns what it held before."""
+    """Writes a torch.save file with another pickle; returns the original one."""
     held = {"w": torch.arange(4.0), "v": torch.full((5,), 7, dtype=torch.int16), "n": [1, "a"]}
     file = io.BytesIO()
     torch.save(held, file)

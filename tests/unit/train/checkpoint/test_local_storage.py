@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 class Noting(Disk):
-    """Notes whether each write was direct, its size, and those of what it was made of; direct ones may be refused."""
+    """Records for each write its size, its parts, and if it was direct; direct writes may be rejected."""
 
     def __init__(self, refuses: str = "") -> None:
         self.is_direct = False

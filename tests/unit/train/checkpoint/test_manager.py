@@ -11,7 +11,7 @@ from paceline.train.checkpoint import manager as manager_module
 
 
 class LostWorkers:
-    """Stands for a save in the background that another worker's death has ended."""
+    """Replaces a background save that failed because another worker died."""
 
     @staticmethod
     def finish() -> None:

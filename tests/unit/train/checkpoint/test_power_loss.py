@@ -22,7 +22,7 @@ STEPS = (1, 2, 3, 3, 4)
 
 @dataclass(frozen=True)
 class Trace:
-    """The operations of several saves, and how many had been done when each was reported."""
+    """The operations of several saves, and the number of operations before each report."""
 
     operations: list[Operation]
     reported: dict[str, int]
@@ -43,7 +43,7 @@ def trace(tmp_path_factory) -> Trace:
 
 
 def losses(trace: Trace, number: int, chance: random.Random):
-    """Ways in which the operations that nothing made durable may survive."""
+    """Generates ways in which operations that were not synced may survive."""
     yield lambda index: False
     yield lambda index: True
     yield lambda index: index == number - 1
@@ -54,7 +54,7 @@ def losses(trace: Trace, number: int, chance: random.Random):
 
 
 def check(trace: Trace, number: int, root: Root) -> None:
-    """Checks that the newest whole checkpoint is one that was reported, or a later one."""
+    """Checks that the newest complete checkpoint is the last reported one, or a later one."""
     reported = [name for name, done in trace.reported.items() if done <= number]
     found, _ = root.newest_whole(digests=True)
     if found is None:
@@ -75,7 +75,7 @@ def test_a_reported_checkpoint_survives_every_loss_of_power(trace):
 
 
 class Below(NodePlace):
-    """The root's directory, below the one that was traced."""
+    """The root's directory inside the traced one."""
 
     def _find(self, name: str):
         return super()._find(f"run/{name}")
@@ -99,7 +99,7 @@ def test_saves_go_on_after_a_loss_of_power(trace, tmp_path):
 
 @pytest.mark.parametrize("omitted", ["sync", "sync_directory"])
 def test_the_check_notices_saves_that_do_not_sync(trace, omitted):
-    """Without this, a check that never fails would look the same."""
+    """Without this test, a check that never fails would not be detected."""
     chance = random.Random(3)
     numbers = {
         number: sum(each.kind != omitted for each in trace.operations[:number]) for number in trace.reported.values()

@@ -49,12 +49,12 @@ def global_of(module: str, name: str) -> bytes:
 
 
 def slot_state(name: str, value: bytes) -> bytes:
-    """BUILD by which Python's unpickler sets an attribute of whatever is on the stack."""
+    """Returns a BUILD opcode with which Python's unpickler sets an attribute of any object on the stack."""
     return b"N}" + text(name) + value + b"s\x86b"
 
 
 def attributes_of(owner: object) -> Iterator[tuple[str, int]]:
-    """Yields the attributes of a class or function, its defaults and code among them."""
+    """Yields the attributes of a class or function, including its defaults and code."""
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         yield name, id(value)
     if inspect.isfunction(owner):
@@ -62,7 +62,7 @@ def attributes_of(owner: object) -> Iterator[tuple[str, int]]:
 
 
 def seen() -> dict[str, object]:
-    """Returns what modules hold, and the attributes of their classes and functions."""
+    """Returns the contents of modules, and the attributes of their classes and functions."""
     found: dict[str, object] = {}
     for module in (*WATCHED, record_unpickler):
         for name, value in list(vars(module).items()):
@@ -157,7 +157,7 @@ def test_a_pickle_that_would_take_all_memory_or_time_is_refused(data):
 def metadata_of(
     shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...], tuple[int, ...]]], **changes: object
 ) -> bytes:
-    """Returns the metadata of a tensor `a` of float32, whose blocks have these offsets and sizes."""
+    """Returns the metadata of a float32 tensor `a` whose blocks have these offsets and sizes."""
     kinds = {"dtype": torch.float32, "file": "__0_0.distcp", "at": 0, "nbytes": 8, "path": ("a",), **changes}
     described = torchs.TensorStorageMetadata(
         torchs.TensorProperties(kinds["dtype"]),

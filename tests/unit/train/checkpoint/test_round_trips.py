@@ -23,7 +23,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64
 
 
 class Counter:
-    """Has a state of any kind."""
+    """An object with a state of any kind."""
 
     def __init__(self, state: object = None) -> None:
         self.state = state
@@ -66,7 +66,7 @@ def is_object(value: object) -> bool:
 
 
 def made(tree: Any, number: int) -> Any:
-    """Returns a state of a tree in which texts stand for objects."""
+    """Returns a state from a tree in which texts represent objects."""
     if is_object(tree):
         torch.manual_seed(number)
         return OBJECTS[tree.partition(":")[2]](number)
@@ -74,7 +74,7 @@ def made(tree: Any, number: int) -> Any:
 
 
 def emptied(tree: Any, draw: Callable[[], bool]) -> Any:
-    """Returns what the tree is loaded into: new objects and tensors, and None for values and some of the rest."""
+    """Returns a target for loading the tree: new objects and tensors, and None for values and some other parts."""
     if draw():
         return None
     if is_object(tree):
@@ -85,7 +85,7 @@ def emptied(tree: Any, draw: Callable[[], bool]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Returns what can be compared, and is the same for an object and for its state."""
+    """Converts to comparable values that are the same for an object and for its state."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().view(-1)
         return "tensor", str(value.dtype), tuple(value.shape), flat.view(torch.uint8).tolist()
@@ -179,7 +179,7 @@ def test_what_an_optimizer_keeps_for_no_parameter_comes_back(tmp_path):
 
 
 def test_checkpoints_without_stateless_modules_are_loaded(tmp_path):
-    """As those from before it was noted that there is such a module."""
+    """Earlier versions did not store entries for such modules."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     dist.save({"model": model}, tmp_path)
     dist.load({"model": other, "loss": nn.CrossEntropyLoss(), "inner": {"identity": nn.Identity()}}, tmp_path)

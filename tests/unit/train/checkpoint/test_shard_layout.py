@@ -50,7 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 def passed_on(source: Path, target: Path, layout: Layout, expected: dict[str, Any]) -> list[int]:
-    """Loads a checkpoint on the ranks of a layout, and saves it from there; returns the bytes that each rank wrote."""
+    """Loads a checkpoint with one layout and saves it again; returns the bytes that each rank wrote."""
 
     def program(world: ThreadGroup, groups: list[ThreadGroup]) -> None:
         state = divided(layout, groups)
@@ -246,7 +246,7 @@ def test_a_list_of_other_layers_is_refused():
 
 @st.composite
 def divisions(draw):
-    """Tensors, each divided along a dimension among some ranks, with several ranks for each part."""
+    """Generates tensors that are sharded along a dimension, with several ranks for each part."""
     size = draw(st.integers(1, 6))
     offers: list[list[Offer]] = [[] for _ in range(size)]
     for number in range(draw(st.integers(0, 5))):

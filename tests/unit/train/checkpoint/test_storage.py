@@ -14,11 +14,11 @@ from paceline.train.checkpoint.format.storage import FsspecStorage, open_storage
 
 
 class Ended(BaseException):
-    """The process ends here: nothing of it cleans up."""
+    """Simulates the end of the process; no cleanup follows."""
 
 
 class EndingPlace(FsspecStorage):
-    """Ends at an operation of its own; files that were not closed are not there, as in an object store."""
+    """Fails at a given operation; files that were not closed do not exist, as in an object store."""
 
     left = 10**9
 

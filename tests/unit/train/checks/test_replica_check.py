@@ -274,7 +274,7 @@ def test_digests_tell_tensors_apart():
 
 
 def device_digests(tensors: list[torch.Tensor]) -> list[int]:
-    """Returns the digests that a device would compute, here on the CPU."""
+    """Returns the digests that a device would compute, computed on the CPU."""
     values: dict[str, int] = {}
     digests = DeviceDigests()
     for number, tensor in enumerate(tensors):

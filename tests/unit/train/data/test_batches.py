@@ -160,7 +160,7 @@ def test_an_earlier_iterator_takes_nothing_from_a_later(dataset):
 
 @pytest.mark.parametrize("dataset", [Plain(12), range(12)])
 def test_a_loader_that_is_dropped_is_in_no_cycle(dataset):
-    """Its workers end at once then; those that the collector of garbage ends take five seconds each."""
+    """Its workers then stop immediately; workers stopped by the garbage collector take five seconds each."""
     others = set(multiprocessing.active_children())
     [loader] = loaders_of(dataset, 1, 2, **IN_WORKERS, persistent_workers=True)
     next(iter(loader))

@@ -13,7 +13,7 @@ from paceline.train.data.epoch_order import EpochStep, RankSlot, RemainingSample
 
 
 class Dealt:
-    """A dealer that is told by the test; `counts` is what the loader has said of the latest batch."""
+    """A sampler controlled by the test; `counts` is the loader's report about the latest batch."""
 
     def __init__(self) -> None:
         self.seat = RankSlot(1, 0)
@@ -26,7 +26,7 @@ class Dealt:
         self.counts = counts
 
     def end_batch(self) -> None:
-        """Is told that the batch is over."""
+        """Records that the batch is complete."""
 
 
 class Worker:
@@ -41,7 +41,7 @@ class Worker:
         self.batches: Iterator[object] = iter(self.loader)
 
     def step(self, seat: RankSlot) -> list[int] | None:
-        """Returns the samples of the next batch that count; None at the end of the epoch."""
+        """Returns the samples of the next batch that are used, or None at the end of the epoch."""
         self.dealer.seat = seat
         batch = next(self.batches, None)
         return None if batch is None else batch.tolist() if self.dealer.counts else []
@@ -55,7 +55,7 @@ def newcomer(like: Worker, *arguments: object, **options: object) -> Worker:
 
 
 def samples_of_an_epoch(seed: int, samples: int, **options: object) -> list[int]:
-    """Returns the samples that count in an epoch in which ranks die and come at random."""
+    """Returns the samples used in an epoch in which ranks die and join at random."""
     drawn = random.Random(seed)
     workers = [Worker(samples, **options) for _ in range(drawn.randrange(1, 5))]
     used: list[int] = []

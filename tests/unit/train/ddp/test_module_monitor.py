@@ -93,7 +93,7 @@ def test_what_contains_itself_is_looked_into_once():
 
 
 class Long(list[object]):
-    """A list that notes how far it was read."""
+    """A list that records how far it was read."""
 
     read = 0
 

@@ -19,7 +19,7 @@ from paceline.train.module_tensors import collect_tracked
 
 
 class SlowGroup:
-    """A group of one rank that takes a while to accept a call, and meanwhile lets other threads run."""
+    """A group of one rank that accepts calls slowly, while other threads run."""
 
     me = SimpleNamespace(rank=0)
     ranks = (0,)

@@ -62,7 +62,7 @@ def fenced(orders: list[CoordinatorOrder]) -> list[str]:
 
 
 def running(**slots: int) -> tuple[Coordinator, View]:
-    """A job on machines `m0`, `m1`, ... that all have entered."""
+    """Returns a job on machines `m0`, `m1`, ..., all of which have entered the view."""
     coordinator = Coordinator(POLICY, 0.0, home="0", store="0")
     orders: list[CoordinatorOrder] = []
     for name in slots:

@@ -54,7 +54,7 @@ def test_the_schedules_notice_views_that_others_do_not_know(monkeypatch):
 
 
 def restarts(seed: int) -> Realm:
-    """Plays a schedule in which the launcher where the machines meet is started again, and something else happens."""
+    """Runs a schedule in which the launcher at the rendezvous address is restarted, with another fault."""
     when = 100 + seed % 100
     other = FAULTS[seed % len(FAULTS)]
     return Realm(seed, [(when, "restart"), (when + seed % 30, other)], rounds=60).run()
@@ -72,7 +72,7 @@ def test_the_schedules_notice_calls_of_coordinators_only(monkeypatch):
 
 
 def leaves(seed: int) -> Realm:
-    """Plays a schedule in which the launcher that coordinates gets a SIGTERM, and nothing else happens."""
+    """Runs a schedule in which the coordinating launcher receives a SIGTERM, without other faults."""
     return Realm(seed, [(100 + seed % 100, "leave coordinator")], rounds=60).run()
 
 

@@ -43,7 +43,7 @@ POLICY = CoordinatorPolicy(max_machines=3, return_patience_s=2.0)
 
 
 def running(machines: int = 3) -> tuple[Coordinator, View]:
-    """A job with a worker on each machine; machine 0 coordinates, and each serves a store of its number."""
+    """Returns a job with a worker on each machine; machine 0 coordinates, and each serves a store with its number."""
     coordinator = Coordinator(POLICY, 0.0, home="0", store="0")
     names = [str(number) for number in range(machines)]
     for name in names:
@@ -67,7 +67,7 @@ def handed(orders: list[CoordinatorOrder]) -> list[tuple[str, int]]:
 
 
 def retiring() -> tuple[Coordinator, View]:
-    """The coordinator's launcher has had a SIGTERM, and all have heard of the view without its worker."""
+    """Returns a job whose coordinating launcher received a SIGTERM; all have received the view without its worker."""
     coordinator, _ = running()
     coordinator.slots_changed("0", 0, 1.0)
     coordinator.machine_leaves("0", 1.0)
@@ -77,7 +77,7 @@ def retiring() -> tuple[Coordinator, View]:
 
 
 def told() -> Coordinator:
-    """... and the successor was told."""
+    """Returns the same job after the successor was notified."""
     coordinator, view = retiring()
     coordinator.worker_ended("0.0.0", "exit code 0", 0, 1.1)
     for uid in view.members:
@@ -168,7 +168,7 @@ def test_the_successor_stands():
 def asks(
     seeker: CoordinatorSearch, answers: dict[int, ContactResult], until_s: float, *, is_done: bool = False
 ) -> object:
-    """Lets a launcher look for a coordinator, as others answer; returns its last step."""
+    """Lets a launcher seek a coordinator while others respond; returns its last step."""
     now_s, step = 0.0, None
     while now_s < until_s and not isinstance(step, (JobDeserted, GiveUp)):
         step = seeker.next([seeker.me, *answers], now_s, is_done=is_done)
@@ -216,7 +216,7 @@ KNOWN = ReplicatedJobState(1, 0, "same", FIRST.generation, (FIRST,), peers=PEERS
 
 
 def teaching(*said: object, known: ReplicatedJobState = KNOWN) -> tuple[Coordinator, list[CoordinatorOrder]]:
-    """Machine 1 takes over while worker 2.0.0 learns from 0.0.0 and 1.0.0, and has said so much."""
+    """Machine 1 takes over while worker 2.0.0 receives the state from 0.0.0 and 1.0.0 and has reported progress."""
     reports = []
     for number in range(3):
         heard = said if number == 2 else (Ready("same"), Installed(FIRST.generation, 0))

@@ -45,12 +45,12 @@ def passed(round_: int, before: int, digest: int, state: int = 0) -> RoundResult
 
 
 def digest_of_round(round_: int, is_lost: bool = False) -> int:
-    """Returns the digest of a round's result; before the one that was lost, the dead sender's own."""
+    """Returns the digest of a round's result; the lost sender has another digest before the lost round."""
     return 1000 * is_lost + round_
 
 
 def history(steps: list[int], lost: int | None) -> list[list[LogItem]]:
-    """Returns what a sender logs, by round: so many steps each, and the end.
+    """Returns a sender's log by round, with this number of steps in each, and the end.
 
     The sender that is lost has committed the round before `lost`, in which the others have committed something else.
     """
@@ -178,7 +178,7 @@ def test_the_log_gives_the_steps_of_a_round_in_order(log):
 
 
 class Worker:
-    """A model whose steps are seen, and made again."""
+    """A model whose steps are recorded, and replayed."""
 
     def __init__(self, seed: int, make: Any = torch.optim.AdamW) -> None:
         torch.manual_seed(seed)
@@ -196,7 +196,7 @@ class Worker:
 
 
 def tensors_of(item: OptimizerStep, memories: list[memoryview]) -> list[torch.Tensor]:
-    """Returns what a receiver receives of a step."""
+    """Returns the tensors of a step that a receiver receives."""
     kinds = [(getattr(torch, name.removeprefix("torch.")), shape) for name, shape in item.tensors]
     return [
         torch.frombuffer(bytearray(memory), dtype=dtype).view(shape).clone()

@@ -102,7 +102,7 @@ def shuffled(value: Any, random: Any) -> Any:
 
 
 def typed(value: Any) -> Any:
-    """Tells 1 from True, and 0.0 from -0.0."""
+    """Distinguishes 1 from True, and 0.0 from -0.0."""
     if isinstance(value, dict):
         return {key: typed(each) for key, each in value.items()}
     return [*map(typed, value)] if isinstance(value, list) else (type(value), repr(value))

@@ -20,7 +20,7 @@ ME, OTHER = "0.0.0", "0.1.0"
 
 
 class Launcher:
-    """What a worker hears from its launcher."""
+    """A mock of the messages that a worker receives from its launcher."""
 
     def __init__(self) -> None:
         self.name = ME

@@ -117,7 +117,7 @@ def test_a_plan_has_each_sample_once(samples, shards, batch_size, shuffle):
 
 
 def test_a_loader_lists_what_it_reads_when_it_reads(monkeypatch):
-    """Whenever its shards change, a loader begins anew, and the ranks of an elastic job wait for the first batch."""
+    """A loader restarts whenever its shards change, and the ranks of an elastic job wait for the first batch."""
     listed = []
     samples_of = EpochPlan.samples_of
     monkeypatch.setattr(EpochPlan, "samples_of", lambda *where: listed.append(where) or samples_of(*where))
@@ -128,7 +128,7 @@ def test_a_loader_lists_what_it_reads_when_it_reads(monkeypatch):
 
 
 def test_a_loader_that_is_dropped_is_in_no_cycle():
-    """Its processes end at once then; those that the collector of garbage ends take five seconds each."""
+    """Its processes then stop immediately; those stopped by the garbage collector take five seconds each."""
     shards = SimpleNamespace(count=4, mine=range(4), seed=0, begin_batch=lambda: None)
     loader = ShardLoader(range(40), 2, shards, shuffle=False)
     steps = iter(loader)

@@ -84,7 +84,7 @@ def begin_after_a_step(optimizer: torch.optim.Optimizer) -> _core.Update | None:
 
 
 class Derived(SGD):
-    """May do anything."""
+    """A subclass that may do anything."""
 
 
 def test_what_the_core_cannot_do_is_left_to_torch():

@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 class Net(nn.Module):
-    """Parameters of several types and layouts, one of which is larger than a rank's share."""
+    """Parameters of several types and layouts, one of them larger than a rank's share."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def give_gradients(model: nn.Module, step: int) -> None:
 
 
 class Reference:
-    """One process, which updates copies of the parameters and rounds them."""
+    """Trains in one process, which updates copies of the parameters and rounds them."""
 
     def __init__(self, kind: str, dtype: torch.dtype) -> None:
         optimizer_class, options = OPTIMIZERS[kind]
