@@ -211,7 +211,7 @@ def test_a_program_without_steps_is_told_in_iterations():
 
 
 def job_on_devices(work_s, enqueued_s, steps=150):
-    """Ranks that make the call of a step after `enqueued_s[rank]`, and whose devices reach it after `work_s[rank]`."""
+    """Returns ranks that enqueue a step's call after `enqueued_s[rank]`; devices reach it after `work_s[rank]`."""
     begins_s, calls = 0.0, [[] for _ in work_s]
     for step in range(steps):
         reached_s = [begins_s + max(own) for own in zip(work_s, enqueued_s, strict=True)]

@@ -18,7 +18,7 @@ def numbers(batches: object) -> list[int]:
 
 
 def in_turn(length: int, stops: Stops, **options: object) -> list[int]:
-    """The samples of an epoch that other ranks go on with at each stop: (ranks, batch size, steps until the stop)."""
+    """Returns an epoch's samples; other ranks continue after each stop: (ranks, batch size, steps until the stop)."""
     used: list[int] = []
     state: dict[str, int | bool] | None = None
     for ranks, batch_size, steps in stops:
