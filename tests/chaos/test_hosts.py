@@ -20,7 +20,7 @@ import paceline as dist
 TIMEOUT_S = 3
 PATIENT_S = 60  # the timeout where nothing is to time out
 SILENCE_S = 9  # until a host that vanished is given up, whatever the timeout
-BUSY_S = 20  # what all that may take longer on a busy machine
+BUSY_S = 20  # upper bound on a busy machine
 PAIR = [0, 3]
 EVENTS = ("kill", "stop", "cut", "kill two", "kill and stop", "a short stop", "a short cut")
 
@@ -131,11 +131,11 @@ def survive(hosts, directory: Path, seed: int) -> None:
         if short:
             assert error == "nothing", place
             continue
-        is_known = event in ("kill", "kill two")  # to all, so nobody waits for the timeout
+        is_known = event in ("kill", "kill two")  # sent to all ranks, so none waits for the timeout
         assert error == "PeerLostError" or (error == "CollectiveTimeoutError" and not is_known), place
         assert at - happened < TIMEOUT_S + SILENCE_S + BUSY_S, place
         others = [f"rank {victim} (h{victim // 2}, pid {run.pids[victim]})" for victim in victims]
-        # In the group of two nobody died: one of them may have heard of the deaths elsewhere, and left.
+        # Neither rank in the group of two died, but one may have detected the deaths elsewhere and left.
         if number in PAIR and "left the group" in message and event != "stop":
             others += [f"rank {member} (h{member // 2}, pid {run.pids[member]})" for member in PAIR if member != number]
         assert not others or any(other in message for other in others), place

@@ -180,7 +180,7 @@ time.sleep(300 if "stay" in sys.argv else 0)
 """
 
 
-# `paceline run` on a machine that lets nobody make a cgroup.
+# `paceline run` on a machine that does not allow creating cgroups.
 WITHOUT_CGROUPS = """
 import sys
 from paceline.cli.main import main

@@ -35,7 +35,7 @@ class Cluster:
 
     def __init__(self, nodes: int) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="paceline-slurm-"))
-        self.directory.chmod(0o755)  # munged wants its socket to be within reach of all
+        self.directory.chmod(0o755)  # munged requires its socket to be accessible to all users
         name, value = "PACELINE_TEST_MARK", secrets.token_hex(8)
         self._mark = f"{name}={value}"
         self.environment = {

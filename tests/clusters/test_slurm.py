@@ -89,7 +89,7 @@ def write(cluster: slurm.Cluster, name: str, text: str) -> str:
 )
 def test_two_nodes_with_two_ranks_each_reduce(cluster, tasks, command):
     path = write(cluster, "reduces.py", REDUCES)
-    # Without a launcher nobody shares a secret among the ranks.
+    # Without a launcher, the ranks have no shared secret.
     more = {} if "paceline" in command else {"PACELINE_SECRET": secrets.token_hex(32)}
     done = cluster.run("srun", "--nodes=2", f"--ntasks-per-node={tasks}", *command, path, **more)
     assert done.returncode == 0, done.stderr

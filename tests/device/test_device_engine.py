@@ -60,7 +60,7 @@ def messages_are_put_on_the_stream_without_the_host():
     with torch.fake.delays(3, 2000), torch.fake.counted() as counts:
         works = []
         received = [ones(100, 0.0) for _ in range(4)]
-        for tag, tensor in enumerate(received):  # everybody sends first
+        for tag, tensor in enumerate(received):  # every rank sends first
             works.append(dist.isend(ones(100, 10.0 * rank + tag), other, tag=tag))
             works.append(dist.irecv(tensor, other, tag=tag))
         assert all(work.is_enqueued() for work in works)

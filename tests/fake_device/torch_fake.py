@@ -215,7 +215,7 @@ def memory_allocated(device: Any = None) -> int:
 max_memory_allocated = memory_reserved = memory_allocated
 
 
-# What only a device for tests has
+# Additional functions for tests
 
 
 def counters() -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import TextIO, TypeVar
 
 _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWNET = 0x40000000
-_libc = ctypes.CDLL(None, use_errno=True)  # os.setns and os.unshare came with Python 3.12
+_libc = ctypes.CDLL(None, use_errno=True)  # os.setns and os.unshare were added in Python 3.12
 _T = TypeVar("_T")
 
 

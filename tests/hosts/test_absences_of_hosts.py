@@ -98,7 +98,7 @@ def be_stopped_inside(directory: str) -> tuple[str, str, float]:
 def test_a_rank_stopped_inside_its_call_is_named_by_all(hosts, tmp_path):
     with hosts(2, 2).start(be_stopped_inside, str(tmp_path)) as run:
         await_word(str(tmp_path), "called 3")
-        wait_until(lambda: sleep_for_a_while(run.pids[3]))  # it has told the others in which call it waits
+        wait_until(lambda: sleep_for_a_while(run.pids[3]))  # it has reported the call in which it waits
         run.kill(3, signal.SIGSTOP)
         say(str(tmp_path), "stopped")
         told = run.join(60, expect_dead={3})

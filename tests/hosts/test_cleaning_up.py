@@ -20,7 +20,7 @@ from world import reserved_port
 import paceline as dist
 from hosts.talking import await_word, rank, say
 
-_SETTLED_S = 30.0  # for threads that were told to end
+_SETTLED_S = 30.0  # for threads that are asked to exit
 
 
 def held() -> Counter[str]:

@@ -48,6 +48,6 @@ def test_the_true_offset_of_clocks_lies_within_the_error(machines):
     mine, theirs = [{call.sequence: call for call in each.calls if call.group == 1} for each in recordings]
     both = mine.keys() & theirs.keys()
     assert len(both) >= 50
-    for sequence in both:  # neither can end before the other has come
+    for sequence in both:  # neither can exit before the other has started
         assert mine[sequence].arrived_ns <= theirs[sequence].ended_ns + error_ns
         assert theirs[sequence].arrived_ns <= mine[sequence].ended_ns + error_ns

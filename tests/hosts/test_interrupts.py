@@ -21,7 +21,7 @@ def reduce_until_interrupted(ready: str) -> str:
     say(ready, str(rank()))
     with pytest.raises((KeyboardInterrupt, dist.CollectiveError)) as caught:
         while rank() == 0:
-            dist.all_reduce(torch.ones(100))  # rank 1 does not come
+            dist.all_reduce(torch.ones(100))  # rank 1 does not participate
         dist.GroupMember.WORLD.recv(torch.empty(1), 0, async_op=False)
     return f"{caught.type.__name__}: {caught.value}"
 

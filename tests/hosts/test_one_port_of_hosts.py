@@ -94,7 +94,7 @@ def fail_to_meet() -> str:
 
 
 def test_two_machines_that_accept_nothing_are_named(hosts):
-    for said in hosts(3, 1)(fail_to_meet):  # rank 1 finds out, and the others hear it
+    for said in hosts(3, 1)(fail_to_meet):  # rank 1 detects it and reports it to the others
         for words in (
             "rank 1 (h1, pid ",
             "rank 2 (h2, pid ",

@@ -34,7 +34,7 @@ def abort_while_others_wait(how: str, algorithm: str | None) -> str:
     started = time.monotonic()
     with pytest.raises(dist.GroupAbortedError) as caught:
         if not aborter:
-            dist.barrier()  # a rank that is late to leave it may be told there
+            dist.barrier()  # a rank that leaves it late may already raise the error there
         if how == "message" and not aborter:
             dist.recv(torch.empty(3), 1)
         elif how == "work":

@@ -142,7 +142,7 @@ def leave_parameters_out() -> None:
     target = torch.tensor([0, 1])
     inputs = [torch.full((2, 8), 1.0), torch.full((2, 8), -1.0)]  # leave out layer 1, layer 0
     loss_of(wrapped(inputs[rank]), target).backward()
-    assert model.layers[3].weight.grad is None  # used by nobody
+    assert model.layers[3].weight.grad is None  # used by no rank
     for x in inputs:
         (loss_of(reference(x), target) / 2).backward()
     for mine, other in zip(gradients(model), gradients(reference), strict=True):
@@ -336,7 +336,7 @@ def change_buffers() -> None:
     assert (norm.running_mean == 0).all()
 
     norm.running_mean.fill_(float(rank))
-    if rank == 0:  # nobody is waited for
+    if rank == 0:  # no rank is waited for
         with torch.no_grad():
             wrapped(torch.randn(3, 4))
         wrapped.eval()

@@ -18,7 +18,7 @@ OPTIONS = [
     {},
     {"find_unused_parameters": True},
     {"static_graph": True},
-    {"bucket_cap_mb": 1e-5, "overlap": True},  # a bucket for each parameter, reduced while backward goes on
+    {"bucket_cap_mb": 1e-5, "overlap": True},  # one bucket per parameter, reduced during the backward pass
 ]
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline as dist
 
-TINY_BUCKETS = {"bucket_cap_mb": 1e-5, "overlap": True}  # one for each parameter, reduced while backward goes on
+TINY_BUCKETS = {"bucket_cap_mb": 1e-5, "overlap": True}  # one bucket per parameter, reduced during the backward pass
 
 
 def inputs(*shape: int) -> list[torch.Tensor]:
@@ -126,7 +126,7 @@ def a_part_of_another_gradient() -> None:
     batches = inputs(48, 64)
     reference(batches[0]).sum().backward()
     a, b = (param.grad.untyped_storage().data_ptr() for param in reference.parameters())
-    assert a == b  # what makes it hard
+    assert a == b  # the difficult case
     wrapped(batches[rank]).square().sum().backward()
     require_averaged(module, reference, lambda m: [m(x).square().sum() for x in batches])
 
@@ -146,7 +146,7 @@ def gradients_of_inputs() -> None:
         (model(x.unsqueeze(0)) * (rank + 1)).sum().backward()
 
     backward_of(module)
-    assert x.grad.data_ptr() == module.terms[0].grad.data_ptr()  # what makes it hard
+    assert x.grad.data_ptr() == module.terms[0].grad.data_ptr()  # the difficult case
     x.grad = None
     module.zero_grad()
     backward_of(wrapped)

@@ -99,7 +99,7 @@ def load_each(root: Path) -> dict[str, list[str]]:
         found = [loop.state.digest()]
         dist.load({"all": loop.state}, root / str(case))
         digests[str(case)] = [*found, loop.state.digest()]
-        loop.train(1)  # what was loaded must be of use
+        loop.train(1)  # everything that was loaded must be usable
     return digests
 
 

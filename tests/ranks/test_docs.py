@@ -95,7 +95,7 @@ def surroundings() -> dict[str, object]:
 
 def run_a_block(page: str, number: int) -> None:
     text, names = blocks(ROOT / page)[number], surroundings()
-    if "model.join()" in text:  # it goes on with the model that the program before it has wrapped
+    if "model.join()" in text:  # it continues with the model that the previous program has wrapped
         names["model"] = paceline.DistributedDataParallel(names["model"])
     if text.startswith("with optimizer.full_parameters"):  # and with the optimizer that the program before it has made
         names["optimizer"] = paceline.SharedModelOptimizer(names["model"], torch.optim.SGD, lr=0.1)

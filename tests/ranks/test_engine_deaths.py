@@ -17,11 +17,11 @@ from world import Ranks
 
 import paceline as dist
 
-# Each rank has a number in its own PID namespace that nobody has in the others.
+# The process id of each rank in its own PID namespace is not used in the others.
 _ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
 _CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
-_libc = ctypes.CDLL(None, use_errno=True)  # os.unshare came with Python 3.12
+_libc = ctypes.CDLL(None, use_errno=True)  # os.unshare was added in Python 3.12
 
 
 def in_a_namespace_of_its_own(directory: str) -> None:

@@ -104,7 +104,7 @@ def all_reduce_goes_the_shortest_way_that_there_is() -> None:
     for tensor in (strided, negative, ones.expand(3, 4).t().clone().t(), torch.ones(2, dtype=torch.complex64).conj()):
         assert all_reduces_of(tensor) == (True, True), tensor
         assert torch.equal(tensor, torch.full_like(tensor, 2))
-    # Python looks at what it does not know, and finds that it can be reduced as it is.
+    # Python inspects the unknown class, and finds that it can be reduced directly.
     for tensor in (torch.ones(3).as_subclass(Marked), torch.ones(3, dtype=torch.uint16)):
         assert all_reduces_of(tensor) == (True, False), tensor
         assert tensor.tolist() == [2] * 3

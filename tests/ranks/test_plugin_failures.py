@@ -57,7 +57,7 @@ def lose_a_rank(directory: str, how: str) -> str:
                 torch_dist._functional_collectives.wait_tensor(gathered)
             else:
                 torch_dist.barrier()
-        say(directory, f"told {rank}")  # nobody may hear of a rank that left before it hears of the one that died
+        say(directory, f"told {rank}")  # no rank may detect a departed rank before the dead one
         await_word(directory, "told 0", "told 2")
         return f"{type(caught.value).__name__}: {caught.value}"
 

@@ -121,7 +121,7 @@ def replace_the_dead(directory: str) -> tuple[float, float]:
         if me.name != LATE:
             me.form(1, [0, 1, 2])
             assert me.sum() == 3
-            torch_dist.new_group()  # which the replacement has not made
+            torch_dist.new_group()  # the replacement has not run it
             replica = model(nn.Linear(3, 1))
             replica(torch.ones(2, 3)).sum().backward()
             if me.name == 1:

@@ -241,7 +241,7 @@ def test_without_a_reader_of_its_output_the_job_ends(script):
     )
     try:
         launcher.stdout.read(5000)
-        time.sleep(0.5)  # until the pipe is full, since nobody reads on
+        time.sleep(0.5)  # until the pipe is full, because no process reads it
         launcher.terminate()
         assert launcher.wait(25) == 1
     finally:

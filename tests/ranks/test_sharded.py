@@ -94,7 +94,7 @@ def train(
             parts[name].load_state_dict(state)
     losses = []
     for batches in itertools.islice(loader, steps):
-        torch.rand(dist.get_rank() + 1)  # what others draw does not matter
+        torch.rand(dist.get_rank() + 1)  # random numbers drawn elsewhere do not matter
         optimizer.zero_grad()
         loss = shards.backward(lambda xy: nn.functional.cross_entropy(model(xy[0]), xy[1]), batches)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -270,7 +270,7 @@ def wrap_deterministically() -> None:
     with pytest.raises(RuntimeError, match=r"rank \d: a second backward of one forward"):
         loss.backward()
     model.zero_grad()
-    model(data[rank::size], scale=2.0)["norms"][0].mean().backward()  # goes on after the error
+    model(data[rank::size], scale=2.0)["norms"][0].mean().backward()  # continues after the error
     torch.testing.assert_close(model.module.used.weight.grad, reference.used.weight.grad)
     with torch.no_grad():
         assert model(data[:3])["y"].shape == (3, 2)  # any number, as there is nothing to add up

@@ -210,7 +210,7 @@ def memory_is_that_of_one_process() -> None:
     model, optimizer = nn.Linear(2048, 256, bias=False), None
     small = dist.SharedModelOptimizer(model, AdamW, lr=0.1, fused=True)
     model(x).sum().backward()
-    small.step()  # what the first step of a process allocates is there
+    small.step()  # the one-time allocations of the first step are included
     small.zero_grad()
     before = bytes_of_its_own()
     model = nn.Linear(2048, 12288, bias=False)

@@ -54,7 +54,7 @@ def like_one_process(dims: int, options: dict[str, object], uneven: bool) -> Non
     assert len(list(mine.buffers())) == len(list(whole.buffers()))
     mine.eval()
     whole.eval()
-    if whole.track_running_stats and rank == 0:  # nobody is waited for
+    if whole.track_running_stats and rank == 0:  # no rank is waited for
         close(mine(parts[0]), whole(parts[0]))
 
 

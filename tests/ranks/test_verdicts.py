@@ -181,7 +181,7 @@ def test_an_exception_is_told_last_and_a_signals_is_none(said, tmp_path, capsys)
     shutil.copytree(directory, tmp_path / "copy")
     require_cause(tmp_path / "copy", capsys, "EXCEPTION")
     for told in directory.rglob("error.json"):
-        told.unlink()  # what is left is what the ranks saw of each other
+        told.unlink()  # only what the ranks observed of each other remains
     facts = json.loads((directory / "job.json").read_text())
     causes = {}
     for state in ("failed", "stopped"):
@@ -199,7 +199,7 @@ def test_a_rank_that_leaves_early_is_the_headline(said):
 
 
 def test_an_exception_is_told_before_its_process_ends(said):
-    told = said("linger", "rank 1 failed: ValueError: bad sample (script.py:")  # its end comes after a minute
+    told = said("linger", "rank 1 failed: ValueError: bad sample (script.py:")  # it exits after a minute
     assert "rank 1 failed first (" not in told, "which is said at the end"
 
 

@@ -229,7 +229,7 @@ def ask_from_many_threads() -> None:
         tensor.zero_()
         for thread in threads:
             thread.join()
-        assert not tensor.any()  # nobody finished the call a second time
+        assert not tensor.any()  # no thread completed the call a second time
 
 
 def test_a_call_is_finished_once_whoever_waits(ranks):

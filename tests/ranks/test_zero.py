@@ -223,7 +223,7 @@ def state_dicts() -> None:
                 again = optimizer_class(reference.parameters(), **options)
                 again.load_state_dict(sharded.state_dict())
 
-            # And the other way: a fresh optimizer goes on with the unsharded one's state.
+            # The reverse: a new optimizer continues with the unsharded one's state.
             with sharded.full_parameters():
                 fresh_model = copy.deepcopy(reference.module)
             fresh = dist.ZeroRedundancyOptimizer(fresh_model, optimizer_class, stage=stage, lr=123.0)

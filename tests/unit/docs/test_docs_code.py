@@ -205,7 +205,7 @@ def test_commands_in_prose_have_flags_that_exist():
             continue
         for word in words[1:]:
             if word.endswith((".py", ".sh")):
-                break  # what follows is the script's
+                break  # later words belong to the script
             flag = word.split("=")[0].replace("_", "-") if word.startswith("--") else ""
             if flag and flag != "--" and flag not in flags_of(words[0]):
                 wrong.append(f"{name}:{line}: paceline {words[0]} {word}")

@@ -32,7 +32,7 @@ class Sign(NamedTuple):
     file: Path
     line: int
     name: str
-    folder: Path | None = None  # of the package whose door plate this is
+    folder: Path | None = None  # of the package that this docstring describes
 
     def leads_nowhere(self) -> bool:
         name = PurePosixPath(self.name)

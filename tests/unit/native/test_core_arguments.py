@@ -211,7 +211,7 @@ def call_the_core(directory: str, seed: int) -> int:
     returned = 0
     for number in range(CALLS):
         name, owner, parameters = values.random.choice(functions)
-        if name in ("close", "abort") and number % 20:  # what is closed is of no more use
+        if name in ("close", "abort") and number % 20:  # a closed object cannot be used again
             continue
         arguments = [values.of(*each) for each in parameters]
         if values.random.random() < 0.03:
@@ -220,7 +220,7 @@ def call_the_core(directory: str, seed: int) -> int:
         journal.note(f"{owner or '_core'}.{name}({', '.join(map(shown, arguments))})")
         try:
             made = target(name, owner, values)(*(() if keywords else arguments), **keywords)
-        except Exception as error:  # whatever it says, the process lives
+        except Exception as error:  # whatever the error, the process must survive
             journal.note(f"    {type(error).__name__}: {error}"[:300])
             continue
         returned += 1

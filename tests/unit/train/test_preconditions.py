@@ -24,7 +24,7 @@ def rank(cores, *, told=None, host="here", local_ranks=0, quota=0.0, cgroup=0, t
         ([rank(range(3)), rank(range(3))], False),
         ([rank(range(3), told=True), rank(range(3), told=True)], True),
         ([rank(range(8), told=False), rank(range(8))], False),
-        ([rank(range(2)), rank(range(2, 4))], True),  # each has cores of its own
+        ([rank(range(2)), rank(range(2, 4))], True),  # each has its own cores
         ([rank(range(2), local_ranks=4), rank(range(2, 4), local_ranks=4)], True),
         ([rank(range(4), local_ranks=4), rank(range(4), local_ranks=4)], False),  # two more are not in the group
         ([rank(range(2)), rank(range(2), host="there")], True),

@@ -131,7 +131,7 @@ def test_silent_hosts_are_told_from_those_that_answer(monkeypatch):
     with contextlib.ExitStack() as opened:
         for host in (answers, *silent):
             opened.enter_context(socket.create_server((host, port), backlog=0))
-        for host in silent:  # a full queue drops what comes, as a firewall does
+        for host in silent:  # a full queue drops new connections, as a firewall does
             for _ in range(4):
                 waiting = opened.enter_context(socket.socket())
                 waiting.setblocking(False)

@@ -35,7 +35,7 @@ from paceline.errors import AuthenticationError, StoreConnectionError
 KEY = derive_key(b"s" * 32, "links")
 
 
-# What is chosen
+# The choice of the port
 
 
 @pytest.mark.parametrize("text", ["0", "65536", "-1", "http", "29500 "])
@@ -108,7 +108,7 @@ def test_nobody_holds_a_number_that_was_given_back(gate):
             return True
         return False
 
-    wait_until(is_free)  # the gate is told by the end of a connection
+    wait_until(is_free)  # the end of a connection notifies the gate
     with pytest.raises(ConnectionRefusedError, match=f"on {HERE} accepts connections to number 7 of port {gate}"):
         dialer.dial((HERE, 7), DEADLINE_S)
 

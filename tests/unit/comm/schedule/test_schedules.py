@@ -16,7 +16,7 @@ from paceline.comm.schedule.algorithms import ALGORITHMS, algorithms_offering, b
 from paceline.comm.schedule.steps import ROOTED, Operation
 from paceline.comm.schedule.verify import verify
 
-BY_HOSTS = ("hierarchical", "circulant")  # which need to know the hosts
+BY_HOSTS = ("hierarchical", "circulant")  # these require the placement on hosts
 BY_HOSTS_PAIRS = [(algorithm, operation) for algorithm in BY_HOSTS for operation in ALGORITHMS[algorithm]]
 FLAT = [name for name in ALGORITHMS if name not in BY_HOSTS]
 PAIRS = [(algorithm, operation) for algorithm in ALGORITHMS for operation in ALGORITHMS[algorithm]]

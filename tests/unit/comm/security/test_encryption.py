@@ -47,7 +47,7 @@ CHANNEL = "test"
         ("fd00::1", "fd00::2", None, False),
         ("fe80::1%eth0", "fe80::2%eth0", None, False),
         ("10.0.0.1", "8.8.8.8", None, True),
-        ("8.8.8.8", "10.0.0.1", None, True),  # both ends decide alike
+        ("8.8.8.8", "10.0.0.1", None, True),  # both ends must make the same decision
         ("2606:4700::1", "2606:4700::2", None, True),
         ("::ffff:8.8.8.8", "::ffff:8.8.4.4", None, True),
         ("::ffff:10.0.0.1", "::ffff:10.0.0.2", None, False),

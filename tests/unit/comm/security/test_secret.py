@@ -45,7 +45,7 @@ def test_the_descriptor_precedes_the_variable_and_the_file(monkeypatch: pytest.M
     assert job_secret() == b"v" * 32
     inherited = SecretFile.create(b"d" * 32)
     monkeypatch.setenv("PACELINE_SECRET_FD", str(inherited))
-    assert [job_secret(), job_secret()] == [b"d" * 32] * 2  # read anew each time, whoever shares the descriptor
+    assert [job_secret(), job_secret()] == [b"d" * 32] * 2  # read again each time, even if the descriptor is shared
     os.close(inherited.fd)
     assert job_secret() == b"v" * 32
 

@@ -184,7 +184,7 @@ def test_a_lookout_sees_workers_and_what_is_noted(writer):
         assert (sample.ranks[1].state, sample.ranks[1].doing) == (RankActivity.DEAD, "killed by SIGKILL")
     finally:
         lookout.close()
-    notes.leave_worker(1, 1, "node0", writer.fd)  # nobody looks any more, so the descriptor is not kept
+    notes.leave_worker(1, 1, "node0", writer.fd)  # no reader is left, so the descriptor is not kept
     os.fstat(writer.fd)
 
 

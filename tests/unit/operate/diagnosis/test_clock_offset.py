@@ -41,7 +41,7 @@ def test_the_true_offset_lies_within_the_error(offset_ns, drift, delays, later_n
     now_ns += later_ns
     known = estimate.at(now_ns)
     assert known is not None
-    assert abs(known.offset_ns - (other_clock(now_ns) - now_ns)) <= known.error_ns + 2  # what is lost by rounding
+    assert abs(known.offset_ns - (other_clock(now_ns) - now_ns)) <= known.error_ns + 2  # the rounding error
 
 
 def test_without_an_answer_nothing_is_known():

@@ -118,7 +118,7 @@ DECODERS = [
     ("far ends of ssh", lambda body: MessageSplitter().feed(MARK + body.replace(b"\n", b"") + b"\n"), ValueError),
     ("the doctor", line_of_doctor, ConnectionError),
 ]
-OBJECTS = {"infinity", "no number", "another type"}  # what Python's JSON takes for objects
+OBJECTS = {"infinity", "no number", "another type"}  # texts that Python's JSON parses as objects
 ACCEPTED = {
     "the doctor": OBJECTS,
     "the live page": {"a number of 5,000 digits", "infinity", "half a text"},  # fields that are not known are skipped

@@ -76,7 +76,7 @@ def test_an_exception_is_recorded_and_read_back(tmp_path: Path):
 
 def test_an_exception_that_is_recorded_rings_the_alarm(tmp_path: Path):
     path, error = str(tmp_path / "error.json"), ValueError("boom")
-    record_uncaught(path, error)  # nobody listens yet
+    record_uncaught(path, error)  # no process listens yet
     alarm = ExceptionNotice(str(tmp_path))
     try:
         bell = alarm.fileno()

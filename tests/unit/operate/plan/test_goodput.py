@@ -27,7 +27,7 @@ from paceline.operate.plan.simulated_job import DAY_S, HOUR_S, EventTimes, MeanT
 
 TIMES = EventTimes(step_s=0.5)
 MEETING_S = TIMES.forming_s + TIMES.meeting_s
-TOLD_S = 2 * TIMES.message_s  # the coordinator hears of it, and its view comes
+TOLD_S = 2 * TIMES.message_s  # the coordinator detects it and announces a view
 
 
 def test_a_death_costs_the_meeting_and_the_dead_workers_share():

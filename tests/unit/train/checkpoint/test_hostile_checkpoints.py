@@ -158,7 +158,7 @@ def test_manifests_that_mislead_are_refused(tmp_path: Path, which: str) -> None:
         with pytest.raises(CheckpointError, match=said):
             dist.load(into, path)
     assert plain(into) == before
-    dist.save(state(), tmp_path, step=2)  # what is there does not keep others from being saved
+    dist.save(state(), tmp_path, step=2)  # existing files do not prevent other saves
     dist.load(into, tmp_path)
     assert plain(into) == plain(state())
 

@@ -96,7 +96,7 @@ def test_a_small_file_is_written_at_once(tmp_path: Path) -> None:
 def test_copies_are_written_from_where_they_are(tmp_path: Path) -> None:
     tensors = [torch.randn(size) for size in (1_000_003, 3, 700_001)] + [torch.arange(300_001)]
     held = Staging().copied([whole_of(str(number), each) for number, each in enumerate(tensors)])
-    copies = [held[number] for number in (3, 0, 1, 2)]  # larger elements come first in a file
+    copies = [held[number] for number in (3, 0, 1, 2)]  # larger elements precede smaller ones in a file
     header, _ = header_of([(each.name, each.dtype, each.shape) for each in copies])
     assert len(header) % ALIGNMENT == 0
     views = [memoryview(bytearray(header)), *(memory_with(each.elements()) for each in copies)]

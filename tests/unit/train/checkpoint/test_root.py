@@ -187,7 +187,7 @@ def test_left_overs_of_dead_saves_are_removed(tmp_path):
     draft = dead.begin(1)
     write(dead, draft, 1, 0)
     assert dead.storage.is_held(draft.directory)
-    assert save(root, 2) == newest(root)  # what is held stays
+    assert save(root, 2) == newest(root)  # a checkpoint in use is kept
     assert (tmp_path / draft.directory).exists()
     dead.abandon(replace(draft, directory="none"))  # closes the manifest, as the end of the process would
     save(root, 3)

@@ -17,7 +17,7 @@ from paceline.train.elastic.process_priority import NICENESS, LoweredPriorities
 from paceline.train.elastic.protocol import TransferOffer, WaitNotice
 
 OWN = os.getpriority(os.PRIO_PROCESS, 0)
-# Starts another process when it is told to, and says which.
+# Starts another process when requested, and reports its id.
 PROGRAM = """
 import subprocess, sys, threading
 sys.stdin.readline()

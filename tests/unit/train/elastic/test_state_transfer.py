@@ -112,7 +112,7 @@ def test_a_machine_that_comes_back_hears_of_lessons_again():
     comes(play, "b2")
     (transfer,) = transfers(play, "b0")
     play.say("b0", TransferReady(transfer.number, 7, "b0:1"))
-    play.lose("b")  # without which a0 cannot go on
+    play.lose("b")  # a0 cannot continue without it
     before = len(play.orders)
     play.come_back("b", b0=ReplayableMessages(), b1=ReplayableMessages(), b2=ReplayableMessages())
     again = [order for order in play.orders[before:] if isinstance(order, SendOrder)]

@@ -118,7 +118,7 @@ def test_steps_have_the_bits_of_one_process(tmp_path_factory, kind, ranks, stage
     def program(world: ThreadGroup, groups: list[ThreadGroup]) -> None:
         model = Net(dtype)
         if world.rank():
-            nn.init.zeros_(model.wide)  # rank 0's parameters are everybody's
+            nn.init.zeros_(model.wide)  # rank 0's parameters are used on all ranks
         optimizer = made(model, kind, world, stage=stage, offload=directory)
         for step in range(STEPS):
             optimizer.zero_grad()
