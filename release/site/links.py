@@ -19,7 +19,7 @@ ABOUT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
 HOMES = {"README.md": "docs/index.md", "README.zh.md": "docs/zh/index.md"}
 FILES = "files/"
-"""Where the site keeps the other files that pages link to."""
+"""The folder of the site for other files that pages link to."""
 
 _FENCE = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")

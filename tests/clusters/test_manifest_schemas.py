@@ -51,7 +51,7 @@ def unknown_fields(kind: Any, value: Any, place: str) -> Iterator[str]:
 
 
 def _part(kind: Any, is_list: bool = False) -> Any:
-    """What stands in Optional[...], or in List[...] if the caller has left the Optional behind."""
+    """Returns the argument of Optional[...], or of List[...] if the Optional has already been removed."""
     while get_args(kind) and get_origin(kind) is not dict and not (is_list and get_origin(kind) is list):
         kind = next(each for each in get_args(kind) if each is not type(None))
     return kind

@@ -154,7 +154,7 @@ def in_other_numbers(images: Images, file: str) -> dict[str, tuple[str, list[flo
 
 @pytest.fixture(scope="module")
 def on_other_numbers(tmp_path_factory):
-    """What one rank computes alone, two of them, who leave the epoch, and three, who end it."""
+    """Returns the results of one rank alone, of two that leave the epoch, and of three that complete it."""
     file = tmp_path_factory.mktemp("epoch") / "checkpoint"
     return [Ranks(size)(in_other_numbers, digits(), str(file))[0] for size in (1, 2, 3)]
 

@@ -55,7 +55,7 @@ AWAITING_A_NAME = """
     _NoHold NothingYet _OutputTap _OverUnixSocket Pending RankAbsence _Reading Ready _Recorded RecordingKeeper
     Remember Running _Sized Slip Spawned _Started Stopped _Summed _SummedIntoParts Thinned _Uncaught WhatIf
 """
-"""Classes whose names say too little. None is added; whoever renames one takes it out."""
+"""Classes with names that are too vague. New ones may not be added; renamed classes are removed."""
 
 GERUNDS = {
     "halving_doubling": "the name of the algorithm",

@@ -32,7 +32,7 @@ BUCKETS = (
     (0.88, 5.0, "layer2"),
     (1.0, 1.5, "layer1, stem"),
 )
-"""When in backward each is ready, its MiB, and what is in it."""
+"""For each bucket: when it is ready (as a share of the backward pass), its size in MiB, and its layers."""
 
 
 @dataclass

@@ -105,7 +105,7 @@ def test_a_played_schedule_does_what_its_operation_says(algorithm, operation):
 
 
 def meant(operation: Operation, rank: int, n: int, root: int, blocks: int) -> list[tuple[list[int], int]]:
-    """What a rank has in the end: for each block whose tensors are summed, and which part of them it is."""
+    """Returns a rank's final data: for each block, the ranks whose tensors are summed, and the part of the tensor."""
     everybody = list(range(n))
     if operation in (Operation.REDUCE, Operation.GATHER) and rank != root:
         return []

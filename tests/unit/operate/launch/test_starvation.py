@@ -24,7 +24,7 @@ def connection():
 
 
 def test_what_a_machine_acknowledges_shows_that_it_is_there(connection):
-    connection.sendall(b"beat")  # which nobody reads
+    connection.sendall(b"beat")  # never read by the other end
     wait_until(lambda: is_starved(connection, 3.0, 0.0))
 
 
