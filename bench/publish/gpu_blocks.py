@@ -12,7 +12,7 @@ Results = Mapping[str, Result]
 _RUNS = {"gpu-cpu": "CPU", "gpu-fake": "fake device"}
 _GPU = "gpu"
 _COLLAPSED = ("health", "collectives", "streams", "checkpoint", "CUDA_LAUNCH_BLOCKING=1", "staged", "tests/gpu")
-"""Sections that have one line, unless it is asked which of their steps failed."""
+"""Sections that are summarized in one line."""
 
 
 def _columns(results: Results) -> dict[str, Result]:

@@ -28,7 +28,7 @@ IN_CHINESE = {
     "About": "关于",
     "Decisions": "设计决定",
 }
-"""The titles of the sections; those of the pages are their own."""
+"""The titles of the sections; pages define their own titles."""
 
 
 def language_of(config: MkDocsConfig) -> str:

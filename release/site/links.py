@@ -15,7 +15,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 CHINESE = "docs/zh/"
 ABOUT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-"""Pages at the top of the repository that the English site has too."""
+"""Pages at the top of the repository that are also on the English site."""
 
 HOMES = {"README.md": "docs/index.md", "README.zh.md": "docs/zh/index.md"}
 FILES = "files/"

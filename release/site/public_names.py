@@ -36,7 +36,7 @@ _ONLY = {
     "paceline.plugin": ["lend_default_group", "register"],
     "paceline.recordings": ["CallRecord", "NoRecordingError", "read", "read_aligned", "read_directory"],
 }
-"""The public names of modules that hold others for their own storey as well."""
+"""The public names of modules that also contain names for internal use."""
 
 STABLE, PROVISIONAL, TORCHS = "stable", "provisional", "torch's"
 HEAD = """\

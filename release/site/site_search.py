@@ -11,7 +11,7 @@ import re
 from links import ROOT
 
 BOOSTS = {"learn/": 3.0, "how-to/": 3.0, "coming-from/": 2.0, "reference/": 0.5, "decisions/": 0.1, "CHANGELOG.md": 0.1}
-"""The factors of the scores of the pages whose paths begin so; that of all others is 1."""
+"""The score factors by prefix of the page's path; all other pages have a factor of 1."""
 
 ROW = re.compile(r"^\| ([^|]+) \|", re.MULTILINE)
 HAN = re.compile(r"[\u4e00-\u9fff]{2,}")

@@ -46,7 +46,7 @@ TERMS = {
         signature size slot split stand_in start structure threshold timeline timer timing update usage use
         verifier viewer write""",
 }
-"""Words of the documentation of others, in the meaning that they have there, as the last word of a name."""
+"""Words from the documentation of other projects, with the same meaning, allowed as the last word of a name."""
 
 AWAITING_A_NAME = """
     _AllocationIn Answered Box Broken CallTally Cargo ChaosAct _CopyToRanks Departing Described Dismissed Done
@@ -65,4 +65,4 @@ GERUNDS = {
     "recording": "a noun",
     "formatting": "a noun",
 }
-"""Modules whose names end in -ing and may."""
+"""Modules whose names may end in -ing."""

@@ -25,7 +25,7 @@ from paceline.comm.engine.torch_backend.process_groups import NEVER, OwnedProces
 
 GPU_VARIABLE = "STAND_IN_GPU"
 CALLS: list[str] = []
-"""The operations and ends of all groups of this process."""
+"""The operations and shutdowns of all groups in this process."""
 
 
 def use() -> None:
