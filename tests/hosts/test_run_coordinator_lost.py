@@ -24,7 +24,7 @@ def test_another_machine_coordinates_when_the_first_is_killed(machines):
     launchers[0].kill()
     here.wait_for_view(*left)
     # It cannot be told from a cut if something that was sent to it was still unread.
-    told = "which coordinated, (is gone|cannot be reached); machine . coordinates from now on"
+    told = "which coordinated, (has left|cannot be reached); machine . coordinates from now on"
     here.wait(lambda: any(re.search(told, here.said(launcher)) for launcher in launchers[1:]))
     here.say("end")
     for launcher in launchers[1:]:

@@ -120,8 +120,12 @@ def test_ctrl_c_is_heard_at_any_time(script, after_s):
         launcher.communicate(timeout=after_s)
     except subprocess.TimeoutExpired:
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
-    assert launcher.wait(60) in (1, 130, -signal.SIGINT)
-    launcher.communicate()
+    try:
+        told = launcher.communicate(timeout=60)[1]
+    except subprocess.TimeoutExpired:
+        launcher.kill()  # the workers die with it
+        pytest.fail(f"the launcher still ran: {launcher.communicate()[1]!r}")
+    assert launcher.returncode in (1, 130, -signal.SIGINT), told
 
 
 def test_a_launcher_without_descriptors_says_what_it_needs(script):

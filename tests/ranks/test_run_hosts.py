@@ -172,7 +172,7 @@ def test_a_paceline_that_does_not_fit_is_named(script, ssh_server, tmp_path, tex
 def test_a_missing_interpreter_or_directory_is_named(script, ssh_server):
     words = ("--hosts", ssh_server.hosts(1), "--ssh", ssh_server.ssh())
     done = run(*words, "--remote-python", "/nowhere/python", script(""))
-    assert done.returncode == 1 and "there is no /nowhere/python there" in done.stderr
+    assert done.returncode == 1 and "/nowhere/python does not exist there" in done.stderr
     done = run(*words, "--remote-dir", "/nowhere", script(""))
     assert done.returncode == 2 and "has no accessible directory /nowhere" in done.stderr
 
@@ -196,7 +196,7 @@ def test_this_machine_needs_no_ssh(script):
             ),
             "has no workers",
         ),
-        (("--hosts", "somebody@127.0.0.1", "--ssh", "/nowhere/ssh"), "there is no /nowhere/ssh on this machine"),
+        (("--hosts", "somebody@127.0.0.1", "--ssh", "/nowhere/ssh"), "/nowhere/ssh, which is needed to reach 127.0.0.1, was not found on this machine"),
     ],
 )
 def test_what_does_not_go_with_hosts_is_refused(script, arguments, said):

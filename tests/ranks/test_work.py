@@ -53,7 +53,7 @@ def ask_a_work() -> None:
     if rank == 1:
         assert not work.is_success()
         with pytest.raises(
-            dist.CollectiveTimeoutError, match="barrier had not completed after 0.0 s .*wait for it again"
+            dist.CollectiveTimeoutError, match=r"barrier had not completed after 0\.0 s\. .*wait for it again"
         ):
             work.wait(timedelta(milliseconds=10))
         say("asked")

@@ -151,7 +151,7 @@ def use_groups(rank: int, size: int) -> None:
     tensor = torch.full((2,), float(rank))
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == ([2.0, 2.0] if rank in (0, 2) else [1.0, 1.0])
-    with pytest.raises(ValueError, match="the algorithm is 'ring', and nccl chooses its own"):
+    with pytest.raises(ValueError, match="the algorithm is 'ring', but nccl chooses its own"):
         # With a mixed backend, the first call on a device opens the group there.
         dist.all_reduce(torch.ones(1), group=dist.new_group(algorithm="ring"))
 

@@ -675,6 +675,21 @@ MISTAKES: dict[str, list[str]] = {
 
 
 HEALTHY: dict[str, str] = {
+    "a wrapper that an option chooses": _script("""
+        import sys
+        import apex
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+        dist.init_process_group("gloo")
+        if sys.argv[1] == "apex":
+            wrap = apex.parallel.DistributedDataParallel
+        else:
+            wrap = nn.parallel.DistributedDataParallel
+        model = wrap(nn.Linear(8, 8))
+        for step in range(10):
+            model(torch.randn(4, 8)).square().mean().backward()
+    """),
     "a script in one process": _script("""
         import torch
         from torch.utils.data import DataLoader

@@ -119,7 +119,7 @@ def test_an_exported_model_is_read_by_safetensors(tmp_path, command):
     code, text = command("diff", tmp_path / "run", tmp_path / "model.safetensors")
     assert code == 1 and "only in" in text
     code, text = command("export", tmp_path / "run", tmp_path / "x", "--only", "ema")
-    assert code == 2 and "contains no tensors in 'ema'; it has model" in text
+    assert code == 2 and "contains no tensors in 'ema'; it contains model" in text
 
 
 def test_foreign_files_are_shown_and_compared(tmp_path, command):

@@ -89,7 +89,7 @@ def test_a_wait_can_be_interrupted():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_tensors_for_another_backend_of_a_combination_are_not_staged(monkeypatch):
+def test_tensors_of_another_backend_are_not_staged(monkeypatch):
     group = object()
     monkeypatch.setitem(_world.pg_names, group, "7")
     monkeypatch.setitem(_world.pg_backend_config, group, "cpu:paceline,cuda:nccl")

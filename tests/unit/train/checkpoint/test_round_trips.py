@@ -218,7 +218,7 @@ def test_subclasses_of_plain_values_are_saved_as_their_values(tmp_path):
         (3, optimizer_of(torch.optim.SGD, 0), r"'x' is an optimizer here, and something else in .*; load it into"),
         (nn.Linear(1, 1), optimizer_of(torch.optim.SGD, 0), r"'x' is an optimizer here, and something else in"),
         (3, nn.ReLU(), r"'x' is a module here, and a plain value in .*; load it into an object of the saved type"),
-        (nn.Linear(1, 1), nn.ReLU(), r"has \['bias', 'weight'\] besides"),
+        (nn.Linear(1, 1), nn.ReLU(), r"also has \['bias', 'weight'\]"),
         (nn.ReLU(), nn.Linear(1, 1), r"it lacks \['bias', 'weight'\]"),
         ({}, {"a": torch.zeros(1)}, r"has no 'x/a'; it has 'x'"),
     ],

@@ -450,7 +450,8 @@ class RankInterpreter:
         if callee.alternatives:
             results: list[AbstractValue] = []
             for each in callee.alternatives:
-                condition = PathCondition(node, callee.text, True, callee.facts, False)
+                # which alternative is called does not depend on what the alternatives contain
+                condition = PathCondition(node, callee.text, True, frozenset(), False)
                 self._arm(condition, _append(results, partial(self.call, each, arguments, keywords, node)))
             return either(results) if results else AbstractValue(callee.text)
         if callee.function is not None:
