@@ -196,7 +196,10 @@ def test_this_machine_needs_no_ssh(script):
             ),
             "has no workers",
         ),
-        (("--hosts", "somebody@127.0.0.1", "--ssh", "/nowhere/ssh"), "/nowhere/ssh, which is needed to reach 127.0.0.1, was not found on this machine"),
+        (
+            ("--hosts", "somebody@127.0.0.1", "--ssh", "/nowhere/ssh"),
+            "/nowhere/ssh, which is needed to reach 127.0.0.1, was not found on this machine",
+        ),
     ],
 )
 def test_what_does_not_go_with_hosts_is_refused(script, arguments, said):
