@@ -1,4 +1,5 @@
-// Applies updates in pieces of odd sizes and at once; test_shared_model_optimizer.py in tests/unit compares them with torch's.
+// Applies updates in pieces of odd sizes and at once; test_shared_model_optimizer.py in tests/unit compares them with
+// torch's.
 #include "update/update.hpp"
 
 #include <cmath>
