@@ -7,7 +7,6 @@ torchrun --nproc-per-node 4 examples/faults.py late --library torch   (with torc
 """
 
 import argparse
-import importlib
 import time
 
 import torch
@@ -20,11 +19,13 @@ arguments.add_argument("--steps", type=int, default=400)
 options = arguments.parse_args()
 
 if options.library == "paceline":
-    dist = importlib.import_module("paceline")
+    import paceline as dist
+
     dist.init_process_group()
     wrap = dist.DistributedDataParallel
 else:
-    dist = importlib.import_module("torch.distributed")
+    import torch.distributed as dist
+
     dist.init_process_group("gloo")
     wrap = nn.parallel.DistributedDataParallel
 rank = dist.get_rank()
@@ -57,5 +58,5 @@ for step in range(options.steps):
         if rank == 0:
             print(f"step {step + 1} of {options.steps}", flush=True)
 if rank == 0:
-    print(f"\nShown: the training loop reached step {options.steps} with the fault {options.fault!r}.")
+    print(f"\nResult: the training loop reached step {options.steps} with the fault {options.fault!r}.")
 dist.destroy_process_group()

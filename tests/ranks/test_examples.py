@@ -54,7 +54,7 @@ def test_the_example_of_checkpoints_leaves_whole_ones(ranks, tmp_path):
 
 def test_the_example_of_faults_slows_one_rank_down(ranks):
     said, _ = ranks(2)(run_example, "examples/faults.py", "slow", "--steps", "2")
-    assert "\nShown: the training loop reached step 2 with the fault 'slow'." in said
+    assert "\nResult: the training loop reached step 2 with the fault 'slow'." in said
 
 
 def test_the_example_of_faults_makes_ranks_disagree(ranks):

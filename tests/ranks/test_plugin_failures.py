@@ -177,6 +177,9 @@ def mix_too_early(directory: str) -> None:
             RuntimeError, match=r"cuda.*before release 2.14, PyTorch creates only one backend of a mixture"
         ):
             mixed._get_backend(torch.device("cuda"))
+        mixed = torch_dist.new_group(backend="cpu:gloo,cuda:paceline")  # PyTorch keeps the second only
+        torch_dist.all_reduce(tensor := torch.ones(3), group=mixed)
+        assert tensor.tolist() == [2, 2, 2] and mixed._get_backend(torch.device("cpu")) is mixed
 
 
 @pytest.mark.skipif(torch.__version__ >= (2, 14), reason="nccl is made, and asks for a GPU")

@@ -276,7 +276,9 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> TorchProcessGroup:
         device_type = torch.device(device).type
-        if device_type != "cpu" and device_type not in staged_types(choose("paceline")):
+        if device_type == "cpu":
+            return self
+        if device_type not in staged_types(choose("paceline")):
             raise RuntimeError(
                 f"{self!r} has no backend for the device {device}; it takes tensors on the CPU and on the accelerator "
                 f"of this PyTorch: {OTHER_DEVICES}move them there"

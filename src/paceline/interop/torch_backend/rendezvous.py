@@ -217,7 +217,8 @@ def _formed(meeting: GroupRendezvous, patience: timedelta, expected: Sequence[Ra
                 engines = undo.enter_context(contextlib.closing(Engines(start, backend)))
                 openers = engines.openers(backend, range(size), patience_s, engines.count_group(range(size)))
                 opened = openers["cpu"](torch.device("cpu"))
-                openers = {type_: partial(_open_checked, opener, meeting.name) for type_, opener in openers.items()}
+                for device_type in openers.keys() - {"cpu"}:
+                    openers[device_type] = partial(_open_checked, openers[device_type], meeting.name)
         members = [
             RankIdentity(named, member.host, member.pid, member.process)
             for named, member in zip(meeting.named, engines.members, strict=True)
