@@ -44,7 +44,7 @@ demo: $(VENV)/built $(VENV)/runtime ## Train the digits example on 2 ranks (RANK
 	@echo "==> Training a CNN on handwritten digits on $(RANKS) ranks"
 	@$(BIN)/paceline run --nproc-per-node $(RANKS) examples/digits.py
 	@echo "==> Next:"
-	@printf '    %-32s %s\n' "make chaos" "the same digits, while workers are killed, to the same bits" \
+	@printf '    %-32s %s\n' "make chaos" "trains on the same digits while workers are killed, and compares the bits" \
 	  "$(BIN)/paceline doctor" "checks this machine for what slows training down" \
 	  docs/learn/five-minutes.md "your own script on several ranks"
 

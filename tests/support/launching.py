@@ -59,20 +59,20 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
 
 def processes_with(mark: str) -> list[int]:
     """Returns the running processes, except zombies, whose initial environment contains `mark`."""
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (directory / "environ").read_bytes() and is_alive(int(directory.name)):
-                found.append(int(directory.name))
-    return found
+    return _running(lambda process: mark.encode() in (process / "environ").read_bytes())
 
 
 def processes_in(directory: Path) -> list[int]:
     """Returns the running processes, except zombies, that have this working directory."""
+    return _running(lambda process: (process / "cwd").samefile(directory))
+
+
+def _running(is_wanted: Callable[[Path], bool]) -> list[int]:
+    """Returns the running processes, except zombies, whose folder in /proc satisfies `is_wanted`."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (process / "cwd").samefile(directory) and is_alive(int(process.name)):
+            if is_wanted(process) and is_alive(int(process.name)):
                 found.append(int(process.name))
     return found
 
