@@ -3,9 +3,9 @@
     python bench/page.py [--ranks 64] [--steps-per-second 10] [--seconds 10] [--json FILE]
 
 One process records steps of data-parallel training, and the page reads this recording in place of each rank's, once per
-second, as it does while a browser is connected. The time is that of the page's thread: reading, building the state, and
-encoding the message. p50 and p95 are computed over n updates.
-The last row is measured without a connected browser, when the page reads only every five seconds.
+second, as it does while a browser is connected. The time is that of the dashboard thread: reading, building the state,
+and encoding the message. p50 and p95 are computed over n updates. The last row is measured without a connected browser,
+when the page reads only every five seconds.
 """
 
 from __future__ import annotations

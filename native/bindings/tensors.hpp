@@ -40,7 +40,7 @@ struct TensorLayout {
 // before 2.10, and for complex tensors, because DLPack does not report conjugate views.
 std::optional<TensorLayout> read_layout(nanobind::handle tensor);
 
-// Returns whether `tensor` still has the layout that `read_layout` returned for it.
+// Returns true if `tensor` still has the layout that `read_layout` returned for it.
 bool has_layout(nanobind::handle tensor, const TensorLayout& layout);
 
 // Returns the reduction if `object` is a member of paceline.ReduceOp.

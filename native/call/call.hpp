@@ -160,11 +160,11 @@ struct Call {
     // Called once before the thread waits (longer than a brief spin) for another rank or another call. Null except for
     // small calls on one host, which may complete without such a wait.
     const std::function<void()>* before_waiting = nullptr;
-    // Returns whether the program waits for this asynchronous call or a later one. Null for synchronous calls.
+    // Returns true if the program is waiting for this asynchronous call or a later one. Null for synchronous calls.
     const std::function<bool()>* is_awaited = nullptr;
 };
 
-// Returns whether a thread of the program, as opposed to the background thread, waits for the call.
+// Returns true if a thread other than the background thread is waiting for the call.
 inline bool holds_program(const Call& call, bool background) {
     return !background || (call.is_awaited != nullptr && (*call.is_awaited)());
 }

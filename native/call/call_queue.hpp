@@ -24,7 +24,7 @@ namespace paceline {
 
 class Work {
   public:
-    // If `spins` is true, a thread that waits for the call may busy-wait briefly.
+    // If `spins` is true, a thread that is waiting for the call may busy-wait briefly.
     Work(Call call, bool spins) : call_(std::move(call)), spins_(spins) {}
 
     bool done() const { return state_.load(std::memory_order_acquire) == kDone; }

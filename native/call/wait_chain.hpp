@@ -73,7 +73,7 @@ struct Members {
 };
 
 // Stores the ranks that `found` blames in `outcome`. `absent` contains the group ranks that have not begun the call,
-// `awaited` those for which the call waits.
+// `awaited` those that the call is waiting for.
 void blame(Outcome& outcome, const Finding& found, const Members& members, std::vector<int> absent,
            const std::vector<int>& awaited);
 

@@ -60,8 +60,8 @@ Answer Waits::about(const Occasion& in) const {
     return about_locked(in);
 }
 
-// If a thread waits in the group of the queried call, only that call or an earlier one can hold up this rank.
-// Otherwise, any call in which the program waits can hold it up.
+// If a thread is waiting in the group of the queried call, only that call or an earlier one can hold up this rank.
+// Otherwise, any call in which the program is waiting can hold it up.
 Answer Waits::about_locked(const Occasion& in) const {
     Answer answer;
     const auto add = [&answer](const Wait& wait) {

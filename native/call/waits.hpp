@@ -33,7 +33,7 @@ constexpr std::uint64_t group_of(std::uint64_t id) {
     return id & ~(std::uint64_t{1} << 63);
 }
 
-// A rank that another rank waits for. `name` is the same in all groups of a process.
+// A rank that another rank is waiting for. `name` is the same in all groups of a process.
 struct Awaited {
     std::int32_t name;
     std::uint32_t reserved = 0;
@@ -61,7 +61,7 @@ class Waits {
   public:
     using Clock = std::chrono::steady_clock;
 
-    // The time that a thread waits in its call before it also serves other groups.
+    // The time for which a thread waits in its call before it also serves other groups.
     static constexpr std::chrono::milliseconds kServesAfter{200};
 
     // The lanes of one group. Neither of the functions blocks on a lock.

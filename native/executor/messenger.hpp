@@ -54,7 +54,8 @@ constexpr int kAnySource = -1;
 constexpr std::size_t kEagerBytes = 16 << 10;    // longer messages are offered
 constexpr std::size_t kEagerWindow = 512 << 10;  // eager bytes to one rank without a credit
 constexpr std::size_t kPartBytes = 1 << 20;      // maximum data per frame, which bounds the delay of other frames
-constexpr std::size_t kMostOffers = 1 << 16;     // maximum number of offers to one rank that wait for its receives
+constexpr std::size_t kMostOffers = 1 << 16;     // maximum number of offers to one rank that are waiting for its
+receives
 
 // Returns the part of the window that an eager message uses. Even an empty message counts, because the receiver stores
 // its frame.
@@ -120,7 +121,7 @@ class Messenger final : public Waits::Link {
     Outcome fail(Outcome outcome);
     // Breaks the group as `aborted`; any thread may call this while others wait in the group.
     void abort();
-    // Announces to all other ranks that this rank waits in a call.
+    // Announces to all other ranks that this rank is waiting in a call.
     void announce(const CallHeader& header);
     // Returns the latest call that each rank has announced.
     std::vector<CallHeader> announced();

@@ -105,7 +105,7 @@ RankSet Group::missing_in(std::uint32_t round) const {
     return ranks;
 }
 
-// Returns true if `rank` has begun the call in which this rank waits.
+// Returns true if `rank` has begun the call in which this rank is waiting.
 bool Group::has_begun(int rank) const {
     return std::any_of(std::begin(control(rank).cells), std::end(control(rank).cells),
                        [this](const Cell& cell) { return cell.header.sequence >= sequence_; });

@@ -30,7 +30,7 @@ struct WaitV {
 
 constexpr int kManyLooking = 32;  // number of ranks above which each rank checks less often
 constexpr std::chrono::milliseconds kSeldom{200};
-constexpr std::chrono::hours kLong{1};  // timeout while the thread waits for every rank
+constexpr std::chrono::hours kLong{1};  // timeout while the thread is watching every rank
 
 WaitV expecting(const std::atomic<std::uint32_t>& word, std::uint32_t value) {
     return {value, reinterpret_cast<std::uintptr_t>(&word), kWord32, 0};

@@ -60,7 +60,7 @@ def ordinal(number: int) -> str:
 
 
 def is_user_file(file: str) -> bool:
-    """Returns whether a source file belongs to the user, rather than to Python, an installed package or Paceline.
+    """Returns True if a source file belongs to the user, rather than to Python, an installed package or Paceline.
 
     Messages name lines in the user's files only.
     """
@@ -73,7 +73,7 @@ def is_user_file(file: str) -> bool:
 
 
 def _is_library(folder: str, name: str) -> bool:
-    """Returns whether a folder with this name in `folder` is Python's library, such as `lib/python3.11`."""
+    """Returns True if a folder with this name in `folder` is Python's library, such as `lib/python3.11`."""
     version = name.removeprefix("python").removesuffix(".zip").replace(".", "")
     return folder in ("lib", "lib64") and name.startswith("python3") and version.isdecimal()
 

@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_out_of_descriptors(error: BaseException | None) -> bool:
-    """Returns whether `error`, or an error in its chain of causes, reports a shortage of file descriptors."""
+    """Returns True if `error`, or an error in its chain of causes, reports a shortage of file descriptors."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return True
@@ -123,7 +123,7 @@ def _checked(result: int, name: str) -> int:
 
 
 def waits_for_stdin(pid: int, root: str = "/proc") -> bool:
-    """Returns whether the main thread of a process waits for input on descriptor 0; False if unknown."""
+    """Returns True if the main thread of a process is known to be waiting for input on descriptor 0."""
     try:
         with open(f"{root}/{pid}/syscall") as file:
             words = file.read().split()

@@ -189,7 +189,7 @@ def test_the_page_is_off_unless_it_is_asked_for(script, tmp_path):
 
 
 def _listener_of(address: str) -> int:
-    """Returns the process that listens at an address in /proc/net, or 0 if it cannot be found."""
+    """Returns the process that listens on an address in /proc/net, or 0 if it cannot be found."""
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()

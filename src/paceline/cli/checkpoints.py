@@ -196,7 +196,7 @@ def _tensors(first: CheckpointContents, second: CheckpointContents, only: str | 
 
 
 def _have_same_digests(first: Checkpoint | None, second: Checkpoint | None, name: str) -> bool:
-    """Returns whether the tensor's pieces and their digests are the same in both checkpoints."""
+    """Returns True if the tensor's pieces and their digests are the same in both checkpoints."""
 
     def known_of(checkpoint: Checkpoint) -> object:
         entry = checkpoint.entry(name)

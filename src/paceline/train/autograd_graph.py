@@ -28,12 +28,12 @@ def running_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Returns whether a backward pass is running on this thread, for example to recompute checkpointed outputs."""
+    """Returns True if a backward pass is running on this thread, for example to recompute checkpointed outputs."""
     return running_backward() != NO_BACKWARD
 
 
 def is_traced() -> bool:
-    """Returns whether `torch.jit.trace` is recording the operations of this thread."""
+    """Returns True if `torch.jit.trace` is recording the operations of this thread."""
     return torch._C._get_tracing_state() is not None
 
 
@@ -66,7 +66,7 @@ def find_first_tensors(inputs: object) -> Iterator[torch.Tensor | None]:
 
 
 def may_require_grad(inputs: object) -> bool:
-    """Returns whether an input of a forward pass requires a gradient; True if there are too many entries to search."""
+    """Returns True if an input of a forward pass requires a gradient, or if there are too many entries to search."""
     return any(tensor is None or tensor.requires_grad for tensor in find_first_tensors(inputs))
 
 

@@ -249,7 +249,7 @@ def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -
 
 
 def reduces_during_backward(everyones: Sequence[RankFacts]) -> bool:
-    """Returns whether every rank requests overlap or, by default, has a spare core for reducing during backward."""
+    """Returns True if every rank requests overlap or, by default, has a spare core for reducing during backward."""
     return all(
         _has_core_to_spare(facts, everyones) if facts.overlaps is None else facts.overlaps for facts in everyones
     )

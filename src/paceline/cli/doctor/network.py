@@ -39,7 +39,7 @@ def serve(listener: socket.socket, secret: bytes) -> list[Diagnostic]:
 
 
 def probe(address: tuple[str, int], secret: bytes) -> list[Diagnostic]:
-    """Probes the machine that listens at `address`; returns the findings."""
+    """Probes the machine that is listening on `address`; returns the findings."""
     place = f"{address[0]}:{address[1]}"
     try:
         connection = socket.create_connection(address, _TIMEOUT_S)

@@ -248,7 +248,7 @@ def engines_for(device_type: str) -> list[str]:
 
 
 def is_staged(device_type: str, name: str) -> bool:
-    """Returns whether engine `name` stages tensors on this type of device through host memory."""
+    """Returns True if engine `name` stages tensors on this type of device through host memory."""
     return device_type != "cpu" and name in _STAGE
 
 

@@ -188,7 +188,7 @@ class Pending(Protocol):
     """A call in progress; thread-safe."""
 
     def done(self) -> bool:
-        """Returns whether the call is complete, successfully or not."""
+        """Returns True if the call is complete, successfully or not."""
 
     def wait(self, timeout_ns: int, /) -> bool:
         """Waits, without the interpreter lock, until the tensors may be used; returns False on timeout.
@@ -206,7 +206,7 @@ class StreamCall(Pending, Protocol):
     """A call on a device where streams, rather than threads, wait for the result."""
 
     def is_enqueued(self) -> bool:
-        """Returns whether `wait` without a timeout would block only the current stream, and not the thread."""
+        """Returns True if `wait` without a timeout would block only the current stream, and not the thread."""
         ...
 
 

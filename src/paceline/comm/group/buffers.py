@@ -92,7 +92,7 @@ def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor is contiguous and neither a conjugate nor a negative view."""
+    """Returns True if the tensor is contiguous and neither a conjugate nor a negative view."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

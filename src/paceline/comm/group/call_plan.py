@@ -210,7 +210,7 @@ def checked_reduction(
 
 @functools.cache
 def reduces(dtype: int, reduce_op: int) -> bool:
-    """Returns whether the core implements the reduction for the dtype with the code `dtype`."""
+    """Returns True if the core implements the reduction for the dtype with the code `dtype`."""
     return _core.reduces(dtype, reduce_op)
 
 
@@ -379,7 +379,7 @@ class TorchOptions(Protocol):
 
 
 def are_options(argument: object) -> TypeIs[TorchOptions]:
-    """Returns whether `argument` is an option object, as opposed to the value of an option."""
+    """Returns True if `argument` is an option object, as opposed to the value of an option."""
     return hasattr(argument, "timeout")
 
 

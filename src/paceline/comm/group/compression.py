@@ -76,7 +76,7 @@ def checked_kind(kind: object) -> WireKind:
 
 
 def is_quantisable(call: CollectiveCall) -> bool:
-    """Returns whether the call moves or sums floats of a dtype that the core can round."""
+    """Returns True if the call moves or sums floats of a dtype that the core can round."""
     return DTYPES.get(call.dtype) in QUANTISED_TYPES and call.reduce_op in _SUMS
 
 

@@ -280,12 +280,12 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_initialized() -> bool:
-    """Returns whether the default process group exists."""
+    """Returns True if the default process group exists."""
     return find_world() is not None
 
 
 def is_available() -> bool:
-    """Returns whether Paceline is available: always True, since it cannot be imported on unsupported platforms."""
+    """Returns True if Paceline is available: always True, since it cannot be imported on unsupported platforms."""
     return True
 
 
@@ -394,7 +394,7 @@ class Backend(str):
 
 
 def is_backend_available(backend: str) -> bool:
-    """Returns whether `backend`, such as "gloo" or "cpu:gloo,cuda:nccl", can be used on this machine."""
+    """Returns True if `backend`, such as "gloo" or "cpu:gloo,cuda:nccl", can be used on this machine."""
     try:
         chosen = choose(backend)
     except ValueError:
@@ -426,17 +426,17 @@ def get_backend_config(group: Group = None) -> str:
 
 
 def is_nccl_available() -> bool:
-    """Returns whether backend="nccl" can be used on this machine."""
+    """Returns True if backend="nccl" can be used on this machine."""
     return missing_piece("nccl") is None
 
 
 def is_mpi_available() -> bool:
-    """Returns whether backend="mpi" can be used on this machine."""
+    """Returns True if backend="mpi" can be used on this machine."""
     return missing_piece("mpi") is None
 
 
 def is_gloo_available() -> bool:
-    """Returns whether backend="gloo" can be used on this machine."""
+    """Returns True if backend="gloo" can be used on this machine."""
     return missing_piece("gloo") is None
 
 
@@ -451,10 +451,10 @@ def is_xccl_available() -> bool:
 
 
 def is_torchelastic_launched() -> bool:
-    """Returns whether `paceline run` or torchrun, which both set TORCHELASTIC_RUN_ID, started this process."""
+    """Returns True if `paceline run` or torchrun, which both set TORCHELASTIC_RUN_ID, started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def supports_complex(op: Reduction) -> bool:
-    """Returns whether complex tensors can be reduced by `op`."""
+    """Returns True if complex tensors can be reduced by `op`."""
     return op not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)

@@ -59,7 +59,7 @@ def host_ranks(group: ProcessGroup) -> HostRanks | None:
 
 
 def applies_updates(group: ProcessGroup) -> bool:
-    """Returns whether `group.reduce_scatter_memory` can apply an optimizer update to the results."""
+    """Returns True if `group.reduce_scatter_memory` can apply an optimizer update to the results."""
     opened = group.on_cpu
     return isinstance(opened, NativeGroup) and isinstance(opened.channel, _core.HostGroup)
 

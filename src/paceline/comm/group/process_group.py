@@ -224,7 +224,7 @@ class ProcessGroup:
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether this rank has closed the group."""
+        """Returns True if this rank has closed the group."""
         return self._closed
 
     def abort(self) -> None:
@@ -477,7 +477,7 @@ class ProcessGroup:
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Sends `inputs[r]` to each rank r, and receives from rank s in `outputs[s]`; sizes may differ by pair."""
+        """Sends `inputs[r]` to each rank r, and receives data from each rank s into `outputs[s]`; sizes may differ."""
         if async_op is False and timeout is None and inputs and isinstance(inputs[0], torch.Tensor):
             first, parts = inputs[0], (self.size(), self.size())
             if self.try_fast_call(Operation.ALL_TO_ALL, first.dtype, first.numel(), inputs, outputs, parts):
@@ -524,12 +524,14 @@ class ProcessGroup:
         )
 
     def sums_as_tree(self, tensor: torch.Tensor) -> bool:
-        """Returns whether `sum_as_tree` accepts tensors like this one; the result is the same on all ranks."""
+        """Returns True if `sum_as_tree` accepts tensors like this one; the result is the same on all ranks."""
         # Within one host the core adds along this tree. Schedules and other engines add in different orders.
         return isinstance(self._channel, _core.HostGroup) and tensor.is_cpu and tensor.dtype not in _ROUNDED_ONCE
 
     def sum_as_tree(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Sums the ranks' `inputs` into `outputs` in the order ((0 1) (2 3)) ((4 5) ...), and rounds every partial sum.
+        """Sums `inputs` across ranks into `outputs` along a pairwise tree, and rounds each partial sum to their dtype.
+
+        With 8 ranks, the result is ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
 
         Args:
             outputs: the inputs themselves, or tensors of the same shapes and dtype that share no memory with them.
@@ -676,7 +678,7 @@ class ProcessGroup:
         *,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Sends `input_tensors[r]` to each rank r, and receives from rank s in `output_tensors[s]`."""
+        """Sends `input_tensors[r]` to each rank r, and receives data from each rank s into `output_tensors[s]`."""
         return _as_work(self.all_to_all(output_tensors, input_tensors, True, time_limit(opts, timeout)))
 
     def all_to_all_single(

@@ -118,7 +118,7 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether the call is complete, successfully or not, including its work on a device."""
+        """Returns True if the call is complete, successfully or not, including its work on a device."""
         if self._settled and not self._streams:
             return True
         if self._work is not None:
@@ -128,7 +128,7 @@ class Work:
         return self._error is not None or all(event.done() for event in self._finished)
 
     def is_success(self) -> bool:
-        """Returns whether the call completed successfully. Does not block."""
+        """Returns True if the call completed successfully. Does not block."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
@@ -162,7 +162,7 @@ class Work:
         return future
 
     def is_enqueued(self) -> bool:
-        """Returns whether `wait` without a timeout would return without blocking the thread. Does not block."""
+        """Returns True if `wait` without a timeout would return without blocking the thread. Does not block."""
         if self._work is None:
             return True
         return isinstance(self._work, StreamCall) and self._work.is_enqueued()

@@ -1,6 +1,6 @@
 """One TCP port for all services on a machine: the rendezvous, stores, links between ranks, transfers and copies.
 
-A *multiplexer* listens at the port. Each service requests a *number* from it instead of opening its own port, and each
+A *multiplexer* listens on the port. Each service requests a *number* from it instead of opening its own port, and each
 connection begins with its service's number. The multiplexer passes the connection's descriptor to the process that
 holds the number, so it does not forward any further bytes. That process authenticates the peer, as on every connection.
 

@@ -92,7 +92,7 @@ def choose_port(port: int) -> None:
 
 
 def is_reachable_from_outside(host: str) -> bool:
-    """Returns whether a host name or an address is reachable from other machines (not a loopback address).
+    """Returns True if a host name or an address is reachable from other machines (not a loopback address).
 
     Raises:
         OSError: the name cannot be resolved.
@@ -115,7 +115,7 @@ def is_wrong(beginning: bytes) -> bool:
 
 
 def has_no_header(beginning: bytes) -> bool:
-    """Returns whether the peer has sent a complete handshake hello without a preceding multiplexer header."""
+    """Returns True if the peer has sent a complete handshake hello without a preceding multiplexer header."""
     return len(beginning) >= HELLO_BYTES and is_hello(beginning)
 
 

@@ -313,7 +313,7 @@ class PortMultiplexer:
 
 
 def _has_ended(listener: _RegisteredListener) -> bool:
-    """Returns whether a listener has closed its connection, even if the event loop has not processed this yet."""
+    """Returns True if a listener has closed its connection, even if the event loop has not processed this yet."""
     try:
         return not listener.connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -359,7 +359,7 @@ class NumberedListener:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if not descriptors:
             raise ConnectionAbortedError(
-                errno.ECONNABORTED, "the process that listens at this machine's port has ended"
+                errno.ECONNABORTED, "the process that listens on this machine's port has exited"
             )
         return socket.socket(fileno=descriptors[0])
 
@@ -393,7 +393,7 @@ def listen_at_number(address: str, number: int, port: int) -> NumberedListener:
         except (ConnectionError, BlockingIOError) as error:
             if time.monotonic() >= until_s or GATE_VARIABLE in os.environ:
                 raise ConnectionAbortedError(
-                    errno.ECONNABORTED, f"the process that listens at port {port} of this machine has ended ({error})"
+                    errno.ECONNABORTED, f"the process that listens on port {port} of this machine has exited ({error})"
                 ) from error
         with contextlib.suppress(OSError):  # another process has just started the multiplexer
             _multiplexers[name] = PortMultiplexer(port, name)

@@ -39,7 +39,7 @@ _LEAST_ROOM = 32  # the free space required for a recording, as a multiple of it
 
 
 def is_switched_off() -> bool:
-    """Returns whether the user has disabled recordings."""
+    """Returns True if the user has disabled recordings."""
     return os.environ.get(VARIABLE, "on") == "off"
 
 
@@ -219,7 +219,8 @@ def close_group(serial: int) -> None:
 
 @contextlib.contextmanager
 def recorded_formation(name: str, identity: int, rank: int, ranks: Sequence[int]) -> Iterator[None]:
-    """Records the formation of a group as the call `new_group`, so that a diagnosis finds the ranks that wait in it.
+    """Records the formation of a group as the call `new_group`, so that a diagnosis finds the ranks that are waiting in
+    it.
 
     Args:
         name, identity, rank, ranks: the group, as in `open_group`.

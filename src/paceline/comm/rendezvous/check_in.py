@@ -212,7 +212,7 @@ def _await_readers(store: Store) -> None:
 
 
 def _have_read_verdict(store: Store, all_ranks: bool) -> bool:
-    """Returns whether all live ranks that have arrived (or all ranks, if `all_ranks` is True) have read the verdict."""
+    """Returns True if all live ranks that have arrived (or all ranks, if `all_ranks` is True) have read the verdict."""
     claims = decode_claims(store.get("claims"))
     expected = max(min(claim.world_size for claim in claims) if all_ranks else 0, len(claims))
     died = verdict_on(claims) in (None, COMPLETE) and timeout_in(store.get(KEY).decode()) is None

@@ -82,7 +82,7 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
 
 
 def is_torch_store(port: int) -> bool:
-    """Returns whether the launcher serves torch's store at `port`, in which case no rank can use this port."""
+    """Returns True if the launcher serves torch's store at `port`, in which case no rank can use this port."""
     return os.environ.get(TORCH_STORE, "").rpartition(":")[2] == str(port)
 
 

@@ -151,7 +151,7 @@ def _whole(value: str, name: str, split: SplitResult) -> int:
 
 
 def is_served_by_launcher(url: str) -> bool:
-    """Returns whether the URL's port is MASTER_PORT and is already used by the launcher's store."""
+    """Returns True if the URL's port is MASTER_PORT and is already used by the launcher's store."""
     try:
         port = urlsplit(url).port
     except ValueError:

@@ -65,7 +65,7 @@ def _rank_edges(fold: _Fold, world_size: int) -> list[int]:
 
 
 def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) -> list[Step]:
-    """Returns the steps of a reduce-scatter of all slots' `own`; slot i receives the sums of its blocks in `into`."""
+    """Returns the steps of a reduce-scatter of all slots' `own`; slot i gets the sums of its blocks in `into`."""
     steps: list[Step] = []
     low, high = 0, len(fold.active)
     while (half := (high - low) // 2) > 0:

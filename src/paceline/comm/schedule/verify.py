@@ -232,7 +232,7 @@ def required_output(schedule: Schedule) -> Blocks:
 
 
 def block_fits(operation: Operation, rank: int, index: int, value: BlockValue) -> bool:
-    """Returns whether a block of a writable buffer has the same size as the value; block sizes may differ."""
+    """Returns True if a block of a writable buffer has the same size as the value; block sizes may differ."""
     if operation in CUT_LIKE_THE_TENSOR:
         return value[0] == index
     return operation is not Operation.ALL_TO_ALL or value == (rank, 1 << index)
@@ -315,7 +315,7 @@ def _places(memory: SymbolicMemory, schedule: Schedule, number: int, blocks: Buf
 
 
 def _is_simple(kind: StepKind, dst: BufferSlice | None, src: BufferSlice | None) -> bool:
-    """Returns whether a step is obviously valid. (Most steps are; others require the slower `_check_step`.)"""
+    """Returns True if a step is obviously valid. (Most steps are; others require the slower `_check_step`.)"""
     if kind is _SEND:
         return dst is None and src is not None and src.buffer is not _WIRE
     if dst is None or dst.buffer is _INPUT or dst.buffer is _WIRE:

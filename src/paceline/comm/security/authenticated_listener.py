@@ -33,7 +33,7 @@ class ListeningEndpoint(Protocol):
         """Sets whether `accept` blocks."""
 
     def shutdown(self, how: int, /) -> None:
-        """Wakes a thread that waits in `accept`."""
+        """Wakes the thread that is blocked in `accept`, if any."""
 
     def close(self) -> None:
         """Closes the descriptor."""
@@ -43,7 +43,7 @@ class ListeningEndpoint(Protocol):
 
 
 class AuthenticatedListener:
-    """Accepts connections on one thread, and authenticates each of them on a thread of its own.
+    """Accepts connections on one thread, and authenticates each of them on its own thread.
 
     At most `MAX_HANDSHAKES` handshakes may be in progress. Beyond this limit, the oldest connection from the user or
     host with the most handshakes is closed, so that silent peers cannot block others. Rejected connections are logged,

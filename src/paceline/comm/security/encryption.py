@@ -124,7 +124,7 @@ def identity_of(secret: bytes | None) -> _core.TlsIdentity:
 
 
 def is_between_machines(connection: Connection) -> bool:
-    """Returns whether a connection may lead to another machine; only Unix sockets never do."""
+    """Returns True if a connection may lead to another machine; only Unix sockets never do."""
     return connection.family != socket.AF_UNIX
 
 

@@ -132,7 +132,7 @@ def verify(
 
 
 def is_hello(beginning: bytes) -> bool:
-    """Returns whether the received bytes begin like a handshake hello."""
+    """Returns True if the received bytes begin like a handshake hello."""
     return beginning[: len(_MAGIC)] == _MAGIC[: len(beginning)]
 
 

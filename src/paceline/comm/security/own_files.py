@@ -131,12 +131,12 @@ def _refusal(path: str, seen: str) -> SharedFileError:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Returns whether a file belongs to this user and is inaccessible to others."""
+    """Returns True if a file belongs to this user and is inaccessible to others."""
     return status.st_uid == os.geteuid() and not status.st_mode & _OTHERS
 
 
 def _is_usual_there(path: str, status: os.stat_result) -> bool:
-    """Returns whether new files that this user creates in the file's directory get the same owner and mode."""
+    """Returns True if new files that this user creates in the file's directory get the same owner and mode."""
     usual = _usual(path)
     return usual is not None and (usual.st_uid, usual.st_mode) == (status.st_uid, status.st_mode)
 

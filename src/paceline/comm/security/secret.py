@@ -66,12 +66,12 @@ def choose_level(level: str) -> None:
 
 
 def is_insecure() -> bool:
-    """Returns whether the level `none` may be used between machines."""
+    """Returns True if the level `none` may be used between machines."""
     return os.environ.get(INSECURE_VARIABLE) == "1"
 
 
 def must_encrypt(own: str, peer: str, level: str | None) -> bool:
-    """Returns whether a connection between two numeric addresses must be encrypted; both ends get the same result.
+    """Returns True if a connection between two numeric addresses must be encrypted; both ends get the same result.
 
     >>> must_encrypt("10.0.0.1", "10.0.0.2", None), must_encrypt("10.0.0.1", "10.0.0.2", "encrypt")
     (False, True)
@@ -89,7 +89,7 @@ def must_encrypt(own: str, peer: str, level: str | None) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether a numeric address is reachable only from this machine."""
+    """Returns True if a numeric address is reachable only from this machine."""
     return _address(address).is_loopback
 
 

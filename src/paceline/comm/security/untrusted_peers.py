@@ -35,7 +35,7 @@ _ANSWER_S = 1.0
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Returns whether the process at the other end of a Unix socket runs as this user."""
+    """Returns True if the process at the other end of a Unix socket runs as this user."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(raw)
     return bool(uid == os.getuid())

@@ -96,7 +96,7 @@ class Store(ABC):
         self._wait_and_ask(StoreOp.WAIT, _keys(keys), timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Returns whether all `keys` exist now."""
+        """Returns True if all `keys` exist now."""
         return self._ask(StoreOp.CHECK, _keys(keys))[0] == 1
 
     def delete_key(self, key: str) -> bool:
@@ -123,7 +123,7 @@ class Store(ABC):
         self._ask(StoreOp.APPEND, [key.encode(), _bytes(value)])
 
     def has_extended_api(self) -> bool:
-        """Returns whether append, multi_get, multi_set and the queues are supported: always True."""
+        """Returns True if append, multi_get, multi_set and the queues are supported: always True."""
         return True
 
     def queue_push(self, key: str, value: bytes | str) -> None:

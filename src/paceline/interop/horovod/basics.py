@@ -65,7 +65,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Returns whether Paceline is initialized: `init` was called, and `shutdown` was not called afterward."""
+    """Returns True if Paceline is initialized: `init` was called, and `shutdown` was not called afterward."""
     return group_exists()
 
 
@@ -101,7 +101,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Returns whether all machines have the same number of ranks."""
+    """Returns True if all machines have the same number of ranks."""
     hosts = [member.host for member in default_group().members]
     return len({hosts.count(host) for host in hosts}) == 1
 
@@ -171,7 +171,7 @@ class ProcessSet:
         return list(range(default_group().size())) if self._given is None else list(self._given)
 
     def included(self) -> bool:
-        """Returns whether this rank is in the set."""
+        """Returns True if this rank is in the set."""
         return default_group().rank() in self.ranks
 
     def size(self) -> int:
@@ -201,7 +201,7 @@ class ProcessSet:
         return self._queue
 
     def is_of(self, world: ProcessGroup) -> bool:
-        """Returns whether the set is open and belongs to the default group `world`."""
+        """Returns True if the set is open and belongs to the default group `world`."""
         return self._world is world
 
     def open(self, number: int) -> None:

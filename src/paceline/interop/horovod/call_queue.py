@@ -1,4 +1,4 @@
-"""The call queue of a process set, which executes calls in the same order on all ranks, and asynchronous handles.
+"""Asynchronous handles, and the call queue of a process set, which executes calls in the same order on all ranks.
 
 Before each call the ranks exchange a small header. Mismatched calls, including calls whose tensors have different
 shapes, therefore raise an error on every rank without affecting later calls, and ranks that wait in `join` can
@@ -81,7 +81,7 @@ class CallRequest(Generic[Result]):
     op: ReduceOp = ReduceOp.SUM
     future: Future[Result] = field(default_factory=Future)
     number: int = 0  # sequence number in the process set; 0 for barriers, which may overtake other calls
-    is_awaited: bool = False  # whether a thread of the program waits for the call
+    is_awaited: bool = False  # whether the program is waiting for the call
 
     def __post_init__(self) -> None:
         # The current CUDA stream is specific to each thread, and the call must use the stream of the program's thread.
@@ -323,7 +323,8 @@ class CallQueue:
         """Waits until every rank either is ready for the same call or waits in `join` and has the layout of the zeros.
 
         Raises:
-            CollectiveMismatchError: the calls differ, or a rank waits in `join` and cannot contribute to this call.
+            CollectiveMismatchError: the calls differ, or a rank is waiting in `join` and cannot contribute to this
+                call.
         """
         digest = int.from_bytes(blake2b(request.text.encode(), digest_size=7).digest(), "big")
         while True:
@@ -431,7 +432,7 @@ class CallHandle(Generic[Result]):
         self._request = queue.submit(request)
 
     def is_completed(self) -> bool:
-        """Returns whether the call has succeeded or failed."""
+        """Returns True if the call has succeeded or failed."""
         self._queue.observe(self._request)
         return self._request.future.done()
 
@@ -441,7 +442,7 @@ class CallHandle(Generic[Result]):
 
 
 def poll(handle: CallHandle[Result]) -> bool:
-    """Returns whether the call has completed, in which case `synchronize` returns without waiting."""
+    """Returns True if the call has completed, in which case `synchronize` returns without waiting."""
     return handle.is_completed()
 
 

@@ -421,10 +421,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Waits until all ranks have called `join`; returns the rank that called it last, on every rank.
 
-    `join` supports training with different numbers of batches per rank. A rank that waits in `join` contributes zeros
-    to the all-reduces of other ranks, including those from `DistributedOptimizer`; averages still divide by the number
-    of all ranks. Barriers do not wait for such a rank. All other calls, such as `allgather` and `broadcast`, raise a
-    `CollectiveMismatchError` while a rank waits in `join`.
+    `join` supports training with different numbers of batches per rank. A rank that is waiting in `join` contributes
+    zeros to the all-reduces of other ranks, including those from `DistributedOptimizer`; averages still divide by the
+    number of all ranks. Barriers do not wait for such a rank. All other calls, such as `allgather` and `broadcast`,
+    raise a `CollectiveMismatchError` while a rank waits in `join`.
 
     Args:
         device: The index of the CUDA device on which to allocate the zeros if tensors are on GPUs.

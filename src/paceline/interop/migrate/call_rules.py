@@ -300,6 +300,6 @@ def _argument(call: cst.Call, keyword: str, at: int) -> cst.BaseExpression | Non
 
 
 def _is_given(call: cst.Call, keyword: str, at: int) -> bool:
-    """Returns whether the argument is present and is neither None nor True."""
+    """Returns True if the argument is present and is neither None nor True."""
     value = _argument(call, keyword, at)
     return value is not None and not (isinstance(value, cst.Name) and value.value == "True")

@@ -131,7 +131,7 @@ def migrate_commands(text: str) -> MigratedFile:
 
 
 def _is_command(text: str, at: int) -> bool:
-    """Returns whether the text at `at` appears to be a command, based on its line."""
+    """Returns True if the text at `at` appears to be a command, based on its line."""
     before = text[text.rfind("\n", 0, at) + 1 : at]
     line = before + text[at : (text.find("\n", at) + 1 or len(text) + 1) - 1]
     is_comment = re.search(r"(?:^|\s)#", before) is not None

@@ -112,12 +112,12 @@ TELLING_WORDS = (
 
 
 def is_migrated(name: str) -> bool:
-    """Returns whether the migration concerns `name`."""
+    """Returns True if programs that use `name` need migration."""
     return is_in(name, _TORCH) or is_in(name, "horovod") or longest_renamed_prefix(name) is not None
 
 
 def is_in(name: str, module: str) -> bool:
-    """Returns whether `name` is `module` or a name inside it."""
+    """Returns True if `name` is `module` or a name inside it."""
     return name == module or name.startswith(f"{module}.")
 
 
@@ -179,7 +179,7 @@ def group_user(name: str) -> str | None:
 
 
 def needs_torchs_groups(name: str) -> bool:
-    """Returns whether `name` requires torch's process groups and therefore the plug-in."""
+    """Returns True if `name` requires torch's process groups and therefore the plug-in."""
     return (
         is_in(name, _TORCH)
         and new_name(name, MigrationMode.IMPORT) is None
@@ -193,13 +193,13 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class MigrationFinding:
-    """A place in a program that the migration concerns.
+    """A location in a program that the migration changes or reports.
 
     Attributes:
-        line: The line number in the original file, from 1.
+        line: The 1-based line number in the original file.
         what: The subject, such as "torch.distributed.all_reduce".
-        reason: The reason why a manual change is required, or None if the place is migrated.
-        note: A remark about a migrated place, or None.
+        reason: The reason why a manual change is required, or None if it was migrated automatically.
+        note: A note about a migrated location, or None.
     """
 
     line: int
@@ -209,7 +209,7 @@ class MigrationFinding:
 
     @property
     def is_migrated_fully(self) -> bool:
-        """Whether the place requires no manual changes."""
+        """Whether the location was migrated automatically, so that no manual change is required."""
         return self.reason is None
 
 
@@ -236,5 +236,5 @@ def comment_lines(reason: str, indent: int = 0) -> list[str]:
 
 
 def score(places: Sequence[MigrationFinding]) -> tuple[int, int]:
-    """Returns the number of migrated places and the number of all places."""
+    """Returns the number of locations that were migrated automatically, and the number of all locations."""
     return sum(place.is_migrated_fully for place in places), len(places)

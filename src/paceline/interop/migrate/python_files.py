@@ -40,7 +40,7 @@ _ON_ONE_LINE = {"lpar": None, "rpar": None}
 
 
 def may_need_migration(text: str) -> bool:
-    """Returns whether a file may need migration or affect the choice of the mode.
+    """Returns True if a file may need migration or affect the choice of the mode.
 
     The check ignores scopes, so it may return True for a file that needs no migration. It also returns True for files
     that this version of Python cannot parse.
@@ -166,7 +166,7 @@ class _NameTable:
         return None if name in self._stay else new_name(name, self.way)
 
     def is_foreign(self, use: NameUse) -> bool:
-        """Returns whether a use refers to a part of Horovod for a framework other than PyTorch."""
+        """Returns True if a use refers to a part of Horovod for a framework other than PyTorch."""
         module = use.root if use.root is not None else ".".join(use.name.split(".")[:2])
         return is_in(module, "horovod") and self.new(module) is None
 

@@ -83,7 +83,7 @@ def _default_world() -> World | None:
 
 
 def has_other_backends(options: Any) -> bool:
-    """Returns whether the group to be created also uses other backends, according to `options`."""
+    """Returns True if the group to be created also uses other backends, according to `options`."""
     whole = getattr(options, "process_group", None)
     return whole is not None and (bool(whole._device_types) or whole.name() != _ALONE)
 

@@ -177,7 +177,7 @@ def _await_store(host: str, port: int, timeout: timedelta) -> None:
 
 
 def can_replace_shrink_group() -> bool:
-    """Returns whether this PyTorch release has a `shrink_group` that can be replaced."""
+    """Returns True if this PyTorch release has a `shrink_group` that can be replaced."""
     return hasattr(c10d, "shrink_group") and hasattr(c10d, _SHRINK_FACTORY)
 
 

@@ -57,7 +57,7 @@ class StoreForTorch(TorchStore):
         return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        """Returns whether all `keys` exist now."""
+        """Returns True if all `keys` exist now."""
         return self._store.check(keys)
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:

@@ -59,11 +59,11 @@ class RunningWork(TorchWork):
     block_current_stream = synchronize
 
     def is_completed(self) -> bool:
-        """Returns whether the call has succeeded or failed."""
+        """Returns True if the call has succeeded or failed."""
         return self._running.is_completed()
 
     def is_success(self) -> bool:
-        """Returns whether the call has completed successfully."""
+        """Returns True if the call has completed successfully."""
         return self._running.is_success()
 
     def exception(self) -> Exception | None:

@@ -97,12 +97,12 @@ class Access:
         return AccessDecision.PASSES if self._has_token(request.headers) else AccessDecision.NO_TOKEN
 
     def knows(self, host: str) -> bool:
-        """Returns whether a Host header refers to this page. Ignores the port, which `ssh -L` may change."""
+        """Returns True if a Host header refers to this page. Ignores the port, which `ssh -L` may change."""
         match = _HOST.fullmatch(host)
         return match is not None and match[1].lower() in _LOOPBACK_HOSTS | self.hosts
 
     def _is_action(self, request: PageRequest) -> bool:
-        """Returns whether the request is a POST from this page's script. HTML forms cannot set the required header."""
+        """Returns True if the request is a POST from this page's script. HTML forms cannot set the required header."""
         return self.acts and request.method == "POST" and ACTION_HEADER in request.headers
 
     def _has_token(self, headers: Mapping[str, str]) -> bool:

@@ -195,7 +195,7 @@ class CallRow:
     """A row for one kind of call: the number of recent calls, and the predicted and actual durations of one call.
 
     The engine uses these predictions to choose an algorithm. `is_far` is set if the actual duration differs from the
-    prediction by more than a fifth.
+    prediction by more than 20%.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Queue of notes from the launcher to the page's thread, and formatting of launcher events."""
+"""Queue of notes from the launcher to the dashboard thread, and formatting of launcher events."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ class EventFormatter:
 
 @dataclass(frozen=True)
 class WorkerRunning:
-    """A note that a worker is running; `fd` is a descriptor for its recording, closed by the page's thread, or -1."""
+    """Notes that a worker is running.
+
+    `fd` is a file descriptor for its recording, or -1 if there is none; the dashboard thread closes it.
+    """
 
     rank: int
     pid: int

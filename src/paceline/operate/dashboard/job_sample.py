@@ -14,8 +14,8 @@ class RankActivity(str, Enum):
     STARTING = "starting"
     RUNNING = "running"  # the rank records calls but no steps
     TRAINING = "training"
-    WAITING = "waiting"  # the rank waits in a call for other ranks
-    LOADING = "loading"  # the rank waits for data
+    WAITING = "waiting"  # the rank is waiting in a call for other ranks
+    LOADING = "loading"  # the rank is waiting for data
     SILENT = "silent"  # the rank has not recorded anything for a long time
     ENDED = "ended"
     DEAD = "dead"

@@ -268,7 +268,7 @@ class EntryRing:
             first = until
 
     def _is_complete(self, entry: tuple[int, ...], index: int, open_entries: list[tuple[int, ...]]) -> bool:
-        """Returns whether the slot contains the complete entry `index`. If not, records whether to read it again."""
+        """Returns True if the slot contains the complete entry `index`. Otherwise, records whether to read it again."""
         stamp, owner = entry[0], entry[0] >> 8
         if stamp == 0 or (owner < index and stamp & 3 == 0):
             self._incomplete.add(index)  # the entry has not been written yet

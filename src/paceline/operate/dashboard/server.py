@@ -40,7 +40,7 @@ _LAST_S = 1  # time limit for responses in progress when the page is closed
 
 
 class AddressError(ValueError):
-    """Raised if the page cannot listen at its address."""
+    """Raised if the page cannot listen on its address."""
 
 
 class MissingDashError(ValueError):
@@ -140,7 +140,7 @@ class DashboardServer:
 
     Args:
         listener: the listening socket; the server closes it.
-        look: a function that takes a sample of the job; called on the page's thread.
+        look: a function that takes a sample of the job; called on the dashboard thread.
         access: the access rules.
         prefix: the path under which a proxy serves the page.
         actions: the page's actions by name; see `application`.

@@ -188,7 +188,7 @@ def _failed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
 
 
 def _is_consequence(rank: RankState) -> bool:
-    """Returns whether another rank's failure broke this rank's latest call, after which it raised an exception."""
+    """Returns True if another rank's failure broke this rank's latest call, after which it raised an exception."""
     latest = max(rank.calls, key=lambda call: call.arrived_s, default=None)
     is_exception = rank.ending is not None and rank.ending.manner is ExitReason.EXCEPTION
     return is_exception and latest is not None and latest.outcome in _OTHERS_FAULTS
@@ -238,7 +238,7 @@ def _deadlocked(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
 
 
 def _blocked(snapshot: JobSnapshot) -> dict[int, bool]:
-    """Returns whether each rank is blocked in a call. Ranks with an unknown location are assumed to be blocked."""
+    """Returns True if each rank is blocked in a call. Ranks with an unknown location are assumed to be blocked."""
     return {rank.rank: rank.place is None or rank.place.is_call for rank in snapshot.ranks}
 
 

@@ -140,7 +140,7 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
 
     Args:
         snapshot: the state of the job.
-        wait: the call in which the ranks wait.
+        wait: the call in which the ranks are waiting.
         of: a description of the group, appended to the call.
         without: a rank to omit, or None.
     """
@@ -154,7 +154,7 @@ def waiting(snapshot: JobSnapshot, wait: CallWait, of: str = "", without: int | 
 
 
 def line_of(rank: RankState) -> str:
-    """Returns the line of the user's program that a rank executes or at which it failed; "" if unknown."""
+    """Returns the line of the user's program that a rank is executing, or the line where it failed; "" if unknown."""
     if rank.place is not None and rank.place.line:
         return rank.place.line
     return rank.ending.line if rank.ending is not None else ""

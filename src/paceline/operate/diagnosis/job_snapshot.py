@@ -92,9 +92,9 @@ class StackLocation:
     """A rank's location in the program.
 
     Attributes:
-        what: the function that the rank executes, such as `DataLoader.__next__`; empty at module level.
+        what: the function that the rank is executing, such as `DataLoader.__next__`; empty at module level.
         line: the innermost line in the user's program, such as `train.py:71`; empty if there is none.
-        is_loader: whether the rank waits for data.
+        is_loader: whether the rank is waiting for data.
         is_call: whether the rank is inside a Paceline or torch.distributed call.
         activity: what the library function does, such as "compiles"; "" if unknown.
     """
@@ -160,7 +160,7 @@ class ProcessActivity:
         return is_at_work or is_at_disk or self.moves or bool(self.child)
 
     def is_busy_at(self, place: StackLocation) -> bool:
-        """Returns whether the process is working. While it compiles, for example, less activity suffices."""
+        """Returns True if the process is working. While it compiles, for example, less activity suffices."""
         works_a_little = self.cores + self.waited_share >= 0.01 and place.activity in (
             "compiles",
             "waits for a child process",
@@ -220,7 +220,8 @@ class GroupMembership:
         number: the rank's number in the group.
         size: the number of members.
         name: the name of the group for messages.
-        ranks: the members' numbers in the job, by group rank; only given while the rank waits for the group to form.
+        ranks: the members' numbers in the job, by group rank; only given while the rank is waiting for the group to
+            form.
     """
 
     number: int

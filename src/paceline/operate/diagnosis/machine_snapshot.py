@@ -120,7 +120,7 @@ def snapshot_if_stalled(
 
 
 def _waits_too_long(worker: WatchedWorker, patience: StallThreshold) -> bool:
-    """Returns whether a worker is in an overdue call. Takes little time if the worker is not in a call."""
+    """Returns True if a worker is in an overdue call. Takes little time if the worker is not in a call."""
     if worker.recording is None or not has_open_calls(worker.recording):
         return False
     return overdue(_recorded(worker), time.monotonic(), patience) is not None

@@ -112,7 +112,7 @@ def read_latest(fd: int, most_calls: int = MOST_CALLS, most_events: int = MOST_E
 
 
 def has_open_calls(fd: int) -> bool:
-    """Returns whether a running process is in a call. This check is cheap."""
+    """Returns True if a running process is in a call. This check is cheap."""
     try:
         data = _snapshot(fd)
     except OSError:

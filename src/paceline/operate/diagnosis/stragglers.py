@@ -261,7 +261,7 @@ def _slow_at_times(table: _StepTable, rank: int, factor: float) -> Straggler | N
 
 
 def _long_steps(waits: Sequence[float]) -> list[bool]:
-    """Returns whether each step is long, that is, its wait is at least half of the self-weighted mean wait."""
+    """Returns True if each step is long, that is, its wait is at least half of the self-weighted mean wait."""
     limit_s = sum(wait * wait for wait in waits) / sum(waits) / 2
     return [wait >= limit_s for wait in waits]
 
@@ -338,7 +338,7 @@ def _advantage(block: Sequence[float], column: int) -> float:
 
 
 def _is_correlated(series: Sequence[float]) -> bool:
-    """Returns whether neighbors in a series are positively correlated beyond chance."""
+    """Returns True if neighbors in a series are positively correlated beyond chance."""
     mean = fmean(series)
     centred = [value - mean for value in series]
     variance = sum(value * value for value in centred)

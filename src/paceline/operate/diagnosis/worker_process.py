@@ -84,13 +84,13 @@ def parse(text: str) -> tuple[Frame, ...]:
 
 
 def is_whole(text: str) -> bool:
-    """Returns whether the text is a complete stack: it ends at the thread's first function or after 100 frames."""
+    """Returns True if the text is a complete stack: it ends at the thread's first function or after 100 frames."""
     last = text.rstrip("\n").rpartition("\n")[2]
     return text.endswith("\n") and (last.endswith(tuple(f" in {name}" for name in _LAST_FUNCTIONS)) or last == "  ...")
 
 
 def is_in_a_thread(frames: Sequence[Frame]) -> bool:
-    """Returns whether the thread only waits for another thread, whose stack is more informative."""
+    """Returns True if the thread only waits for another thread, whose stack is more informative."""
     return bool(frames) and frames[0].file.endswith(_THREAD_WAITS)
 
 
@@ -121,7 +121,7 @@ def place_of(frames: Sequence[Frame]) -> StackLocation | None:
 
 
 def _is_users(frame: Frame) -> bool:
-    """Returns whether a frame belongs to the user. PyTorch's files may be in any directory (`pip install --target`)."""
+    """Returns True if a frame belongs to the user. PyTorch's files may be in any directory (`pip install --target`)."""
     return is_user_file(frame.file) and not _is_in(frame, (*_LOADERS, *_CALLS, *_COMPILERS))
 
 

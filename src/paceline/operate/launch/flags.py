@@ -42,7 +42,10 @@ _WORD = re.compile(r"[A-Za-z][\w-]*")
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors state the mistake, the most similar flag and `--help`. Exits with code 2."""
+    """An `ArgumentParser` whose errors explain the mistake, suggest the most similar flag, and point to `--help`.
+
+    Errors exit with code 2.
+    """
 
     whole: Callable[[], argparse.ArgumentParser] | None = None  # creates the parser for all commands
 
@@ -275,7 +278,7 @@ FLAGS = (
 
 
 def is_flag(word: str) -> bool:
-    """Returns whether a word is a flag or an abbreviation of one, with or without a value."""
+    """Returns True if a word is a flag or an abbreviation of one, with or without a value."""
     name = word.split("=")[0]
     return any(flag.startswith(name) if name.startswith("--") else flag == name[:2] for flag in _spellings())
 

@@ -57,7 +57,7 @@ class JobDashboard:
         send: A function that sends a message to the launchers on all machines.
 
     Raises:
-        AddressError: the dashboard cannot listen at the given address.
+        AddressError: the dashboard cannot listen on the given address.
         MissingDashError: required packages are not installed.
     """
 

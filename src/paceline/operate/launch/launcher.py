@@ -138,7 +138,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def _is_over(self) -> bool:
-        """Returns whether the job has ended and no workers are running."""
+        """Returns True if the job has ended and no workers are running."""
 
     @abstractmethod
     def _follow(self, order: Order) -> None:

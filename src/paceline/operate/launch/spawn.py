@@ -392,7 +392,7 @@ class WholeLines(io.TextIOBase):
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """Returns whether the stream is a terminal."""
+        """Returns True if the stream is a terminal."""
         return self._stream.isatty()
 
     def write(self, text: str) -> int:

@@ -187,7 +187,7 @@ class Watchdog:
         self._is_paused = False
 
     def should_read_final_recordings(self, has_failed: bool, lasted_s: float, workers: int) -> bool:
-        """Returns whether reading the recordings of exited workers is worth the time."""
+        """Returns True if reading the recordings of exited workers is worth the time."""
         if not self._is_on:
             return False
         return has_failed or (lasted_s >= 2 * self.threshold.ceiling_s and workers <= _FEW_WORKERS)

@@ -202,7 +202,7 @@ def _host_calls(here: Sequence[int]) -> tuple[HostCall, ...]:
 
 _PAUSE_S = 0.01
 _LATEST_S = 300.0  # timeout for the other ranks on this machine to finish their first step
-_MOST_EXTRA_STEPS = 10  # limit on the steps of a rank that waits for slower ranks, as a multiple of the measured steps
+_MOST_EXTRA_STEPS = 10  # limit on a rank's steps while it waits for slower ranks, as a multiple of the measured steps
 
 
 class FileBarrier:
@@ -224,7 +224,7 @@ class FileBarrier:
         (self._directory / f"{word}.{self._rank}").touch()
 
     def all_signalled(self, word: str) -> bool:
-        """Returns whether all ranks have sent the signal."""
+        """Returns True if all ranks have sent the signal."""
         return all((self._directory / f"{word}.{rank}").exists() for rank in range(self.ranks))
 
     def signal_and_wait(self, word: str, timeout_s: float) -> bool:

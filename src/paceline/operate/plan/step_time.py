@@ -219,7 +219,7 @@ class StepTime:
     """The parts of a step, in seconds.
 
     Attributes:
-        data_s: the time that a rank waits for the loader.
+        data_s: the time for which a rank waits for the loader.
         forward_s: the duration of all forward passes.
         backward_s: the duration of all backward passes.
         exposed_s: the time that ranks spend waiting for communication.

@@ -136,7 +136,7 @@ class CapturedState:
 
 
 def _is_needed(held: LocalRegion) -> bool:
-    """Returns whether a region must be saved. An empty region is saved only if the whole tensor is empty."""
+    """Returns True if a region must be saved. An empty region is saved only if the whole tensor is empty."""
     return held.nbytes > 0 or prod(held.shape) == 0
 
 

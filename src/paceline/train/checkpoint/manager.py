@@ -114,7 +114,7 @@ class CheckpointManager:
                 self.close()
 
     def should_save(self, step: int) -> bool:
-        """Returns whether a checkpoint of this step is due on this rank, regardless of the other ranks."""
+        """Returns True if a checkpoint of this step is due on this rank, regardless of the other ranks."""
         if self._saved == step:
             return False
         if isinstance(self._every, timedelta):

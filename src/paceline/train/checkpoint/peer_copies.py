@@ -240,7 +240,7 @@ class _CacheReader:
         self._clients: dict[str, CacheClient] = {}
 
     def is_on_own_host(self, file: str) -> bool:
-        """Returns whether this host's cache has a file."""
+        """Returns True if this host's cache has a file."""
         return self._own_vault in self._found.holders[file]
 
     def opened(self, root: str) -> Checkpoint:

@@ -72,7 +72,7 @@ def require_success(answers: list[bytes]) -> bytes:
 
 
 def is_success(answer: bytes) -> bool:
-    """Returns whether a rank's work succeeded."""
+    """Returns True if a rank's work succeeded."""
     return answer[:1] == _SUCCESS
 
 

@@ -73,7 +73,7 @@ class LoadPlan:
         return {full[len(name) + 1 :]: full for full in self._names[first:stop]}
 
     def has(self, name: str) -> bool:
-        """Returns whether the checkpoint has a tensor or value with this name, or with a name within it."""
+        """Returns True if the checkpoint has a tensor or value with this name, or with a name within it."""
         return any(full in self.tensors or full in self.values for full in self._candidates(name)) or bool(
             self.names_below(name)
         )

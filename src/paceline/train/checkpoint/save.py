@@ -263,7 +263,7 @@ class SaveHandle:
         self._thread.start()
 
     def done(self) -> bool:
-        """Returns whether the write has completed or failed."""
+        """Returns True if the write has completed or failed."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:

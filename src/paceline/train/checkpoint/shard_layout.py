@@ -183,7 +183,7 @@ class ShardLayout:
         return undivided.narrow(cut.dim, cut.start, cut.stop - cut.start)
 
     def applies_to(self, tensor: torch.Tensor, name: str) -> bool:
-        """Returns whether an optimizer tensor that belongs to the parameter is divided like the parameter.
+        """Returns True if an optimizer tensor that belongs to the parameter is divided like the parameter.
 
         Raises:
             TypeError: the parameter is divided, and the tensor has neither its local shape nor a single element.
@@ -226,7 +226,7 @@ def parameters_of(value: nn.Module | Optimizer) -> list[torch.Tensor]:
 
 
 def is_first_of(parameters: Iterable[torch.Tensor]) -> bool:
-    """Returns whether this is the first of the ranks among which `parallelize_module` divided these parameters.
+    """Returns True if this is the first of the ranks among which `parallelize_module` divided these parameters.
 
     All of these ranks have the same undivided parameters, and only the first rank contributes its shards of them.
     """

@@ -131,7 +131,7 @@ def entries(state: TrainingState, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def holds_objects(value: dict[Any, Any]) -> bool:
-    """Returns whether a dict contains tensors or objects, which are loaded in place, and not only plain values."""
+    """Returns True if a dict contains tensors or objects, which are loaded in place, and not only plain values."""
     return any(
         holds_objects(member)
         if isinstance(member, dict)
@@ -155,7 +155,7 @@ def keys_in_whole(module: nn.Module) -> Set[str]:
 
 
 def may_be_missing(value: object) -> bool:
-    """Returns whether a checkpoint may lack an object, such as pending gradients or a module without state."""
+    """Returns True if a checkpoint may lack an object, such as pending gradients or a module without state."""
     module = module_of(value)
     return isinstance(value, PendingGradients) or (module is not None and not keys_in_whole(module))
 

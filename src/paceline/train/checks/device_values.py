@@ -29,7 +29,7 @@ class HostCopy:
         self._copied = record_current(values.device)
 
     def is_complete(self) -> bool:
-        """Returns whether the values can be read without waiting for the device."""
+        """Returns True if the values can be read without waiting for the device."""
         return self._copied.done()
 
     def read(self) -> list[float]:

@@ -142,7 +142,7 @@ class NonFiniteHistory:
 
     @property
     def has_warned(self) -> bool:
-        """Returns whether a warning was issued since the last backward pass with finite gradients."""
+        """Returns True if a warning was issued since the last backward pass with finite gradients."""
         return self._has_warned
 
     def finite(self, average_is_finite: bool) -> None:
@@ -185,7 +185,7 @@ class _Pieces(NamedTuple):
     tensors: Sequence[torch.Tensor]
 
     def has_non_finite(self, nbytes: int) -> bool:
-        """Returns whether the first `nbytes` of any tensor contain NaN or infinity."""
+        """Returns True if the first `nbytes` of any tensor contain NaN or infinity."""
         return _core.first_not_finite(self.numbers, self.dtype, nbytes) >= 0
 
 
@@ -211,7 +211,7 @@ class DeviceOutcome:
             self._found_infs.append(HostCopy(found_inf.detach().reshape(-1)))
 
     def is_complete(self) -> bool:
-        """Returns whether the numbers can be read without waiting for the device."""
+        """Returns True if the numbers can be read without waiting for the device."""
         return all(copy.is_complete() for copy in (*(norms.norms for norms in self._copies), *self._found_infs))
 
     def read(self) -> dict[str, dict[int, float]]:

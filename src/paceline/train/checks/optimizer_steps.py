@@ -44,7 +44,7 @@ class CheckInterval:
         self.next = first if fixed is None else fixed
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the check runs in this step."""
+        """Returns True if the check runs in this step."""
         return step >= self.next
 
     def plan(self, step: int, cost_s: float, step_s: float) -> None:

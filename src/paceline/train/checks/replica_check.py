@@ -48,7 +48,7 @@ class DisagreeingRanks:
 
     @property
     def has_majority(self) -> bool:
-        """Returns whether one side is larger than all others."""
+        """Returns True if one side is larger than all others."""
         return len(self.sides[0]) > len(self.sides[1])
 
     @property
@@ -223,7 +223,7 @@ def _add_tensor(values: dict[str, int], name: str, tensor: torch.Tensor, on_devi
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor stores values in memory of its own, rather than wrapping other tensors."""
+    """Returns True if a tensor stores values in memory of its own, rather than wrapping other tensors."""
     return tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
 
 

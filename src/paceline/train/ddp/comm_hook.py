@@ -35,7 +35,7 @@ class DeferredFuture(Generic[T]):
         return f"<DeferredFuture, {state}; several: paceline.parallel.hooks.collect_all>"
 
     def done(self) -> bool:
-        """Returns whether the value has been computed."""
+        """Returns True if the value has been computed."""
         return self._compute is None
 
     def wait(self) -> T:
@@ -98,7 +98,7 @@ class GradBucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Returns whether this is the last bucket of the backward pass."""
+        """Returns True if this is the last bucket of the backward pass."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:

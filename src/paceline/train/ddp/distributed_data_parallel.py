@@ -579,7 +579,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Returns whether the next forward pass may copy buffers; False within `no_sync`."""
+        """Returns True if the next forward pass may copy buffers; False within `no_sync`."""
         return self.require_backward_grad_sync
 
     @property
@@ -594,7 +594,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def is_multi_device_module(self) -> bool:
-        """Returns whether the module's parameters are on several devices."""
+        """Returns True if the module's parameters are on several devices."""
         return len({param.device for param in self.module.parameters()}) > 1
 
     @property
@@ -614,7 +614,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
-        """Returns whether a forward pass would copy buffers now; False in evaluation mode and within `no_sync`."""
+        """Returns True if a forward pass would copy buffers now; False in evaluation mode and within `no_sync`."""
         syncs = self.require_backward_grad_sync and self.forward_sync_buffers and self.training
         return syncs and bool(self._watched.current_buffers())
 

@@ -113,7 +113,7 @@ class GradientAverager:
 
     @property
     def allows_unused(self) -> bool:
-        """Returns whether parameters may receive no gradient."""
+        """Returns True if parameters may receive no gradient."""
         return self._find_unused or self._static_graph
 
     def make_static(self) -> None:

@@ -60,7 +60,7 @@ class FlatGradients:
         self._references: list[int] = []
 
     def has(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Returns whether `gradients` are exactly the parts of the flat tensor, in order."""
+        """Returns True if `gradients` are exactly the parts of the flat tensor, in order."""
         return (
             list(map(_data_ptr, gradients)) == self._addresses
             and self._whole is not None
@@ -159,7 +159,7 @@ class GradientBuckets:
         return [self.names[index] for index in self._active_sparse]
 
     def is_last(self, bucket: int) -> bool:
-        """Returns whether this is the last bucket that the current backward pass averages."""
+        """Returns True if this is the last bucket that the current backward pass averages."""
         return all(later is None for later in self.active[bucket + 1 :])
 
     # - Presence of gradients
@@ -171,12 +171,12 @@ class GradientBuckets:
         return [name for name in self.names if name in missing]
 
     def are_incomplete(self) -> bool:
-        """Returns whether a gradient is missing that `fill_absent` does not set."""
+        """Returns True if a gradient is missing that `fill_absent` does not set."""
         absent = {self.names[index] for index in self._absent}
         return not absent.issuperset(self.missing())
 
     def any_present(self) -> bool:
-        """Returns whether any parameter has a gradient."""
+        """Returns True if any parameter has a gradient."""
         return any(param.grad is not None for param in self.params)
 
     def names_without(self, ids: Collection[int]) -> set[str]:
@@ -432,7 +432,7 @@ class BucketGradients:
 
 
 def have_aliases(memories: Sequence[GradientMemory]) -> bool:
-    """Returns whether the memory of any two gradients overlaps.
+    """Returns True if the memory of any two gradients overlaps.
 
     A gradient may be part of another gradient: in `torch.cat([fixed, p]) + q`, the gradient of `p` is a view of the
     gradient of `q`. Without an overlap, each piece ends before the next one starts.
@@ -494,7 +494,7 @@ _ALONE = _references(torch.empty(1, device="cpu")) if _storage_use_count is not 
 
 
 def shares_memory(gradient: torch.Tensor) -> bool:
-    """Returns whether other tensors use the same storage; True if torch does not provide the reference count.
+    """Returns True if other tensors use the same storage, or if torch does not provide the reference count.
 
     Autograd may still pass the storage of a parameter's gradient to other layers: in `x + p.unsqueeze(0)`, with one
     sample, the gradients of `x` and `p` are views of one tensor. If the storage were reduced in place, those layers

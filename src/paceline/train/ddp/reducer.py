@@ -183,7 +183,7 @@ class Reducer:
         self._outputs.mark_unwatched(_differentiable(output))
 
     def is_recomputing(self) -> bool:
-        """Returns whether a backward pass is recomputing outputs that `expect` has received.
+        """Returns True if a backward pass is recomputing outputs that `expect` has received.
 
         With `use_reentrant=True`, `expect` has not received the outputs, because the first forward pass records no
         graph.
@@ -201,7 +201,7 @@ class Reducer:
         self._outputs.watch_recomputed(_differentiable(output), self._begin)
 
     def awaits_backward(self) -> bool:
-        """Returns whether no backward pass has started since the latest forward pass."""
+        """Returns True if no backward pass has started since the latest forward pass."""
         return self._state is BackwardState.EXPECTING
 
     # - Averages without a backward pass

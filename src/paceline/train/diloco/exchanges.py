@@ -166,7 +166,7 @@ class ParticipantPolicy(Protocol):
         ...
 
     def is_certain(self, number: int) -> bool:
-        """Returns whether this rank will participate in any case, before `participants` is called."""
+        """Returns True if this rank will participate in any case, before `participants` is called."""
         ...
 
     def participants(self, number: int) -> Participants:

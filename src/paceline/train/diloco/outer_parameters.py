@@ -90,7 +90,7 @@ class OuterParameters(nn.Module):
         return self._pairs
 
     def is_covered_by(self, optimizer: Optimizer) -> bool:
-        """Returns whether the optimizer contains all outer copies."""
+        """Returns True if the optimizer contains all outer copies."""
         has = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return all(id(copy) in has for copy in self.copies)
 

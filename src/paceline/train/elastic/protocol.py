@@ -67,7 +67,7 @@ class Installed(_WorkerMessage, frozen=True):
 
 
 class Broken(_WorkerMessage, frozen=True):
-    """The connections of view `generation` have failed, and the worker waits for the next view."""
+    """The connections of view `generation` have failed, and the worker is waiting for the next view."""
 
     generation: int
     round: int
@@ -214,7 +214,7 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     job: str = ""
 
     def is_dead(self, uid: str) -> bool:
-        """Returns whether a worker's death was confirmed."""
+        """Returns True if a worker's death was confirmed."""
         return uid in self.dead or machine_of(uid) in self.ended
 
     @property
@@ -223,7 +223,7 @@ class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         return sorted({uid for view in self.views for uid in view.members})
 
     def allows(self, reached: Iterable[str]) -> bool:
-        """Returns whether the machines that run the workers in `reached` may continue without the other machines."""
+        """Returns True if the machines that run the workers in `reached` may continue without the other machines."""
         reachable = set(reached)
         dead = [uid for uid in self.members if self.is_dead(uid)]
         return all(has_quorum(view.members, dead, reachable) for view in self.views)
@@ -268,7 +268,7 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def has_quorum(members: Collection[str], dead: Collection[str], reachable: Collection[str]) -> bool:
-    """Returns whether the partition with the workers in `reachable` may replace a view that consists of `members`.
+    """Returns True if the partition with the workers in `reachable` may replace a view that consists of `members`.
 
     Only deaths confirmed by the worker's own machine reduce the number of members. A partition needs more than half of
     the remaining members. If it has exactly half, it may continue only if it contains the lowest worker name. A view

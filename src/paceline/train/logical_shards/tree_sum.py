@@ -1,11 +1,11 @@
 """Distributed sum over shards, in the order of a fixed binary tree.
 
-The tree combines neighboring shards pairwise, like the core's tree over ranks: ((0 1) (2 3)) ((4 5) ...). A node covers
-a run of consecutive shards, and its value does not depend on the rank that computes it. The core adds the values in
-place if each rank has one node, the tree over these nodes is the pairwise tree over ranks, and the engine supports that
-order (see `ProcessGroup.sums_as_tree`). Otherwise each rank adds one slice of the values, and all ranks gather the
-slices. This sends as many bytes as an all-reduce. A plain all-reduce would not suffice: most engines do not add in tree
-order, and some round half-precision sums only once at the end, which differs from rounding at each node.
+The tree combines neighboring shards pairwise, like the core's tree over ranks: ((0 + 1) + (2 + 3)) + ((4 + 5) + ...). A
+node covers a run of consecutive shards, and its value does not depend on the rank that computes it. The core adds the
+values in place if each rank has one node, the tree over these nodes is the pairwise tree over ranks, and the engine
+supports that order (see `ProcessGroup.sums_as_tree`). Otherwise each rank adds one slice of the values, and all ranks
+gather the slices. This sends as many bytes as an all-reduce. A plain all-reduce would not suffice: most engines do not
+add in tree order, and some round half-precision sums only once at the end, which differs from rounding at each node.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def nodes_within(run: range, node: Node) -> list[Node]:
 
 
 def is_tree_over_ranks(root: Node, nodes: Sequence[Sequence[Node]]) -> bool:
-    """Returns whether each rank has one node and these nodes form the pairwise tree over ranks.
+    """Returns True if each rank has one node and these nodes form the pairwise tree over ranks.
 
     >>> is_tree_over_ranks(Node(0, 8), [[Node(0, 4)], [Node(4, 8)]])
     True

@@ -158,7 +158,7 @@ class GradientExchange:
         self._source = self._gradients()
 
     def is_outdated(self) -> bool:
-        """Returns whether the parameters' gradients differ from the tensors that `remember` recorded.
+        """Returns True if the parameters' gradients differ from the tensors that `remember` recorded.
 
         Raises:
             RuntimeError: an averaged gradient was written to.

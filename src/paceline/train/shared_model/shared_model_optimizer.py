@@ -371,7 +371,7 @@ class FusedUpdates:
         return tensors
 
     def _are_usable(self, ready: ReadyRound) -> bool:
-        """Returns whether the core supports the dtypes and layouts of this round's state."""
+        """Returns True if the core supports the dtypes and layouts of this round's state."""
         for updated, _ in ready.averages:
             state = self._optimizer.state.get(updated, {})
             for name in self._groups[self._group_of[id(updated)]].state:

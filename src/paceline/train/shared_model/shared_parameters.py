@@ -213,7 +213,7 @@ def _torn_reason(group: ProcessGroup, how: str) -> str:
 
 
 def is_shared(module: nn.Module) -> bool:
-    """Returns whether the ranks on a host share the module's parameters."""
+    """Returns True if the ranks on a host share the module's parameters."""
     return module in _of_modules
 
 

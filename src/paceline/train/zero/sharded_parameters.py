@@ -313,7 +313,7 @@ class ShardedParameters:
         self.free(number)
 
     def _stays(self, param: torch.Tensor) -> bool:
-        """Returns whether this rank owns the whole parameter."""
+        """Returns True if this rank owns the whole parameter."""
         first = self._shards[id(param)][0]
         return first.is_whole and first.is_mine
 

@@ -32,7 +32,7 @@ class OwnedBytes(NamedTuple):
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Returns whether an optimizer is known to update elements independently, so that parameters may be cut.
+    """Returns True if an optimizer is known to update elements independently, so that parameters may be cut.
 
     Only torch's own classes and `Lion` qualify; a derived class may compute on whole parameters.
     """
@@ -338,5 +338,5 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(param: torch.Tensor) -> bool:
-    """Returns whether a tensor's elements fill its memory without gaps, in any order."""
+    """Returns True if a tensor's elements fill its memory without gaps, in any order."""
     return torch.empty_like(param, device="meta").stride() == param.stride()

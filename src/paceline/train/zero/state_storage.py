@@ -81,7 +81,7 @@ class FileMemory:
         return memory.view(dtype).as_strided(shape, strides)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a tensor's memory is in the file."""
+        """Returns True if a tensor's memory is in the file."""
         address = tensor.data_ptr()
         return tensor.is_cpu and any(start <= address < stop for start, stop in self._mappings)
 
@@ -143,7 +143,7 @@ class StateStorage:
         return None
 
     def copies(self, param: torch.Tensor) -> bool:
-        """Returns whether the optimizer updates a master copy of a parameter."""
+        """Returns True if the optimizer updates a master copy of a parameter."""
         return self._dtype_for(param) != param.dtype or (self._offload is not None and not param.is_cpu)
 
     def make_masters(self, shards: Iterable[Shard]) -> None:

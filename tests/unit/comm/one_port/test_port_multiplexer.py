@@ -252,6 +252,6 @@ def test_the_end_of_the_gate_is_noticed(monkeypatch):
     gate.close()
     with pytest.raises(ConnectionAbortedError, match="has ended"):
         listening.accept()
-    with pytest.raises(ConnectionAbortedError, match=f"listens at port {port} of this machine has ended"):
+    with pytest.raises(ConnectionAbortedError, match=f"listens on port {port} of this machine has exited"):
         listen_at_number(HERE, 0, port)
     listening.close()

@@ -106,24 +106,24 @@ def is_module(value: AbstractValue) -> bool:
 
 @cache
 def is_generator(node: ast.AST) -> bool:
-    """Returns whether a function is a generator function."""
+    """Returns True if a function is a generator function."""
     return any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(node))
 
 
 def initializes(tree: ast.AST) -> bool:
-    """Returns whether the script contains a call that connects the ranks."""
+    """Returns True if the script contains a call that connects the ranks."""
     calls = [qualified_name(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return any(name.rpartition(".")[2] in INITIALIZERS or name == "hvd.init" for name in calls)
 
 
 def starts_processes(nodes: Iterable[ast.AST]) -> bool:
-    """Returns whether the statements start processes."""
+    """Returns True if the statements start processes."""
     calls = (qualified_name(each) for node in nodes for each in ast.walk(node) if isinstance(each, ast.Call))
     return any(name.rpartition(".")[2] == "Process" for name in calls)
 
 
 def is_loader(value: AbstractValue) -> bool:
-    """Returns whether the value is a `DataLoader`."""
+    """Returns True if the value is a `DataLoader`."""
     return value.called_name == "DataLoader"
 
 
@@ -142,7 +142,7 @@ def loaders_in(value: AbstractValue) -> list[AbstractValue]:
 
 
 def is_different_on_each_rank(iterable: AbstractValue) -> bool:
-    """Returns whether the items of an iterable are samples that only this rank reads."""
+    """Returns True if the items of an iterable are samples that only this rank reads."""
     for loader in loaders_in(iterable):
         sampler, shuffle = sampler_of(loader), loader.keywords.get("shuffle")
         if (sampler is not None and sampler.is_none() is not True) or (shuffle is not None and shuffle.truth()):
@@ -151,7 +151,7 @@ def is_different_on_each_rank(iterable: AbstractValue) -> bool:
 
 
 def disables_gradients(value: AbstractValue) -> bool:
-    """Returns whether a context manager disables gradients, as in evaluation."""
+    """Returns True if a context manager disables gradients, as in evaluation."""
     return "no_grad" in value.text or "inference_mode" in value.text
 
 
@@ -173,7 +173,7 @@ def output_of(module: AbstractValue, result: AbstractValue, arguments: Sequence[
 
 
 def is_torch_module(value: AbstractValue) -> bool:
-    """Returns whether the value is a layer or a model."""
+    """Returns True if the value is a layer or a model."""
     if value.instance_of is not None:
         return any(name.rpartition(".")[2].endswith("Module") for name in value.instance_of.base_names())
     name = value.called
@@ -191,15 +191,15 @@ def wrapped_owner(value: AbstractValue) -> AbstractValue | None:
 
 
 def is_work(value: AbstractValue) -> bool:
-    """Returns whether an asynchronous call returned the value."""
+    """Returns True if an asynchronous call returned the value."""
     return value.called == "asynchronous"
 
 
 def is_world(group: AbstractValue) -> bool:
-    """Returns whether a group argument denotes all ranks."""
+    """Returns True if a group argument denotes all ranks."""
     return group.is_none() is True or group.text.endswith("WORLD")
 
 
 def is_function(value: AbstractValue) -> bool:
-    """Returns whether the value is a function that the script defines."""
+    """Returns True if the value is a function that the script defines."""
     return value.function is not None

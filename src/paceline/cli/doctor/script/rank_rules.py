@@ -245,7 +245,7 @@ def _same_file(events: list[TraceEvent]) -> bool:
 
 
 def _precedes_init(job: JobTrace, event: TraceEvent) -> bool:
-    """Returns whether an event occurs before the ranks are connected."""
+    """Returns True if an event occurs before the ranks are connected."""
     for each in job.of(job.traces[0], "init", event.kind):
         if each.kind == "init":
             return False
@@ -255,7 +255,7 @@ def _precedes_init(job: JobTrace, event: TraceEvent) -> bool:
 
 
 def _is_ordered(job: JobTrace, event: TraceEvent) -> bool:
-    """Returns whether some ranks download before the others, for example because of a barrier."""
+    """Returns True if some ranks download before the others, for example because of a barrier."""
     before = []
     for trace in job.traces:
         events = list(job.of(trace, "collective", "download"))

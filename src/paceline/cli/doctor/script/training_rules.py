@@ -76,7 +76,7 @@ def loaders(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def _is_divided(loader: AbstractValue) -> bool:
-    """Returns whether the data set differs between the ranks."""
+    """Returns True if the data set differs between the ranks."""
     data = _keyword(loader, "dataset", 0)
     if data is None:
         return True
@@ -153,7 +153,7 @@ def _evaluation(job: JobTrace, sampler: AbstractValue, loader: AbstractValue, sh
 
 
 def _counts_samples(job: JobTrace, loader: AbstractValue, iterations: list[TraceEvent]) -> bool:
-    """Returns whether the ranks sum their counts after the loop, and divide the sum by the size of the data set."""
+    """Returns True if the ranks sum their counts after the loop, and divide the sum by the size of the data set."""
     data = _keyword(loader, "dataset", 0)
     events = job.traces[0].events
     after = events[events.index(iterations[0]) :]
@@ -193,7 +193,7 @@ def models(job: JobTrace) -> Iterator[Diagnostic]:
 
 
 def _uses_cpu_backend(job: JobTrace) -> bool:
-    """Returns whether the script selects a CPU backend, which allows ranks to share a GPU."""
+    """Returns True if the script selects a CPU backend, which allows ranks to share a GPU."""
     backends = {event.subject.constant for event in job.of(job.traces[0], "init") if event.subject is not None}
     return bool(backends & {"gloo", "mpi", "tcp"})
 

@@ -172,7 +172,7 @@ class AbstractValue:
         return self.called_name[:1].isupper()
 
     def is_none(self) -> bool | None:
-        """Returns whether the value is None, or None if this is not known."""
+        """Returns True if the value is None, False if it is not, and None if this is unknown."""
         if self.is_known:
             return self.constant is None
         return False if self.truth() else None

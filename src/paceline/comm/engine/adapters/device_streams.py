@@ -33,7 +33,7 @@ class AcceleratorEvent:
         self._event = event
 
     def done(self) -> bool:
-        """Returns whether the stream has passed the position, without disturbing a graph capture on any thread."""
+        """Returns True if the stream has passed the position, without disturbing a graph capture on any thread."""
         if self._event is None:
             return True
         with _beside_captures(self._device):
@@ -245,7 +245,7 @@ def record_current(device: torch.device, timing: bool = False, current: Any = No
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Returns whether the calling thread's current stream on the device is being captured into a graph."""
+    """Returns True if the calling thread's current stream on the device is being captured into a graph."""
     if device.type == "cpu":
         return False
     module = _module(device)

@@ -241,7 +241,7 @@ def divide_average(address: int, call: CollectiveCall, size: int) -> None:
 
 
 def _conflict(earlier: Step, later: Step) -> bool:
-    """Returns whether two steps access the same blocks and at least one of them writes."""
+    """Returns True if two steps access the same blocks and at least one of them writes."""
     written, also_written = _blocks(earlier.dst), _blocks(later.dst)
     touched, also_touched = written | _blocks(earlier.src), also_written | _blocks(later.src)
     return bool(written & also_touched or touched & also_written)

@@ -1,8 +1,8 @@
 """`SerialChannel`, the base class for channels of engines that only implement the execution of a single call.
 
-The channel runs a group's calls one at a time: synchronous calls on the caller's thread, all other calls on a thread of
-the channel. `WaitedMessage` supports libraries that report the completion of a message only to a waiting thread; it
-uses a thread per background message.
+The channel runs a group's calls one at a time: synchronous calls on the caller's thread, and all other calls on its own
+thread. `WaitedMessage` supports libraries that report the completion of a message only to a waiting thread; it uses a
+thread per background message.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WaitedMessage:
             threading.Thread(target=self._run, name="paceline-message", daemon=True).start()
 
     def done(self) -> bool:
-        """Returns whether the message is complete."""
+        """Returns True if the message is complete."""
         return self._completed.is_set()
 
     def wait(self, timeout_ns: int, /) -> bool:
@@ -145,7 +145,7 @@ class QueuedCall:
         self._completed.set()
 
     def done(self) -> bool:
-        """Returns whether the call is complete."""
+        """Returns True if the call is complete."""
         return self._completed.is_set()
 
     def wait(self, timeout_ns: int, /) -> bool:

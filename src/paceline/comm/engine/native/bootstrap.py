@@ -56,7 +56,7 @@ def dial(
         secret: the job's secret, which determines the certificate of encrypted connections.
 
     Raises:
-        OSError: no process listens at that address.
+        OSError: no process is listening on that address.
         AuthenticationError: the other end does not have the key, or did not answer in time.
         HandshakeUnfinishedError: the other end still dropped connections at the deadline.
     """
@@ -102,7 +102,7 @@ def acknowledge(connection: Connection) -> None:
 
 
 class AcceptedConnections:
-    """A queue in which accepted connections are passed to the thread that waits for them."""
+    """A queue that passes accepted connections to the thread that is waiting for them."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[PeerHello, Connection]] = queue.SimpleQueue()

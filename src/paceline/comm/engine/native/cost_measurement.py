@@ -83,7 +83,7 @@ class Probe:
 
 
 def is_far(alpha_s: float) -> bool:
-    """Returns whether a link's latency is too high for measuring its bandwidth with long messages."""
+    """Returns True if a link's latency is too high for measuring its bandwidth with long messages."""
     return alpha_s >= _FAR_S
 
 
@@ -133,7 +133,7 @@ def answer(probe: Probe) -> None:
 
 
 def are_few(topology: Topology) -> bool:
-    """Returns whether there are several links to compare, and few enough hosts and ranks to synthesize schedules."""
+    """Returns True if there are several links to compare, and few enough hosts and ranks to synthesize schedules."""
     return 2 < len(topology.hosts) <= MOST_HOSTS and len(topology.members) <= MOST_RANKS
 
 

@@ -473,7 +473,7 @@ class StagedChannel(EngineChannel):
 
 
 def _differ(header: Sequence[int], mine: Sequence[int]) -> bool:
-    """Returns whether two ranks' calls do not match. (In an all_to_all, the lengths may differ.)"""
+    """Returns True if two ranks' calls do not match. (In an all_to_all, the lengths may differ.)"""
     return list(header[:-1]) != list(mine[:-1])
 
 

@@ -1,8 +1,8 @@
 """`StagedMessages`, which stages each message of accelerator tensors in a host buffer of the message's size.
 
 A receive begins at once; the copy to the device is enqueued when the program waits for the receive or polls it. A send
-begins when the copy to the host is complete: on the thread that waits for the send or, for background sends, on a
-thread of the group. Sends begin in the order in which they were requested.
+begins when the copy to the host is complete: on the thread that is waiting for the send or, for background sends, on
+    the group's own thread. Sends begin in the order in which they were requested.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class OutgoingDeviceMessage:
         self._failure, self._start = failure, None
 
     def done(self) -> bool:
-        """Returns whether the message is complete, successfully or not."""
+        """Returns True if the message is complete, successfully or not."""
         self._advance()
         is_over = self._failure is not None or (self._message is not None and self._message.done())
         if is_over:

@@ -285,5 +285,5 @@ _CALLS: Mapping[Operation, Callable[[TorchGroup, CollectiveCall, CallSettings], 
 
 
 def is_empty(call: CollectiveCall) -> bool:
-    """Returns whether a call moves no data on any rank, which each rank can determine locally."""
+    """Returns True if a call moves no data on any rank, which each rank can determine locally."""
     return call.operation not in (Operation.BARRIER, Operation.ALL_TO_ALL) and call.count == 0

@@ -539,7 +539,7 @@ class DeviceWork:
         self._calls = calls
 
     def done(self) -> bool:
-        """Returns whether the call is complete, successfully or not."""
+        """Returns True if the call is complete, successfully or not."""
         flight = self._flight
         return flight.failure is not None or flight.is_captured or flight.event is None or flight.event.done()
 

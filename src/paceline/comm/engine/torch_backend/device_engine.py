@@ -169,11 +169,11 @@ class DeviceMessage:
         self._enqueued.set()
 
     def done(self) -> bool:
-        """Returns whether the message is complete, successfully or not."""
+        """Returns True if the message is complete, successfully or not."""
         return self._work is not None and self._work.done()
 
     def is_enqueued(self) -> bool:
-        """Returns whether the message is enqueued, in which case `wait` blocks only the current stream."""
+        """Returns True if the message is enqueued, in which case `wait` blocks only the current stream."""
         return self._enqueued.is_set()
 
     def wait(self, timeout_ns: int) -> bool:
@@ -503,7 +503,7 @@ class DeviceEngine:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Returns whether the library and the device can reduce 8-bit floats (NCCL 2.24 or later, on sm90 or later)."""
+    """Returns True if the library and the device can reduce 8-bit floats (NCCL 2.24 or later, on sm90 or later)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.nccl.version()[:2] >= _FLOAT8_SINCE and torch.cuda.get_device_capability(device) >= (9, 0)

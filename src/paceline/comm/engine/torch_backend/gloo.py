@@ -146,7 +146,7 @@ class GlooChannel(SerialChannel):
 
 
 def _is_supported(call: CollectiveCall) -> bool:
-    """Returns whether gloo supports the operation and, for this dtype, the reduction."""
+    """Returns True if gloo supports the operation and, for this dtype, the reduction."""
     if call.operation in _SCHEDULED or not call.count:
         return False
     if call.reduce_op == NO_REDUCTION:

@@ -90,7 +90,7 @@ class TorchStore(c10d.Store):
         return self._store.add(self._prefix + key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        """Returns whether all keys are set."""
+        """Returns True if all keys are set."""
         return self._store.check([self._prefix + key for key in keys])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -201,7 +201,7 @@ def device_types(backend: str) -> list[str]:
 
 
 def is_registered(backend: str) -> bool:
-    """Returns whether torch.distributed can create a process group with this name for an accelerator."""
+    """Returns True if torch.distributed can create a process group with this name for an accelerator."""
     if backend in ("gloo", "mpi", "ucc", "fake", "paceline", "threaded"):
         return False
     return hasattr(c10d, f"ProcessGroup{backend.upper()}") or backend.upper() in c10d.Backend._plugins

@@ -389,7 +389,7 @@ def all_to_all(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Sends `input_tensor_list[r]` to each rank r, and receives the tensor from each rank s in `output_tensor_list[s]`.
+    """Sends `input_tensor_list[r]` to each rank r, and receives a tensor from each rank s into `output_tensor_list[s]`.
 
     Args:
         output_tensor_list, input_tensor_list: lists of one tensor for each rank, all of the same dtype. Sizes may
@@ -413,7 +413,7 @@ def all_to_all_single(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Sends rows of `input` to each rank, and receives rows from each rank in `output`, both in rank order.
+    """Sends rows of `input` to each rank, and receives rows from each rank into `output`, both in rank order.
 
     Args:
         output, input: tensors of the same dtype, which are divided among the ranks along the first dimension.

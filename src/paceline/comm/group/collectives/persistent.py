@@ -115,7 +115,7 @@ class PersistentCall(_core.QuickCall):
 
     @eager
     def test(self) -> bool:
-        """Returns whether the started call is complete; raises the call's error if it failed. Does not block.
+        """Returns True if the started call is complete; raises the call's error if it failed. Does not block.
 
         Once it has returned True, the call can be started again; calling `wait` is then unnecessary but harmless.
         """

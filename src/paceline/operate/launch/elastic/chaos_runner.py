@@ -43,7 +43,7 @@ def _is_socket(link: str) -> bool:
 
 
 def _leads_elsewhere(connection: socket.socket) -> bool:
-    """Returns whether a socket is an established TCP connection to another machine."""
+    """Returns True if a socket is an established TCP connection to another machine."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         return False
     return bool(connection.getsockname()[0] != connection.getpeername()[0])

@@ -441,7 +441,7 @@ class RunningJobAnnouncer:
                 listens_there = -1
 
     def _call(self, running: Running) -> int:
-        """Returns the number of the job's machine that listens at the address, or -1 if none of them does."""
+        """Returns the number of the job's machine that is listening on the address, or -1 if there is none."""
         with contextlib.closing(connect(self._address, self._secret, _DIAL_S)) as connection:
             connection.sendall(encode(running))
             return _answer(connection, time.monotonic() + _ANSWER_S)

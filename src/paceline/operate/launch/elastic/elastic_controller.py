@@ -172,7 +172,7 @@ class ShutdownPlan:
         return [Departing()] if self.number == ORDERLY_SIGNAL else []
 
     def hands_over(self, coordinates: bool) -> bool:
-        """Returns whether this launcher must hand over the coordination before it exits."""
+        """Returns True if this launcher must hand over the coordination before it exits."""
         return coordinates and self.number == ORDERLY_SIGNAL and not self.insists
 
     def farewell(self, coordinates: bool) -> list[Report]:
@@ -183,7 +183,7 @@ class ShutdownPlan:
         return [Leave(self.number.name)]
 
     def is_well(self, code: int) -> bool:
-        """Returns whether the shutdown was orderly, given the exit code of the job."""
+        """Returns True if the shutdown was orderly, given the exit code of the job."""
         has_gone = self.is_shared and (self.has_left or self.took_part)
         return code == 0 and self.number == ORDERLY_SIGNAL and not self.insists and has_gone
 
@@ -327,7 +327,7 @@ class ElasticController:
         return Running(self.identity, self._machines.listens(self._machines.home) if is_sure else "")
 
     def is_here(self, number: int) -> bool:
-        """Returns whether a machine is connected."""
+        """Returns True if a machine is connected."""
         return any(machine.number == number for machine in self._machines.here.values())
 
     def heard_of(self, other: Running, now_s: float) -> Orders:

@@ -50,7 +50,7 @@ class StandbyController:
             return self._controller.running() if self._controller is not None else None
 
     def is_here(self, number: int) -> bool:
-        """Returns whether this launcher coordinates the job and a machine is connected to it."""
+        """Returns True if this launcher coordinates the job and a machine is connected to it."""
         with self._changing:
             return self._controller is not None and self._controller.is_here(number)
 

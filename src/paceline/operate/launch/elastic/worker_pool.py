@@ -141,7 +141,7 @@ class StoppedProcesses:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped by a signal. A process held by a debugger does not count."""
+    """Returns True if a process is stopped by a signal. A process held by a debugger does not count."""
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as status:
         return status.read().rpartition(b")")[2].split()[0] == b"T"
     return False
@@ -341,7 +341,7 @@ class WorkerPool:
         return [member.worker.pid for member in self.members.values() if member.worker is not None and member.runs]
 
     def interactive(self) -> WorkerProcess | None:
-        """Returns the worker that waits for typed input (in `paceline.breakpoint` or a terminal read), or None."""
+        """Returns the worker that is waiting for typed input (in `paceline.breakpoint` or a terminal read), or None."""
         running = [member.worker for member in self.members.values() if member.worker is not None and member.runs]
         debugged = [worker for worker in running if os.path.exists(worker.debugger_file)]
         reading = [worker for worker in running if worker.reads and self._context.keyboard.is_read_by(worker.pid)]

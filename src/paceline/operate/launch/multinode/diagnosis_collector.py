@@ -142,7 +142,7 @@ class SnapshotCollection:
         self.missing.discard(node)
 
     def is_over(self, now_s: float) -> bool:
-        """Returns whether the collection is complete or its deadline has passed."""
+        """Returns True if the collection is complete or its deadline has passed."""
         return not self.missing or now_s >= self.deadline_s
 
     def goes_on(self) -> bool:
@@ -349,7 +349,7 @@ class DiagnosisCollector(ControllerMiddleware):
 
 
 def _has_cause(picture: MachineSnapshot) -> bool:
-    """Returns whether a rank failed for a reason other than another rank's failure."""
+    """Returns True if a rank failed for a reason other than another rank's failure."""
     from paceline.operate.diagnosis.job_snapshot import ExitReason
 
     harmless = (ExitReason.FINISHED, ExitReason.CONSEQUENCE)
@@ -357,7 +357,7 @@ def _has_cause(picture: MachineSnapshot) -> bool:
 
 
 def _is_of_calls(picture: MachineSnapshot) -> bool:
-    """Returns whether a rank failed because its calls did not match those of the other ranks."""
+    """Returns True if a rank failed because its calls did not match those of the other ranks."""
     from paceline.operate.diagnosis.job_snapshot import ExitReason
 
     return any(rank.ending is not None and rank.ending.manner is ExitReason.MISMATCH for rank in picture.ranks)

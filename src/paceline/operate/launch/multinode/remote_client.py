@@ -169,7 +169,7 @@ def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) ->
     """Connects to the rendezvous server; both sides authenticate with the secret.
 
     Raises:
-        OSError, HandshakeUnfinishedError: No server listens at the address.
+        OSError, HandshakeUnfinishedError: No server is listening on the address.
         AuthenticationError: The server does not hold the job's secret.
         ValueError: The address is not loopback and there is no secret.
     """

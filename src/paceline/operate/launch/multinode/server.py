@@ -42,7 +42,7 @@ _FEWEST_REPEATED = 2  # a single retransmission may coincide with a late acknowl
 
 
 def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool:
-    """Returns whether the other launcher may merely be starved of processor time.
+    """Returns True if the other launcher may merely be starved of processor time.
 
     Args:
         connection: The connection to the other launcher. Data must be sent on it several times per `within_s`.

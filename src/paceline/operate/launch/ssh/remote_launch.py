@@ -238,7 +238,7 @@ class RemoteLaunch:
         Other launchers first have time to report their own failures.
         """
         if self._is_ending:
-            return  # the failure is a consequence of the job's end
+            return  # the launcher failed because the job is already ending
         self._actions += [ShowText(reason) for reason in reasons]
         self._code, self._is_failing, self._start_by_s = self._code or 1, True, None
         if LauncherPhase.STARTED in self._phases:

@@ -98,7 +98,7 @@ def _run_script(rest: list[str]) -> None:
 
 
 def _holds_modules(script: str) -> bool:
-    """Returns whether the script is a directory or a zip file that contains a module `__main__`."""
+    """Returns True if the script is a directory or a zip file that contains a module `__main__`."""
     for hook in sys.path_hooks:
         try:
             hook(script)

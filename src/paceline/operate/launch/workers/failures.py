@@ -241,7 +241,7 @@ def _is_printed(failure: WorkerFailure, word: str, is_in_view: Callable[[str, st
 
 
 def _are_alike(one: WorkerFailure, other: WorkerFailure) -> bool:
-    """Returns whether two workers failed with the same exception at the same location, ignoring numbers."""
+    """Returns True if two workers failed with the same exception at the same location, ignoring numbers."""
     if one.record is None or other.record is None:
         return False
     texts = [_without_numbers(record.text[-_TAIL_CHARACTERS:]) for record in (one.record, other.record)]
@@ -281,7 +281,7 @@ def read_record(path: str) -> Record | None:
 
 
 def has_begun_exit(path: str) -> bool:
-    """Returns whether the worker with the error file `path` had begun interpreter shutdown."""
+    """Returns True if the worker with the error file `path` had begun interpreter shutdown."""
     return os.path.exists(f"{path}.at-exit")
 
 
@@ -314,7 +314,7 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 def _is_first_to_print(text: str) -> bool:
-    """Returns whether this is the first rank on this machine and in this generation to print such an exception."""
+    """Returns True if this is the first rank on this machine and in this generation to print such an exception."""
     import hashlib
 
     path = os.environ.get("PACELINE_ERROR_FILE", "")

@@ -98,7 +98,7 @@ class Keyboard:
             return True
 
     def is_read_by(self, pid: int) -> bool:
-        """Returns whether process `pid`, which shares stdin, is waiting for input in a line editor or a read."""
+        """Returns True if process `pid`, which shares stdin, is waiting for input in a line editor or a read."""
         if self._before is None:
             return False
         return self._edits_lines() or waits_for_stdin(pid)

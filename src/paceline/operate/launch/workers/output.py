@@ -40,7 +40,7 @@ _PREFIX_COLUMNS = len("[rank 0] ")  # "[slot 0] " has the same length
 
 
 def wants_colours(fd: int) -> bool:
-    """Returns whether output to `fd` may contain colors."""
+    """Returns True if output to `fd` may contain colors."""
     return os.isatty(fd) and "NO_COLOR" not in os.environ
 
 
@@ -283,7 +283,7 @@ class Console:
             screen.redraw()
 
     def is_in_view(self, text: str, name: str) -> bool:
-        """Returns whether the last lines on the console include the end of a text printed by the worker `name`."""
+        """Returns True if the last lines on the console include the end of a text printed by the worker `name`."""
         latest = iter([shown for shown in self._latest if f"[{name}] ".encode() in shown])
         end = [line.strip().encode(errors="backslashreplace") for line in text.splitlines() if line.strip()]
         return all(any(line in shown for shown in latest) for line in end[-_LINES_COMPARED:])
@@ -294,7 +294,7 @@ class Console:
 
 
 def can_redraw(fd: int) -> bool:
-    """Returns whether `fd` is a terminal that supports control sequences."""
+    """Returns True if `fd` is a terminal that supports control sequences."""
     return os.isatty(fd) and os.environ.get("TERM", "dumb") != "dumb"
 
 

@@ -119,7 +119,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _shadows(file: Path, root: Path) -> bool:
-    """Returns whether a module beside the program has the name of a module that is imported before the fork."""
+    """Returns True if a module beside the program has the name of a module that is imported before the fork."""
     module = file.relative_to(root).parts[0].removesuffix(".py") if file.is_relative_to(root) else ""
     return module in sys.stdlib_module_names or module in (*_IMPORT_TORCH, *_IMPORTED_BY_TORCH)
 
@@ -145,7 +145,7 @@ def _files_of(directory: Path, name: str) -> Iterator[Path]:
 
 
 def _may_set_variables(tree: ast.AST) -> bool:
-    """Returns whether a module may set a variable that is not known to be harmless.
+    """Returns True if a module may set a variable that is not known to be harmless.
 
     This is assumed if the module uses the environment other than by reading variables or setting harmless ones by name,
     or if it runs code that is not visible here.

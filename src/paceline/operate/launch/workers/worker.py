@@ -332,7 +332,7 @@ class _KernelLog:
             os.lseek(self._fd, 0, os.SEEK_END)  # skips older records; reading the whole log would delay a diagnosis
 
     def names(self, pid: int) -> bool:
-        """Returns whether the log reports that the kernel killed this process."""
+        """Returns True if the log reports that the kernel killed this process."""
         while self._fd >= 0:
             try:
                 record = os.read(self._fd, 8192)

@@ -263,7 +263,7 @@ class WorkerGroup:
 
 
 def ended_as_asked(code: int, record: Record | None, asked_s: float, is_first: bool) -> bool:
-    """Returns whether a worker with a nonzero exit code exited because of the stop request.
+    """Returns True if a worker with a nonzero exit code exited because of the stop request.
 
     A worker that had already raised an exception, and was merely slow to exit, may be the cause of other failures.
 

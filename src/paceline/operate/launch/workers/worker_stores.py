@@ -105,7 +105,7 @@ class WorkerStores:
         return self._requests if self._torch_socket is not None else -1
 
     def open_torch_store(self) -> None:
-        """Starts torch's store. Does nothing if the store is already running or another process listens at its port."""
+        """Starts torch's store, unless it is already running or another process is listening on its port."""
         if self._torch_socket is None:
             return
         try:
@@ -178,7 +178,7 @@ def _set(variables: Mapping[str, str]) -> None:
 
 
 def require_port(address: str, secret: bytes | None) -> None:
-    """Checks that the multiplexer can listen at this machine's address, before any worker requires it.
+    """Checks that the multiplexer can listen on this machine's address, before any worker requires it.
 
     Raises:
         PortInUseError: another program uses the port.

@@ -241,7 +241,7 @@ def _dtype(properties: object, name: str) -> str:
 
 
 def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Returns whether each element of a tensor is in exactly one of the non-empty `blocks` (shapes by offset)."""
+    """Returns True if each element of a tensor is in exactly one of the non-empty `blocks` (shapes by offset)."""
     if sum(map(math.prod, blocks.values())) != math.prod(shape):
         return False
     for offset, sizes in blocks.items():

@@ -138,7 +138,7 @@ class LocalStorage:
         return _LocalFile(descriptor)
 
     def is_held(self, directory: str) -> bool:
-        """Returns whether a live process is writing or reading this directory."""
+        """Returns True if a live process is writing or reading this directory."""
         manifest = self.path / directory / MANIFEST
         try:
             if _identity(os.lstat(manifest)) in _held_here:
@@ -371,7 +371,7 @@ class DirectWriter:
 
 
 def _is_aligned(view: memoryview, offset: int) -> bool:
-    """Returns whether the memory of a view begins `offset` bytes after an aligned address."""
+    """Returns True if the memory of a view begins `offset` bytes after an aligned address."""
     if view.readonly:
         return False
     return (ctypes.addressof(ctypes.c_char.from_buffer(view)) - offset) % ALIGNMENT == 0

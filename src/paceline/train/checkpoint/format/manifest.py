@@ -62,7 +62,7 @@ class Draft:
 
 
 def is_name(name: str) -> bool:
-    """Returns whether a directory has a name that saves use. Directories with other names are never changed."""
+    """Returns True if a directory has a name that saves use. Directories with other names are never changed."""
     return _NAME.fullmatch(name) is not None
 
 

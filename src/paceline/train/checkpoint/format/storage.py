@@ -107,7 +107,7 @@ class Storage(ReadableStorage, WritableStorage, Protocol):
         """Removes a file, or a directory with its contents, if it exists."""
 
     def is_held(self, directory: str) -> bool:
-        """Returns whether a live process is writing or reading this directory."""
+        """Returns True if a live process is writing or reading this directory."""
 
 
 def open_storage(where: str | os.PathLike[str]) -> Storage:

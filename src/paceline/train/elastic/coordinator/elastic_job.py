@@ -115,13 +115,13 @@ class ElasticJob:
         ending_s: The time at which the first worker finished, or None.
         leaving_s: The time since which all members have been asked to leave, or None.
         few_s: The time at which the number of members became too small, or None.
-        held: The message that lists the workers for which the job waits, or None.
+        held: The message that lists the workers that the job is waiting for, or None.
         held_s: The time at which the wait for these workers began.
         due_s: The times at which the state must be evaluated again if no event arrives.
         orders: The pending orders.
         is_shared: Whether other launchers may have to take over as coordinator.
         withheld: The recipients of the latest view while it waits for enough launchers to store it, or None.
-        lacks_quorum: Whether the job waits for members without which it must not continue.
+        lacks_quorum: Whether the job is waiting for members without which it must not continue.
         transfers: The transfers begun by another coordinator whose receivers have not reported yet, by receiver.
         transfer_offers: The senders' replies, by transfer and sender.
         must_move: Whether the members must change to another store, because that of the latest view is about to close.
@@ -226,5 +226,5 @@ class ElasticJob:
         self.orders.append(end)
 
     def can_grow(self) -> bool:
-        """Returns whether another worker may still join, as a replacement or from another machine."""
+        """Returns True if another worker may still join, as a replacement or from another machine."""
         return self.registry.begun() < self.policy.max_machines or self.registry.can_grow()

@@ -190,7 +190,7 @@ class CoordinatorSearch:
         self._waits_until_s = now_s + _PATIENCE_S
 
     def _is_alone(self, peers: Sequence[int], now_s: float, is_done: bool) -> bool:
-        """Returns whether no other launcher is left.
+        """Returns True if no other launcher is left.
 
         A machine that responds but has closed the launcher's port no longer has a launcher. If that holds for all other
         machines for some time, the job has ended or all launchers were killed, and none will return. A missing response
@@ -245,7 +245,7 @@ class Candidacy:
         return self._enough_s is not None
 
     def is_elected(self, now_s: float) -> bool:
-        """Returns whether the candidate has become the coordinator."""
+        """Returns True if the candidate has become the coordinator."""
         if self._enough_s is None:
             return False
         known = merge_reports(self.reports.values())

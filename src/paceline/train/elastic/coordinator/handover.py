@@ -157,7 +157,7 @@ def choose_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: fl
 
 
 def may_hand_over(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> bool:
-    """Returns whether the successor can be ordered to stand now."""
+    """Returns True if the successor can be ordered to stand now."""
     stays = any(worker.trains and worker.leaving is None for worker in job.views.team)
     is_needed = job.over is None and job.ending_s is None and stays
     if not is_needed or retirement.successor is None or _has_workers(job, retirement.home):
@@ -212,7 +212,7 @@ def _has_workers(job: ElasticJob, machine: MachineRecord) -> bool:
 
 
 def _has_settled(job: ElasticJob) -> bool:
-    """Returns whether all members have entered the latest view, and use the successor's store."""
+    """Returns True if all members have entered the latest view, and use the successor's store."""
     views = job.views
     is_settled = views.is_complete and job.withheld is None and not job.breaks.waiting
     return is_settled and views.latest is not None and views.latest.store == views.store

@@ -86,7 +86,7 @@ def _exit_of(finished: list[WorkerRecord]) -> EndOrder:
 
 
 def has_closed(job: ElasticJob) -> bool:
-    """Returns whether all members were asked to leave and dismissed; ends the job when none of them is left."""
+    """Returns True if all members were asked to leave and dismissed; ends the job when none of them is left."""
     members = job.views.concerned
     if not members or any(worker.phase is not WorkerPhase.DISMISSED for worker in members):
         return False
@@ -112,8 +112,8 @@ def start_transfers(job: ElasticJob) -> None:
 def admissible_workers(job: ElasticJob) -> list[WorkerRecord]:
     """Returns the ready workers that may join in a planned view.
 
-    A receiver that has not caught up may join if training is paused anyway, because the members wait for more workers
-    or because all of them leave.
+    A receiver that has not caught up may join if training is paused anyway, because the members are waiting for more
+    workers or because all of them are leaving.
     """
     views = job.views
     is_idle = views.latest is not None and views.latest.must_wait
@@ -177,7 +177,7 @@ def _offer(
 
 
 def _may_be_given(job: ElasticJob, receiver: WorkerRecord) -> bool:
-    """Returns whether the receiver has a transfer that may still complete.
+    """Returns True if the receiver has a transfer that may still complete.
 
     Once the receiver has an offer, it detects the loss of a sender itself.
     """
@@ -344,7 +344,7 @@ def why_forced(job: ElasticJob, now_s: float) -> str | None:
 
 
 def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
-    """Returns whether a worker's machine has been unreachable only for a short time.
+    """Returns True if a worker's machine has been unreachable only for a short time.
 
     The worker may still be training. If it is not, the workers connected to it will soon report broken connections.
     """
@@ -358,7 +358,7 @@ def _may_come_back(job: ElasticJob, worker: WorkerRecord, now_s: float) -> bool:
 
 
 def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
-    """Returns whether the latest view cannot be sent for lack of a quorum; ends the job if that takes too long."""
+    """Returns True if the latest view cannot be sent for lack of a quorum; ends the job if that takes too long."""
     if job.withheld is None or job.ending_s is not None or job.views.is_allowed():
         return False
     job.lacks_quorum = True
@@ -368,7 +368,7 @@ def lacks_quorum(job: ElasticJob, now_s: float) -> bool:
 
 
 def force_view(job: ElasticJob, why: str, now_s: float) -> bool:
-    """Issues a forced view, or reports the workers for which the job waits; returns False if the job only waits.
+    """Issues a forced view, or reports the workers that the job is waiting for; returns False if it must keep waiting.
 
     After the last round, no quorum is required, because no more rounds are committed.
     """
@@ -442,7 +442,7 @@ def _must_end(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: flo
 
 
 def _wait_for(job: ElasticJob, missing: list[WorkerRecord], why: str, now_s: float, timeout_s: float) -> bool:
-    """Reports once for which workers the job waits; returns False after `timeout_s`."""
+    """Reports once which workers the job is waiting for; returns False after `timeout_s`."""
     _tell_whom_it_waits_for(job, missing, why, now_s)
     job.due_s.append(job.held_s + timeout_s)
     return now_s < job.held_s + timeout_s

@@ -146,7 +146,7 @@ class Views:
         return self.base_team + self.newcomers
 
     def may_have_begun(self) -> bool:
-        """Returns whether any round may have been committed.
+        """Returns True if any round may have been committed.
 
         A round requires that all members of a view have entered it. This is unknown while any worker is running, or if
         a worker died on an unreachable machine, from which messages may be missing.
@@ -168,11 +168,11 @@ class Views:
         return self._members_of.get(generation, ())
 
     def is_explained(self, generation: int) -> bool:
-        """Returns whether a member of that view is known to be absent, which explains the broken connections."""
+        """Returns True if a member of that view is known to be absent, which explains the broken connections."""
         return any(not self.registry.workers[uid].trains for uid in self.members_of(generation))
 
     def is_allowed(self) -> bool:
-        """Returns whether the reachable machines may continue without the others.
+        """Returns True if the reachable machines may continue without the others.
 
         This requires a quorum of every view since the last complete one: a coordinator on the other side of a partition
         may have received only some of these views.
@@ -183,7 +183,7 @@ class Views:
         return all(has_quorum(view.members, dead, reached) for view in self.since_complete)
 
     def is_known(self) -> bool:
-        """Returns whether launchers with a quorum of each earlier view hold the latest view.
+        """Returns True if launchers with a quorum of each earlier view hold the latest view.
 
         If so, any later coordinator also holds the view, and workers may enter it. The launchers of the view's members
         always count, because they receive the view before they pass it on.
@@ -196,7 +196,7 @@ class Views:
         return all(has_quorum(view.members, dead, know) for view in self.since_complete if view is not self.latest)
 
     def is_on_its_way_to(self, store: str) -> bool:
-        """Returns whether members of the latest view are about to use `store` for their rendezvous."""
+        """Returns True if members of the latest view are about to use `store` for their rendezvous."""
         return self.latest is not None and not self.is_complete and self.latest.store == store
 
     def undecided(self) -> list[WorkerRecord]:
@@ -218,5 +218,5 @@ class Views:
 
 
 def has_arrived(newcomer: WorkerRecord) -> bool:
-    """Returns whether a newcomer may be a member of a forced view."""
+    """Returns True if a newcomer may be a member of a forced view."""
     return newcomer.has_state

@@ -168,7 +168,7 @@ class WorkerRegistry:
         return sum(machine.slots for machine in self.machines.values() if machine.has_begun and machine.is_reachable)
 
     def can_grow(self) -> bool:
-        """Returns whether a worker is running outside all views or may still be started."""
+        """Returns True if a worker is running outside all views or may still be started."""
         if any(machine.slots and machine.replaces and machine.is_reachable for machine in self.machines.values()):
             return True
         outside = (WorkerPhase.OUTSIDE, WorkerPhase.READY)

@@ -259,7 +259,7 @@ class CatchUp:
         self._replay = RemoteLog(received.senders, self._is_near, self._check, self._may_come)
 
     def _may_come(self) -> bool:
-        """Returns whether this worker may be admitted once it has caught up."""
+        """Returns True if this worker may be admitted once it has caught up."""
         return True
 
     def _is_near(self, round_number: int) -> None:

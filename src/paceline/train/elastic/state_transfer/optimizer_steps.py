@@ -64,7 +64,7 @@ class StateDivergence:
         self._has_stepped = True
 
     def compares(self, round_number: int) -> bool:
-        """Returns whether a round compares a part of the receiver's state with that of the members."""
+        """Returns True if a round compares a part of the receiver's state with that of the members."""
         return not self._is_large or (self._has_stepped and round_number % self._windows in self.unchecked)
 
     def passes(self, item: RoundResult, state: int | None) -> None:
@@ -170,7 +170,7 @@ class OptimizerStepHooks:
         self._notes.clear()
 
     def are_noted(self, param: torch.Tensor) -> bool:
-        """Returns whether a parameter's gradient was recorded in this round and has not changed since then."""
+        """Returns True if a parameter's gradient was recorded in this round and has not changed since then."""
         note = self._notes.get(id(param))
         return note is not None and note.round == self.at[0] and note.is_of(param.grad)
 

@@ -267,7 +267,7 @@ class ViewAdmission:
         return dismissed if dismissed is not None else self._connection.latest_view(after)
 
     def _has_a_place(self, after: int) -> bool:
-        """Returns whether a transfer is unnecessary, because a view contains this worker or it must exit."""
+        """Returns True if a transfer is unnecessary, because a view contains this worker or it must exit."""
         answer = self._answer(after)
         return isinstance(answer, Dismissed) or (answer is not None and self._connection.name in answer.members)
 

@@ -222,10 +222,10 @@ class StateSender:
         return bool(self._given)
 
     def begin_batch(self, agreed: int, round_number: int, committed: int, dealt: BatchAssignment) -> None:
-        """Waits for slow receivers, and begins the transfers that all members have received.
+        """Waits for slow receivers, and starts the transfers that have been announced to all members.
 
         Args:
-            agreed: The largest number of a transfer that all members have received.
+            agreed: The highest transfer number that has reached all members.
             round_number: The next round.
             committed: The digest of the previous round's result.
             dealt: The latest batch assignment.

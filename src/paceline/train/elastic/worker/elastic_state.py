@@ -249,7 +249,7 @@ class ElasticState:
         The iterator ends when all workers have finished these epochs.
 
         Raises:
-            DivergenceError: The workers' results or states differ, and no majority agrees.
+            DivergenceError: The workers' results or states differ, and there is no majority.
             SystemExit: This worker was asked to leave, or the launcher dismissed it.
         """
         connection = LauncherConnection.of_environment()

@@ -36,7 +36,7 @@ class LauncherConnection:
         self.name = name
         self._socket = connection
         self._changed = threading.Condition()
-        self.heard = 0  # the largest number of a received view or transfer; 0 at the beginning
+        self.heard = 0  # the highest view or transfer number received; 0 if none
         self._views: dict[int, View] = {}
         self._transfers: dict[int, StateTransfer] = {}
         self._latest_transfer = 0

@@ -209,7 +209,7 @@ class ViewGroups:
         return world.group
 
     def acts_up_to(self, heard: int) -> int:
-        """Returns the largest number of a view or transfer, up to `heard`, on which this worker can act immediately.
+        """Returns the highest view or transfer number, up to `heard`, on which this worker can act immediately.
 
         While the group of a planned view forms, the worker cannot act on anything that it received after it entered the
         current view.

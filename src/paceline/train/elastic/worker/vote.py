@@ -93,7 +93,7 @@ class Ballot(NamedTuple):
     Attributes:
         result: The digest of the member's result, which must be equal on all members.
         state: The digest of a part of the member's state, which must be equal on all members.
-        ready: The largest number of a view or transfer on which the member can act immediately; see
+        ready: The highest view or transfer number on which the member can act immediately; see
             `ViewGroups.acts_up_to`.
         shard_ns: The member's time per shard in nanoseconds, or 0 if unknown. Default: 0.
         audited: The digest of the audited shard, or 0 if the member did not compute the shard. Default: 0.
@@ -119,7 +119,7 @@ def vote(
     Raises:
         OutvotedError: More than half of the members agree with each other, but this one does not.
         OthersOutvotedError: More than half of the members, including this one, agree, but not all of them.
-        DivergenceError: The ballots differ and no majority agrees. Raised on every member.
+        DivergenceError: The ballots differ, and there is no majority. Raised on every member.
     """
     ballots = [torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(group.size())]
     group.all_gather(ballots, torch.tensor(mine, device="cpu"))

@@ -169,7 +169,7 @@ class WorkerMembership:
         raise SystemExit(code)
 
     def _may_enter(self, view: View) -> bool:
-        """Returns whether this worker may enter a received view.
+        """Returns True if this worker may enter a received view.
 
         A new worker may enter any view, and any worker may enter a forced view. A member may enter a planned view only
         while it waits between batches for more workers. A worker whose view broke has no information about the others'

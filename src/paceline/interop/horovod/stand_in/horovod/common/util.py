@@ -22,12 +22,12 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Returns whether the extension is Horovod's PyTorch interface."""
+    """Returns True if the extension is Horovod's PyTorch interface."""
     return ext_base_name == "torch"
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Returns whether PyTorch can use a GPU."""
+    """Returns True if PyTorch can use a GPU."""
     return extension_available(ext_base_name) and torch.cuda.is_available()
 
 
@@ -45,7 +45,7 @@ nccl_built = ddl_built = ccl_built = mpi_built
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Returns whether a number of ranks is a power of two."""
+    """Returns True if a number of ranks is a power of two."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
