@@ -54,8 +54,7 @@ constexpr int kAnySource = -1;
 constexpr std::size_t kEagerBytes = 16 << 10;    // longer messages are offered
 constexpr std::size_t kEagerWindow = 512 << 10;  // eager bytes to one rank without a credit
 constexpr std::size_t kPartBytes = 1 << 20;      // maximum data per frame, which bounds the delay of other frames
-constexpr std::size_t kMostOffers = 1 << 16;     // maximum number of offers to one rank that are waiting for its
-receives
+constexpr std::size_t kMostOffers = 1 << 16;     // maximum number of offers that await receives on one rank
 
 // Returns the part of the window that an eager message uses. Even an empty message counts, because the receiver stores
 // its frame.
