@@ -14,7 +14,7 @@ class Options:
     Attributes:
         workers: The number of workers in every job.
         steps: The number of steps of each job whose workers are killed.
-        kills: The number of workers that are killed in the case `death`; other cases use a tenth of it.
+        kills: The number of workers that are killed in the case `death`; other cases kill a tenth as many.
         rounds: The number of times that two loops alternate in `overhead` and `shards`.
         states: The sizes of the state in `join`, in MiB.
         models: The models used in `overhead` and `shards`.

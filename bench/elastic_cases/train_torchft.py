@@ -84,7 +84,7 @@ def main() -> None:
         else:
             recorder.given_up(step + 1)
     leave_result(options.directory, options.replica, network)
-    os._exit(0)  # the threads of the manager would wait for the other replicas
+    os._exit(0)  # the manager's threads would wait for the other replicas
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The steps of `bench/gpu.py` in order, with their programs, numbers of ranks and time limits."""
+"""The steps of `bench/gpu.py` in order, with their programs, rank counts and time limits."""
 
 from __future__ import annotations
 

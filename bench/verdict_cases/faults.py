@@ -14,7 +14,7 @@ class Fault:
         name: The program's argument that selects the fault.
         right: A pattern of the right sentence; BAD is replaced by the rank.
         torchs: A pattern of the right output of torch's analyzer, with the rank only, since it does not report causes.
-        hosts: The numbers of hosts on which the fault is tested, or () for all.
+        hosts: The host counts with which the fault is tested, or () for all.
         at_the_end: True if the launcher reports the fault when the job ends instead of while it runs.
         is_alone: True if nothing else may run at the same time.
     """

@@ -1,7 +1,7 @@
 // A lane in shared memory: one ring for each direction, with one writer and one reader. `head` and `tail` count bytes
 // and never wrap to the start of the ring. The writer writes the bytes before it releases `head`; the reader reads them
 // before it releases `tail`. Before it sleeps, the reader sets `reader_waits` (the writer sets `writer_waits`) and
-// checks the ring once more. The other side checks this flag after every store and wakes the sleeping rank through its
+// checks the ring once more. The other side checks that flag after every store and wakes the sleeping rank through its
 // doorbell.
 #pragma once
 

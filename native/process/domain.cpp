@@ -67,8 +67,8 @@ int cache_of(const Allowed& cores, const std::string& root) {
     return -1;
 }
 
-// Returns the largest power of two that divides the length of every run of consecutive ranks in the same place. Returns
-// 0 if all ranks are in one place, a rank's place is unknown, or blocks would not reduce the traffic enough.
+// Returns the largest power of two that divides the length of every run of consecutive ranks with the same `place_of`.
+// Returns 0 if all ranks have the same one, one is unknown (negative), or blocks would not reduce the traffic enough.
 std::size_t common_block(std::span<const Domain> ranks, const std::function<int(const Domain&)>& place_of) {
     std::size_t divisor = 0;
     std::size_t runs = 0;
@@ -81,7 +81,7 @@ std::size_t common_block(std::span<const Domain> ranks, const std::function<int(
         first = end;
     }
     const std::size_t block = divisor & (~divisor + 1);
-    // Small or numerous blocks would hardly reduce the data moved between the places, or would increase it.
+    // Small or numerous blocks would hardly reduce the data moved between NUMA nodes or caches, or would increase it.
     const bool is_worth_it = block >= kLeastBlock && ranks.size() / block <= block;
     return runs > 1 && is_worth_it ? block : 0;
 }

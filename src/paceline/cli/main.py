@@ -182,7 +182,7 @@ def _file_diff(file: ProgramFile) -> Iterator[str]:
 
 
 def _migration_report(program: MigratedProgram) -> Iterator[str]:
-    """Yields the report's lines: the migrated places, the remaining work and the score."""
+    """Yields the report's lines: the migrated locations, the remaining work and the score."""
     from paceline.interop.migrate.names import score
 
     for path, why in program.unread:
@@ -201,7 +201,7 @@ def _migration_report(program: MigratedProgram) -> Iterator[str]:
         return
     reason = program.choice.reason
     way = f', with torch.distributed and its backend "paceline": {reason}' if reason else ""
-    yield f"{migrated} of {total} places were migrated{way}."
+    yield f"{migrated} of {total} locations were migrated{way}."
 
 
 def _add_top_arguments(parser: argparse.ArgumentParser) -> None:

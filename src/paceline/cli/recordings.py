@@ -65,7 +65,7 @@ class _JobDiagnosis:
 
     Attributes:
         remnants: the job's recordings.
-        verdict: the diagnosis of the job's end, or None.
+        verdict: the diagnosis of the job's failure, or None.
         slowdowns: the ranks and links that were slow most of the time.
         aggregator: the data for the report; None if no recording is readable.
         what_if: the estimated time without the stragglers, or None if there are no stragglers.

@@ -348,7 +348,7 @@ def _copy_of(param: torch.Tensor, device: torch.device) -> torch.Tensor:
 class DataParallel(nn.Module):
     """Splits the batch between devices, runs a replica of `module` on each device, and concatenates the outputs.
 
-    Each forward pass creates the replicas, whose gradients accumulate in the module. The replicas run in threads of one
+    Each forward pass creates the replicas, whose gradients accumulate in the module. The replicas run on threads in one
     Python interpreter, and the module is copied in every step. `DistributedDataParallel`, with one process per device,
     is faster.
 

@@ -16,7 +16,7 @@ class Lion(Optimizer):
 
     Args:
         params: the parameters or parameter groups.
-        lr: the learning rate; a good value is a third to a tenth of AdamW's.
+        lr: the learning rate; good values are 3 to 10 times smaller than for AdamW.
         betas: the momentum coefficients; the first is for the update's direction, the second for the running average.
         weight_decay: the decoupled weight decay; a good value is three to ten times AdamW's.
 

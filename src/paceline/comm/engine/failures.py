@@ -37,7 +37,7 @@ def describe_call(header: HeaderFields) -> str:
     parts = []
     if operation != Operation.BARRIER:
         parts.append(dtype_name(dtype))
-    # Some engines do not report the other ranks' numbers of elements in an all_to_all.
+    # In an all_to_all, some engines do not report how many elements the other ranks sent.
     if count or operation not in (Operation.BARRIER, Operation.ALL_TO_ALL):
         parts.append(f"{count} elements")
     if reduce_op != NO_REDUCTION:

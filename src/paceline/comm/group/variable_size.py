@@ -28,7 +28,7 @@ def all_reduce_sparse(
 ) -> Work | None:
     """Reduces a sparse COO tensor over all ranks, in place, and leaves it coalesced.
 
-    The ranks first exchange their numbers of rows, so even with `async_op` this function blocks until all ranks have
+    The ranks first exchange their row counts, so even with `async_op` this function blocks until all ranks have
     called it. The rows are then sent in the background.
 
     Raises:

@@ -58,7 +58,7 @@ class CirculantRound(NamedTuple):
 def circulant_rounds(n: int, radix: int) -> list[CirculantRound]:
     """Returns the rounds of a reduce-scatter among n members; an all-gather runs them in reverse.
 
-    The number of rounds is the minimum for `radix` parts per round, and the number of parts is the minimum for this
+    The number of rounds is the minimum for `radix` parts per round, and the number of parts is the minimum for that
     number of rounds.
     """
     found = _rounds_of_radix(n, radix)

@@ -334,7 +334,7 @@ def _with_last(arranged: Sequence[TreeTransfer], parts: Sequence[Trees]) -> list
 
 
 MOST_RANKS = 64
-"""The largest number of ranks for which the proof of the schedules takes less than a second."""
+"""The maximum number of ranks for which the schedules can be verified in less than a second."""
 
 _LONG_NBYTES = 16 << 20
 _NEARLY = 1.25  # an algorithm with a much lighter load is preferred up to this multiple of the least duration
@@ -440,8 +440,8 @@ def _preferred(
 
     Args:
         candidates: the algorithms from the fastest to the slowest.
-        most: the number of bytes on the busiest link, for each algorithm.
-        messages: the largest number of steps on any rank, for each algorithm.
+        most: the number of bytes on the busiest link, by algorithm.
+        messages: the maximum number of steps on any rank, by algorithm.
     """
     seconds, nbytes = candidates[0].seconds, most[candidates[0].algorithm]
     for each in candidates:

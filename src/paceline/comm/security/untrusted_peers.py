@@ -219,7 +219,7 @@ class PendingConnections(Generic[Pending]):
     A peer that opens many connections therefore replaces its own connections and not those of peers with few.
 
     Args:
-        most: the largest number of connections.
+        most: the maximum number of connections.
         origin: a function that returns a connection's origin. It is called only when the limit is exceeded.
     """
 

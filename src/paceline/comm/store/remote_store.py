@@ -134,7 +134,7 @@ def connect(
         is_wanted: a function that returns False once this process has closed the store.
 
     Raises:
-        StoreConnectionError: no server answered, or the connection is no longer wanted. The message reports the place,
+        StoreConnectionError: no server answered, or the connection is no longer wanted. The message reports `place`,
             the number of attempts and the last error.
         AuthenticationError: the server belongs to another job, or is not a Paceline process.
     """

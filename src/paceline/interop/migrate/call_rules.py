@@ -179,7 +179,7 @@ def advice_for_call(name: str) -> str | None:
 
 
 def apply_call_rules(reading: PythonSource, way: MigrationMode, edits: Edits) -> CallRemarks:
-    """Applies the rules to every call in a file: adds to `edits` and returns remarks."""
+    """Applies the rules to every call in a file: adds changes to `edits`, and returns remarks on calls."""
     verdicts = CallRemarks()
     makes_the_group = [use for use in reading.uses if use.name in _MAKES_THE_GROUP]
     _backends(reading, way, edits, verdicts)

@@ -1,6 +1,6 @@
 """Migration of Python files: detection, choice of the mode, and rewriting.
 
-LibCST takes a third of a second to parse a thousand lines; Python's own parser takes a few milliseconds and is used to
+LibCST takes about 0.3 s to parse a thousand lines; Python's own parser takes a few milliseconds and is used to
 skip the many files that import torch but need no migration. All files in a program use the same mode, because they
 share a process group. Imports keep their local names where possible.
 """

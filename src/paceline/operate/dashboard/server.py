@@ -254,7 +254,7 @@ class _RequestErrors(logging.Handler):
     def __init__(self, complain: Callable[[str], None]) -> None:
         super().__init__(logging.ERROR)
         self._complain = complain
-        self._thread = threading.get_ident()  # the thread of this page; the logger is shared by all pages
+        self._thread = threading.get_ident()  # this page's thread; all pages share the logger
 
     def emit(self, record: logging.LogRecord) -> None:
         """Reports one record."""

@@ -142,7 +142,7 @@ class DashboardLink:
             self._feed.send_sample()
 
     def over(self, outcome: str) -> None:
-        """Displays the end of the job."""
+        """Displays the job's outcome."""
         if self._page is not None:
             self._page.over(outcome)
 

@@ -119,7 +119,7 @@ class JobDashboard:
         self.note(notice if has_cause else None)
 
     def generation(self, world_size: int, restarts: int) -> None:
-        """Displays the start of workers, with the numbers of ranks and of restarts so far."""
+        """Displays that workers have started, with the number of ranks and the number of restarts so far."""
         self._facts = replace(self._facts, world_size=world_size, restarts=restarts)
         self.note(self._facts)
 
@@ -149,7 +149,7 @@ class JobDashboard:
         return f"captured the stacks of {count} workers on this machine{more}"
 
     def over(self, outcome: str) -> None:
-        """Displays the end of the job: "finished", "failed" or "stopped"."""
+        """Displays the job's outcome: "finished", "failed" or "stopped"."""
         self.note(replace(self._facts, outcome=outcome))
 
     def close(self) -> None:

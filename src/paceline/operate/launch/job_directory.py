@@ -99,7 +99,7 @@ class JobDirectory:
         self._write()
 
     def conclude(self, code: int, was_stopped: bool, offset: Offset | None) -> None:
-        """Records the end of the job on this machine, and the clock offset to the rendezvous machine."""
+        """Records that the job has ended on this machine, and the clock offset to the rendezvous machine."""
         if offset is not None:
             self.note(clock=asdict(offset))
         state = RunStatus.STOPPED if was_stopped else RunStatus.FAILED if code else RunStatus.FINISHED

@@ -125,7 +125,7 @@ class Origin:
     Attributes:
         command: the script and its arguments.
         date, host, versions: the date, the machine and the versions of libraries, for display only.
-        cores, threads: the numbers of usable cores, and of a rank's threads.
+        cores, threads: the number of usable cores, and the number of a rank's threads.
         together: the number of ranks that ran at the same time.
         contention: the fraction of the cores' time that other processes used in competition with the ranks.
     """

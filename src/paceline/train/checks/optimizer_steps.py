@@ -32,7 +32,7 @@ class CheckInterval:
     Args:
         share: the maximum share of the training time that the check may take, from 0 to 1.
         first: the first step in which the check runs.
-        least: the smallest number of steps between two runs.
+        least: the minimum number of steps between two runs.
         fixed: a fixed number of steps between two runs; None to choose the number from the measured cost.
     """
 

@@ -228,7 +228,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 FIRST_STEP = 10
-LEAST_STEPS = 100  # the smallest number of steps between two checks, unless the user has chosen a number
+LEAST_STEPS = 100  # the minimum number of steps between two checks, unless the user has chosen a number
 _SHARE = 0.001  # the maximum share of the training time that checks may take
 
 

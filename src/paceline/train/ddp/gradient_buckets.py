@@ -466,7 +466,7 @@ def empty_gradient(param: nn.Parameter) -> torch.Tensor:
 def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float) -> None:
     """Averages sparse gradients over the ranks and multiplies them by `scale`.
 
-    One collective exchanges the numbers of rows; one further collective per parameter exchanges the rows.
+    One collective exchanges the row counts; one further collective per parameter exchanges the rows.
     """
     gradients = [_coalesced(param) for param in params]
     counts = torch.tensor([gradient._nnz() for gradient in gradients], device="cpu")

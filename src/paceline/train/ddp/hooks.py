@@ -114,7 +114,7 @@ class Int8State:
 
 
 def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket as 8-bit integers, with about a quarter of float32's traffic.
+    """Averages the bucket as 8-bit integers, with about 25% of float32's traffic.
 
     Each rank sends part r of its gradients to rank r, rounded to 8 bits block by block. Rank r averages the parts that
     it receives, rounds the average, and sends it to all ranks. The next step compensates for both rounding errors

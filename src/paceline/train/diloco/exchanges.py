@@ -154,7 +154,7 @@ class ExchangeMailbox:
 _ARRIVALS, _DECISIONS = 1, 2  # message tags
 _DECIDER = 0  # the rank that selects participants
 _NEVER = timedelta.max  # the time until the next exchange is unbounded; if a rank dies, the wait fails anyway
-# the training thread waits longer by this time, because the exchange thread's timeout error is more precise
+# how much longer the training thread waits, because the exchange thread's timeout error is more precise
 _SLACK_S = 10.0
 
 

@@ -3,7 +3,7 @@
 A replacement worker runs the script from the start, which may occupy a core for some time. If all cores are busy, this
 slows the training workers down. `LoweredPriorities` lowers the priority of such a process until it trains. Restoring
 the priority requires CAP_SYS_NICE (usually root) or a sufficient RLIMIT_NICE; without either, the priority is not
-lowered. `run_at_low_priority` moves single tasks to a thread of lower priority, which needs no privilege.
+lowered. `run_at_low_priority` runs a single task on a thread with lower priority, which requires no privilege.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def lower_thread_priority() -> None:
 
 
 def run_at_low_priority(work: Callable[[], T]) -> T:
-    """Runs `work` in a separate thread of low priority; returns its result or raises its exception."""
+    """Runs `work` on a separate thread with low priority; returns its result or raises its exception."""
     results: list[T] = []
     errors: list[BaseException] = []
 

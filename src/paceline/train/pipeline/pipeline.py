@@ -178,7 +178,7 @@ class Pipeline(nn.Module):
             layer 1. Checkpoints then use the names and the parameter order of this model.
 
     Raises:
-        ValueError: the schedule does not support the numbers of ranks, stages and micro-batches; there are too few
+        ValueError: the schedule does not support this combination of ranks, stages and micro-batches; there are too few
             layers; two stages share a weight; or `whole` contains different layers.
 
     Example::

@@ -145,7 +145,7 @@ def test_the_command_prints_a_patch_and_a_score(tmp_path, capsys):
     assert {path: path.read_text() for path in before} == before
     printed = capsys.readouterr()
     assert "+import paceline as dist\n" in printed.out
-    assert "3 of 4 places were migrated." in printed.err
+    assert "3 of 4 locations were migrated." in printed.err
     assert "broken.py: left unchanged" in printed.err
     assert "line 2, deepspeed: to do: " in printed.err
 

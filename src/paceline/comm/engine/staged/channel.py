@@ -1,6 +1,6 @@
 """`StagedGroup` and `StagedChannel`, which implement a group for accelerator tensors on top of a group for CPU tensors.
 
-A thread of the channel divides each call into chunks. A chunk passes through three stages: one stream copies it to host
+The channel's thread divides each call into chunks. A chunk passes through three stages: one stream copies it to host
 memory, the thread performs the call on the copy, and another stream copies the result back. While the thread performs
 the call for one chunk, the streams copy the chunks before and after it.
 

@@ -242,7 +242,7 @@ def all_reduce(
     Args:
         tensor: a tensor of the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor is
             coalesced afterward. For sparse tensors the call blocks until all ranks have made it, even with
-            `async_op=True`, because the ranks first exchange their numbers of values.
+            `async_op=True`, because the ranks first exchange the number of values that each of them has.
         op: the reduction: a `ReduceOp`, a `PremulSum`, or a reduction of torch. The default is SUM.
         group, async_op, timeout, wire: see the rules in the module's docstring.
     """

@@ -205,8 +205,8 @@ def _with_members(
 ) -> tuple[list[torch.Tensor], list[Work | None], Callable[[torch.Tensor], torch.Tensor]]:
     """Returns the tensors to reduce, works in progress, and a function that computes the result from the reduced total.
 
-    For an average, the number of members is required, and ranks may contribute different numbers. This number is
-    reduced together with the total if the dtype can represent it, and in a separate call if not.
+    For an average, the number of members is required, and ranks may contribute different numbers. It is reduced
+    together with the total if the dtype can represent it, and in a separate call if not.
     """
     if op is not ReduceOp.AVG:
         return [total], [], lambda reduced: reduced

@@ -182,7 +182,7 @@ class EngineCall(PersistentCall):
         super().__init__(name, tensors)
         self._group = group
         self._plan = plan
-        # Aliases of the tensors keep their memory alive even if the program replaces the memory of its own tensors.
+        # Aliases of the tensors keep their memory alive even if the program assigns other memory to its tensors.
         plan[1].kept = [tensor.detach() for tensor in plan[1].kept]
         self._prepared = prepared
         self._limits: ProcessGroup | _Limits = group if timeout is None else _Limits(to_nanoseconds(timeout))

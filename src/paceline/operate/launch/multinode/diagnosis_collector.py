@@ -94,7 +94,7 @@ class DashboardRelay(ControllerMiddleware):
         return orders
 
 
-# time to wait for the job's end before a failure's diagnosis is printed; if the job ends, the diagnosis is printed last
+# time for the job to end before a failure's diagnosis is printed; if the job ends, the diagnosis is printed last
 HOLD_S = 2.0
 PATIENCE_S = 4.0  # time to wait for other nodes' snapshots of a stall
 LAST_PATIENCE_S = 10.0  # time to wait if the cause may be on a missing node that is not lost

@@ -1,4 +1,4 @@
-"""The coordinator's rules for the end of the job, first and forced views, state transfers and planned views.
+"""The coordinator's rules for ending the job, first and forced views, state transfers and planned views.
 
 Each rule is a function that evaluates the job's state and adds orders. `Coordinator._step` applies the rules in the
 sequence given in `coordinator.py`.

@@ -147,7 +147,7 @@ def fair_counts(shards: int, shard_ns: Sequence[int], now: Sequence[int]) -> lis
 
 
 def _adds_up_in_core(counts: Sequence[int]) -> bool:
-    """Returns True if a tree over ranks with these numbers of shards computes the same sum as the tree over shards."""
+    """Returns True if a tree over ranks with these shard counts computes the same sum as the tree over shards."""
     root, stops = Node(0, sum(counts)), [*accumulate(counts)]
     runs = [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
     return is_tree_over_ranks(root, [nodes_within(run, root) for run in runs])

@@ -115,7 +115,7 @@ class ViewGroup:
             world.close()
 
     def has_ended(self, within_s: float) -> bool:
-        """Waits up to `within_s` seconds for the thread of a discarded group; returns whether the thread has exited."""
+        """Waits up to `within_s` seconds for a discarded group's thread to exit; returns whether it has exited."""
         if self._thread is not None:
             self._thread.join(within_s)
         return self._thread is None or not self._thread.is_alive()
@@ -175,7 +175,7 @@ _NO_COLLECTIVES = (
 _CALL_S = 3600.0
 _LENGTH = struct.Struct("<Q")
 _ROOM, _ROOM_OF_NAME = 1024, 32  # bytes reserved for a status, and for each member's name in the status
-_PARTING_S = 5.0  # time to wait for the thread of a discarded group
+_PARTING_S = 5.0  # time to wait for a discarded group's thread to exit
 
 
 class ViewGroups:
