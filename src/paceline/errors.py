@@ -89,7 +89,7 @@ def user_file_name(file: str) -> str | None:
 
 
 class _Base(RuntimeError):
-    """Base of `PacelineError`. (Python cannot change the bases of a direct subclass of a built-in class.)"""
+    """Base of `PacelineError`. (The bases of a direct subclass of a built-in class cannot be changed later.)"""
 
 
 class PacelineError(_Base):

@@ -55,7 +55,7 @@ class BackendReplacements:
     """Replacements of backend names outside calls that create groups."""
 
     found: dict[cst.CSTNode, cst.BaseExpression]
-    shows_values: bool  # whether the file contains assignments to the variables
+    shows_values: bool  # whether the file assigns values to the variables in group arguments
 
 
 def replacements_outside_calls(

@@ -194,7 +194,7 @@ def _rewrite_use(use: NameUse, table: _NameTable, edits: Edits) -> str | None:
     """Rewrites a dotted name unless rewriting its import suffices. Returns a reason if it requires manual changes."""
     new, root = table.new(use.name), None if use.root is None else table.new(use.root)
     if new is None and root is not None and not is_in(use.name, "horovod"):
-        edits.expressions[use.node] = expression(use.name)  # the old first word will refer to Paceline
+        edits.expressions[use.node] = expression(use.name)  # the migrated import binds the first word to Paceline
         edits.modules.add("torch.distributed")
     if new is None:
         return table.reason(use.name)

@@ -103,7 +103,7 @@ class ReconfigureHandle:
     The handle does not change during the lifetime of the group object, even if the ranks change.
     """
 
-    rank: int  # rank at the creation of the group object; determines the order of a set of handles
+    rank: int  # the rank when the group object was created; handles are ordered by it
     token: str  # random text that distinguishes the groups in a process
     host: str
     namespace: str

@@ -207,7 +207,7 @@ class JobInfo:
 
 @dataclass(frozen=True)
 class JobSample:
-    """Sample of the whole job. `events`, `lines` and `stacks` cover the time since the previous sample."""
+    """A sample of the whole job. `events`, `lines` and `stacks` cover the time since the previous sample."""
 
     now_s: float
     facts: JobInfo

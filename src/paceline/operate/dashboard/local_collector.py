@@ -50,7 +50,7 @@ class _Worker:
     has_ended: bool = False
     failure: str | None = ""  # description of the failure; "" for none, None if it must be read from the recording
     total_steps: int | None = None
-    ahead: int | None = None  # number of steps made by the other workers before this worker's first
+    ahead: int | None = None  # number of steps that the other workers completed before this worker's first step
     step: int | None = None  # current step, in the other workers' numbering
     rates: LinkRates = field(default_factory=LinkRates)
     has_shm: bool = False  # whether the worker has sent data through shared memory

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _STACKS_S = 0.1  # time limit for all stacks together; short, because the processes may be about to exit
 _MOST_STACKS = 8
-_FEW_CALLS = 128  # number per rank; covers a failed rank's last actions and the calls in which other ranks wait
+_FEW_CALLS = 128  # calls per rank; covers a failed rank's last actions and the calls in which other ranks wait
 
 
 def prepare() -> None:

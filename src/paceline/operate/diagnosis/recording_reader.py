@@ -40,7 +40,7 @@ from paceline.operate.diagnosis.recording import (
 )
 from paceline.operate.diagnosis.runs import JOB_FILE, JobRun, files_of_job, read_run
 
-MOST_CALLS = 1024  # maximum number per rank, sufficient to detect the period of a training loop
+MOST_CALLS = 1024  # maximum number of calls per rank, sufficient to detect the period of a training loop
 MOST_EVENTS = 1024
 
 _MAGIC = layout.MAGIC.to_bytes(8, "little")

@@ -168,10 +168,10 @@ class _StepTable:
         self.steps = steps
         self.ranks = sorted(steps[0].own_s)
         self.own = [[step.own_s[rank] for rank in self.ranks] for step in steps]
-        self.excess: list[list[float]] = []  # a rank's own time minus the median of the other ranks
-        # for the last rank, the time for which the median of the others waits; 0 for the other ranks
+        self.excess: list[list[float]] = []  # per step and rank: own time minus the others' median
+        # per step: the last rank's excess, which is how long the median of the others waits; 0 for the other ranks
         self.waits: list[list[float]] = []
-        self.places: list[list[float]] = []  # 0 for the fastest rank, 1 for the slowest
+        self.places: list[list[float]] = []  # per step and rank: 0 for the fastest rank, 1 for the slowest
         for row in self.own:
             order = sorted(range(len(row)), key=row.__getitem__)
             ordered = [row[column] for column in order]

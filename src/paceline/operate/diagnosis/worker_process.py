@@ -146,7 +146,7 @@ class ProcessSample:
     file_bytes: int  # bytes read from and written to disks or, if larger, by system calls
     major_faults: int
     swapped_kib: int
-    threads: Mapping[int, tuple[int, int]]  # per thread, the nanoseconds with a core, and those runnable without a core
+    threads: Mapping[int, tuple[int, int]]  # by thread id: ns spent running, and ns spent waiting for a core
     children: frozenset[tuple[int, str]]  # the ids and names of all descendants
     switches: int  # number of times that the main thread has gone to sleep
     is_frozen: bool

@@ -115,7 +115,7 @@ class Job:
     events: bool = False
     stall_after_s: float = 15.0  # time after which a call counts as stalled and is diagnosed; 0 disables this
     start_method: str = "auto"  # "spawn": new interpreters; "fork": forks of a template process
-    slot: tuple[int, int] = (0, 1)  # index and number of launchers started by a scheduler on this machine
+    slot: tuple[int, int] = (0, 1)  # (i, n): the i-th of n launchers that a scheduler started on this machine
     scheduler: Scheduler | None = None
     elastic: ElasticOptions | None = None
     page: DashboardOptions | None = None

@@ -114,7 +114,7 @@ spec:
   completionMode: Indexed
   completions: {request.nodes}
   parallelism: {request.nodes}
-  backoffLimit: {request.nodes * request.max_restarts}  # all pods end and start anew together
+  backoffLimit: {request.nodes * request.max_restarts}  # all pods are restarted together
   template:
     {_pod(request, 4)}"""
 

@@ -109,7 +109,7 @@ class CheckpointManager:
         if error is None:
             self.close()
         else:
-            # the error was already printed, and an error from the block takes precedence
+            # the block's own error takes precedence over an error from a save, which was already printed
             with contextlib.suppress(CheckpointError):
                 self.close()
 

@@ -160,7 +160,7 @@ class NonFiniteHistory:
             self.pending = finding
             return None
         self._has_warned = True
-        return finding if earlier is None else earlier  # non-finite parameters: user code must have applied `earlier`
+        return finding if earlier is None else earlier  # `earlier` made the parameters non-finite
 
     def applied(self) -> NonFiniteGradients | None:
         """Records that an optimizer has applied the latest averages; returns the finding to warn about, or None."""
@@ -201,7 +201,7 @@ class DeviceOutcome:
         self.step = step
         self.is_applied = False  # whether an optimizer has applied the averages
         self._copies = copies
-        self._found_infs: list[HostCopy] = []  # nonzero values for optimizer steps that were skipped
+        self._found_infs: list[HostCopy] = []  # one per optimizer step; nonzero if the step was skipped
 
     def note_step(self, found_inf: torch.Tensor | None) -> None:
         """Records a step by an optimizer; a nonzero `found_inf` means that the optimizer skipped the step."""

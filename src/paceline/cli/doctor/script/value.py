@@ -446,7 +446,7 @@ def _selected(value: AbstractValue, index: AbstractValue) -> AbstractValue:
 
 
 def text_of_parts(parts: list[AbstractValue]) -> AbstractValue:
-    """Returns a formatted string."""
+    """Returns the value of an f-string with these parts."""
     facts = inherited_facts(parts)
     if all(part.is_known for part in parts):
         return known("".join(str(part.constant) for part in parts), facts)

@@ -41,7 +41,7 @@ _LONG, _BULK = 64 << 10, 512 << 10
 _TRIES = 3
 _TIMEOUT_NS = 60_000_000_000
 _LOOK_NS = 200_000_000  # while waiting for a message, the interval between checks for ranks that gave up
-_NO_DATA = 1  # an announced size after which no message follows
+_NO_DATA = 1  # announced in place of a size if no message follows
 _PASS_KEY = "engine/pairs/pass"
 _PASSES = 3
 _COSTS_KEY, _NETWORK_KEY, _PAIRS_KEY = _KEYS = ["engine/costs", "engine/network", "engine/pairs"]

@@ -378,7 +378,7 @@ class NativeEngine:
             raise self._not_opened(formation, ranks, timeout_s)
         with contextlib.ExitStack() as undo:
             undo.callback(links.close)
-            undo.push(lambda _, error, __: _announce(formation, error))  # before other ranks detect the closed links
+            undo.push(lambda _, error, __: _announce(formation, error))  # sent before links close
             channel: EngineChannel | None
             if len(hosts) > 1 or algorithm is not None:
                 if self._costs is None:

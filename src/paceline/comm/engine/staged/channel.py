@@ -146,7 +146,7 @@ class StagedChannel(EngineChannel):
         self._to_host = AcceleratorStream(device)
         self._to_device = AcceleratorStream(device)
         self._memory: PinnedMemory | None = None
-        self._slot_free: list[AcceleratorEvent | None] = [None] * SLOTS  # recorded after copies that read the slots
+        self._slot_free: list[AcceleratorEvent | None] = [None] * SLOTS  # per slot: recorded after the last read
         self._next_slot = 0
         self._sequence = 0
         self._arrived = threading.Condition()

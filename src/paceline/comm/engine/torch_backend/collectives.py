@@ -109,7 +109,7 @@ _OPS: _Ops = {
     ReduceOp.MAX: c10d.ReduceOp.MAX,
 }
 _SUMS: _Ops = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)}
-_WRAPPING = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.PRODUCT)}  # equal results for signed and unsigned numbers
+_WRAPPING = {op: _OPS[op] for op in (ReduceOp.SUM, ReduceOp.PRODUCT)}  # the same for signed and unsigned integers
 _OF_BOOLEANS = dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), c10d.ReduceOp.MAX)
 _OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), c10d.ReduceOp.MIN)
 
@@ -221,7 +221,7 @@ def _reduce(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> 
     values = buffer.tensor(settings.reduction.dtype)
     if settings.rank == call.root:
         return StartedCall(group.reduce([values], options), [buffer])
-    return StartedCall(group.reduce([values.clone()], options))  # a copy: it may end up holding partial sums
+    return StartedCall(group.reduce([values.clone()], options))  # a copy, since it may receive partial sums
 
 
 def _all_gather(group: TorchGroup, call: CollectiveCall, settings: CallSettings) -> StartedCall:

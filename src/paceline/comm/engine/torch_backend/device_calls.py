@@ -197,7 +197,7 @@ class CallStream:
             except (TypeError, ValueError):
                 recorded.end(OutcomeCode.REFUSED)
                 raise
-            except Exception as error:  # from the library, the device or the store; other ranks must not wait
+            except Exception as error:  # from the library, device or store; stops the other ranks' waits
                 self._break(self._failure_of(error, flight), flight)
             finally:
                 self._entering = None
@@ -206,7 +206,7 @@ class CallStream:
             elif flight.failure is None:
                 self._flights.append(flight)
         if self.failure is not None and flight in self._flights:
-            self._break(self.failure, flight)  # another thread has broken the stream in the meantime
+            self._break(self.failure, flight)  # another thread broke the stream in the meantime
         return DeviceWork(flight, self)
 
     def _put(self, flight: CallInFlight, start: StartCall, after: AcceleratorEvent | None) -> None:
@@ -270,7 +270,7 @@ class CallStream:
             return CallFailure(OutcomeCode.REFUSED, said=str(error))
         if (different := self._difference(at_once=True)) is not None:
             return different  # the reason why another rank has aborted its process group
-        until = time.monotonic() + _GRACE_S  # the connection breaks before the other rank's process exits
+        until = time.monotonic() + _GRACE_S  # a dying rank's connection breaks before its process exits
         while self._peers is not None and time.monotonic() < until:
             if gone := self._peers.gone():
                 return CallFailure(OutcomeCode.PEER_LOST, gone=self._group_ranks(gone))
@@ -286,7 +286,7 @@ class CallStream:
             with self._breaking:
                 for _ in range(min(completed, len(self._flights))):
                     self._flights.popleft().recorded.end(OutcomeCode.OK)
-        except RuntimeError as error:  # from the device; the program receives it as well
+        except RuntimeError as error:  # a device error, which the program also receives
             self._break(CallFailure(OutcomeCode.REFUSED, said=_first_line(error)))
             return False
         self._progress.publish()
@@ -522,7 +522,7 @@ class CallWatch:
                 try:
                     if calls.look():
                         self._called.set()
-                except Exception:  # without this thread, no call would ever time out
+                except Exception:  # the thread must continue, because it enforces all timeouts
                     logging.getLogger(__name__).exception("a group's calls could not be checked; retrying")
                     self._called.set()
 

@@ -166,8 +166,8 @@ def exchange_peers(
         members: the ranks of the communicator, in order.
         index: the index of this rank in `members`.
         mine: this rank's process and device.
-        deadline: the time of `time.monotonic` at which to give up.
-        stopped: a function that is called while waiting and returns True to give up.
+        deadline: the value of `time.monotonic()` at which to give up.
+        stopped: a function that is polled during the wait; the wait ends when it returns True.
 
     Raises:
         AbsentError: not all members published in time.

@@ -108,7 +108,7 @@ def gather_object(
     if object_gather_list is not None:
         _require_entries(object_gather_list, chosen.size(), call, "object_gather_list", "one for each rank")
     outgoing = OutgoingObjects(chosen, call, [obj], "obj", allow_pickle)
-    incoming = _announce_to_all(chosen, call, outgoing, timeout)  # all ranks must raise if one of them cannot send
+    incoming = _announce_to_all(chosen, call, outgoing, timeout)  # if one rank cannot send, all ranks must raise
     received = incoming if is_root else []
     gather_pieces(chosen, outgoing.heads, [sender.head_buffers() for sender in received], root, timeout)
     gather_pieces(chosen, outgoing.buffers[0], [sender.data_buffers() for sender in received], root, timeout)

@@ -16,9 +16,9 @@ FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
 SOON_S = 60.0  # a failure within this time after the worker entered a view counts as "soon"
 # Limits on consecutive failures, after which a slot is closed.
-MOST_SOON = 3  # failures soon after entering a view
-MOST_FAILED_STARTS = 4  # failures before entering a view
-MOST_KILLED_STARTS = 10  # external kills before entering a view
+MOST_SOON = 3  # maximum number of failures soon after entering a view
+MOST_FAILED_STARTS = 4  # maximum number of failures before entering a view
+MOST_KILLED_STARTS = 10  # maximum number of external kills before entering a view
 
 _CRASHES = frozenset(
     (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP)

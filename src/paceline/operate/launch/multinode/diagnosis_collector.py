@@ -267,7 +267,7 @@ class DiagnosisCollector(ControllerMiddleware):
     def _conclude_failure(self, finished: SnapshotCollection, now_s: float) -> Orders:
         """Diagnoses a failure, or extends the wait if the cause may be on a missing node.
 
-        If no rank has failed on its own, only a rank that left early is reported; a node may still report the cause.
+        If no rank has failed on its own, the diagnosis is kept only if a rank exited early or all nodes have reported.
         """
         verdict = self._verdict(finished.pictures, now_s)
         is_known = verdict is not None and (verdict.is_failure or verdict.is_early_exit) and verdict.is_certain

@@ -150,7 +150,7 @@ def pause_s(restarts: int) -> float:
 
 @dataclass
 class Membership:
-    """The nodes of a job. `tick` must be called at `deadline_s` if no other event occurs earlier."""
+    """The nodes of a job. The caller must call `tick` at `deadline_s`, which other events may change."""
 
     policy: MembershipPolicy
     started_s: float = 0.0

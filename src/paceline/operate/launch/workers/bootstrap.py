@@ -185,7 +185,7 @@ def _new_file(name: str) -> int:
 
 
 def _join_cgroup(directory: str | None) -> None:
-    """Moves this process into the job's cgroup, if any. If the kernel forbids this, the guards rely on marks."""
+    """Moves this process into the job's cgroup, if there is one and the kernel permits it."""
     if directory is not None:
         try:
             with open(f"{directory}/cgroup.procs", "w") as members:

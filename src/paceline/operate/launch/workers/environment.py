@@ -95,7 +95,7 @@ def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> di
 
 def inherited_variables(base: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that workers inherit from the launcher, with defaults for missing ones."""
-    # torchrun also sets the second variable
+    # torchrun also sets TORCH_NCCL_ASYNC_ERROR_HANDLING
     defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     return defaults | {name: value for name, value in base.items() if name not in _NOT_PASSED_ON}
 

@@ -213,7 +213,7 @@ def report_parts(
     # The first rank to fail is not always the first to print.
     printed_by = next((each.rank for each in (cause, *likewise) if _is_printed(each, word, is_in_view)), None)
     if len(likewise) == 1:
-        likewise = []  # a line for one rank is as short as a summary
+        likewise = []  # a single rank is listed, because a summary would not be shorter
     parts = []
     for failure in sorted(failures, key=lambda failure: failure.rank):
         if failure is not cause and failure not in likewise:

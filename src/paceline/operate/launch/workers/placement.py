@@ -199,7 +199,7 @@ def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
             named: list[str] = []
             for device in (word.strip() for word in environment[name].split(",")):
                 if device in ("", "-1", "NoDevFiles"):
-                    break  # the driver also ignores all entries after such an entry
+                    break  # like the driver, ignore all entries after an invalid one
                 named.append(device)
             return named
     return None

@@ -142,7 +142,7 @@ class _Reader:
     """Checks the records in the metadata, and converts them to items.
 
     Args:
-        metadata: the record for the whole metadata.
+        metadata: the record that contains all metadata.
         most_blocks: the number of blocks above which the metadata is rejected. Each block in valid metadata takes at
             least a byte. Malicious metadata could share one long list of blocks among many tensors.
     """

@@ -35,7 +35,7 @@ _PATIENCE_S = 1.0  # time for lower-numbered machines to detect the loss of the 
 class ContactResult(Enum):
     """The result of an attempt to follow a machine's launcher."""
 
-    FOLLOWED = auto()  # the other launcher coordinates or stands, and this launcher now follows it
+    FOLLOWED = auto()  # the other launcher is the coordinator or a candidate, and this launcher now follows it
     ELSEWHERE = auto()  # the other launcher follows another coordinator
     SEEKING = auto()  # the other launcher also searches for a coordinator
     ENDED = auto()  # the machine responds, but its launcher's port is closed

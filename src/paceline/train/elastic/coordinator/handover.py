@@ -28,7 +28,7 @@ from paceline.train.elastic.protocol import (
     machine_of,
 )
 
-_STANDS_S = 1.0  # time after which the others are ordered to follow the successor even if it does not stand
+_STANDS_S = 1.0  # time after which the others must follow the successor even if it is not a candidate yet
 _UNFIT_S = 10.0  # time for which a machine is excluded as successor after members failed to reach its store
 _SETTLES_S = 5.0  # time for the members to settle after the last worker on this machine has exited
 
@@ -184,10 +184,10 @@ def tell_successor(job: ElasticJob, retirement: CoordinatorHandover, now_s: floa
 
 
 def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) -> CoordinatorOrders | None:
-    """Returns the orders that complete the handover once the successor stands or has had enough time, else None."""
+    """Returns the orders that complete the handover once the successor is a candidate or is late; None before then."""
     successor = retirement.successor
     assert successor is not None
-    stands = not successor.is_reachable or successor.has_left  # the successor disconnects before it stands
+    stands = not successor.is_reachable or successor.has_left  # a successor disconnects before its candidacy
     if retirement.is_over or not (stands or now_s >= deadline_s(retirement)):
         return None
     retirement.is_over = True

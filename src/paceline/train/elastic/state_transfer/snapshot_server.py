@@ -289,11 +289,12 @@ class SnapshotServer:
         self._log = LogReader(served.log)
         self._awaited: tuple[int, int, int] | None = None  # requested round, generation and number of steps
         self._request = memoryview(bytearray(REQUEST.size))
-        self._is_near = False  # whether the receiver has ever been near
+        self._is_near = False  # whether the receiver has ever been at most `NEAR` results behind
         self._passed = 0, 0  # the receiver's round, and its number of steps in that round
 
     def run(self) -> None:
-        """Answers requests until the receiver or the sender disconnects, at low priority until the receiver is near.
+        """Answers requests until the receiver or the sender disconnects, at low priority until the receiver has almost
+        caught up.
 
         Once the receiver is near, the members may already be in the next view, and wait until the receiver has the last
         result before that view.
