@@ -88,11 +88,11 @@ struct Cause {
     static constexpr std::uint32_t kHung = std::uint32_t{1} << 30;
 };
 
-// The values are those of paceline.comm.engine.failures.OutcomeCode, where 6 means an error of another library.
+// The values are those of paceline.comm.engine.failures.OutcomeCode, where 6 means an error from another library.
 // schedule_unfit: the schedule uses blocks that the call does not have. Nothing was started; the group remains usable.
 // starved: the rank in `missing` ran out of descriptors or memory when it mapped another rank's tensor.
-// too_many_offers: kMostOffers messages already wait for receives on the rank in `missing`. The message was not sent;
-// the group remains usable. aborted: `reporter` called `Collectives::abort`.
+// too_many_offers: kMostOffers messages are already waiting for receives on the rank in `missing`. The message was not
+// sent; the group remains usable. aborted: `reporter` called `Collectives::abort`.
 enum class Code {
     ok,
     mismatch,
@@ -109,8 +109,8 @@ struct Outcome {
     Code code = Code::ok;
     std::vector<int> missing;  // group ranks that did not arrive
     bool came = false;         // true if the ranks in `missing` have begun the call but not finished their part
-    // timed_out: the ranks in `missing` that wait in other calls and are therefore not to blame. A deadlock is reported
-    // if `waiting` equals `missing` and `held_by` is empty.
+    // timed_out: the ranks in `missing` that are waiting in other calls and therefore are not to blame. A deadlock is
+    // reported if `waiting` equals `missing` and `held_by` is empty.
     std::vector<int> waiting;
     std::vector<int> held_by;  // timed_out: the names (not group ranks) of ranks to blame that are not in `missing`
     std::vector<int> gone;     // the ranks in `missing` that died or left

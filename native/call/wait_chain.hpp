@@ -1,6 +1,6 @@
-// Determines which ranks hold up a call that has timed out. The search asks each awaited rank which ranks it waits for
-// and follows the answers across all groups. A rank that waits is not to blame. A rank is to blame if it does not
-// answer or reports that its program is not waiting.
+// Determines which ranks hold up a call that has timed out. The search asks each awaited rank which ranks it is waiting
+// for and follows the answers across all groups. A rank that is waiting is not to blame. A rank is to blame if it does
+// not answer or reports that its program is not waiting.
 #pragma once
 
 #include <chrono>
@@ -22,7 +22,7 @@ namespace paceline {
 struct Finding {
     std::vector<int> holding_up;
     std::vector<int> waiting;  // ranks that wait, directly or indirectly, for a rank in `holding_up`
-    std::vector<int> in_call;  // ranks that some rank waits for in this call
+    std::vector<int> in_call;  // ranks that another rank is waiting for in this call
 };
 
 class WaitChainSearch {
@@ -34,7 +34,7 @@ class WaitChainSearch {
     ~WaitChainSearch();
 
     // Continues the search; returns nullopt while answers may still arrive. `awaited` contains the names of the ranks
-    // for which the call currently waits. Not thread-safe.
+    // that the call is currently waiting for. Not thread-safe.
     std::optional<Finding> look(const std::vector<int>& awaited);
 
     std::int64_t waited_ns() const { return waited_ns_; }

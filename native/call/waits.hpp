@@ -1,8 +1,9 @@
-// Records, for all groups, the ranks for which this process's threads wait, and answers queries about these waits.
+// Records, for all groups, the ranks that this process's threads are waiting for, and answers queries about these
+// waits.
 //
 // After its first wait iteration, a thread records what it waits for in an entry, and updates the entry in each
-// iteration. When a call times out, a search (wait_chain.hpp) queries the awaited ranks, then the ranks for which those
-// wait, and so on. A query may arrive over the lanes of any group that the two ranks share, so waiting threads
+// iteration. When a call times out, a search (wait_chain.hpp) queries the awaited ranks, then the ranks that those are
+// waiting for, and so on. A query may arrive over the lanes of any group that the two ranks share, so waiting threads
 // periodically read the lanes of all groups (`serve`) and answer for the whole process. A rank without waiting threads
 // does not answer.
 //
@@ -40,8 +41,8 @@ struct Awaited {
     Occasion in;
 };
 
-// A rank's answer to the question of why it has not finished its part of a call or message. waits: the rank itself
-// waits for other ranks. elsewhere: no call of the rank's program is waiting, so no other rank holds it up. past: the
+// A rank's answer to the question of why it has not finished its part of a call or message. waits: the rank itself is
+// waiting for other ranks. elsewhere: no call of the rank's program is waiting, so no other rank holds it up. past: the
 // rank has finished its part and is in a later call.
 struct Answer {
     enum class Kind : std::int32_t { waits, elsewhere, past };
@@ -50,7 +51,7 @@ struct Answer {
     std::vector<Awaited> awaited;
 };
 
-// The wait of one thread. `by_program` is false if only the thread for asynchronous calls waits.
+// The wait of one thread. `by_program` is false if only the thread for asynchronous calls is waiting.
 struct Wait {
     Occasion in;
     bool by_program = true;

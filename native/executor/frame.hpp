@@ -19,7 +19,7 @@ enum class FrameKind : std::uint32_t {
     data,     // a part of an accepted message
     refuse,   // rejects an offer: the matching receive has a different size or dtype
     credit,   // the receiver has consumed `nbytes` of eager messages
-    waiting,  // the sender waits in the call in the body
+    waiting,  // the sender is waiting in the call described in the body
     verdict,  // the reason why the sender broke the group
     goodbye,  // the sender destroyed the group; `id` is the packed `Cause`, or 0
     ask,      // asks why the receiver has not finished its part of call `id` of group `offset`, which has timed out

@@ -69,7 +69,7 @@ bool Messenger::ask(int name, const Occasion& in) {
     return false;
 }
 
-// Returns the ranks for which the request waits.
+// Returns the ranks that the request is waiting for.
 std::vector<int> Messenger::peers_of(const Request& request) const {
     if (request.peer_ != kAnySource) return {request.peer_};
     std::vector<int> peers;

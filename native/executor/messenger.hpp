@@ -13,11 +13,11 @@
 // - A longer message is an *offer*: the frame is sent alone, and the receiver answers with *accept* once a receive
 //   matches. Then the bytes follow as *data* frames of at most kPartBytes, directly from tensor to tensor; other
 //   frames may be sent between them. Each offer takes a frame at the receiver, so at most kMostOffers to one rank may
-//   wait; a further send fails as `too_many_offers`.
+//   be pending; a further send fails as `too_many_offers`.
 // - A receive whose size or dtype differs from its message's fails as a mismatch. The receiver answers an offer with
 //   *refuse*, and the send also fails. An eager message is dropped, because its send has already completed. The group
 //   remains usable.
-// - *waiting* contains the call in which the sender waits; error messages for timeouts and mismatches use it.
+// - *waiting* contains the call in which the sender is waiting; error messages for timeouts and mismatches use it.
 // - *ask* and *answer* determine which ranks hold up a call that has timed out (inquiry.cpp).
 // - A *verdict* is the reason why the sender broke the group. A rank adopts the first verdict that it receives, fails
 //   all of its requests with it, and forwards it to all ranks: each must have the reason before it detects that another

@@ -48,7 +48,8 @@ void Group::say_whom_it_awaits(const RankSet& ranks, Waits::Entry& entry) const 
     entry.say(mesh_.waits(), {{group_of(id_), sequence_}, holds_program(*call_, background_), names_of(ranks.ranks())});
 }
 
-// Returns the verdict on a timed-out call that waits for `missing`, or nullopt while the ranks to blame are unknown.
+// Returns the verdict on a timed-out call that is waiting for `missing`, or nullopt while the ranks to blame are
+// unknown.
 std::optional<Verdict> Group::look_for_the_cause(const RankSet& missing, std::int64_t waited_ns) {
     if (!search_) search_.emplace(mesh_.waits(), Occasion{group_of(id_), sequence_}, timeout_ns_, waited_ns);
     const std::vector<int> awaited = missing.ranks();

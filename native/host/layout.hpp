@@ -78,7 +78,7 @@ struct Verdict {
     shm::RankSet missing{};  // group ranks that did not arrive
     shm::RankSet gone{};     // the ranks in `missing` that died or left
     shm::RankSet left{};     // the ranks in `missing` that left
-    shm::RankSet waiting{};  // the ranks in `missing` that wait in other calls
+    shm::RankSet waiting{};  // the ranks in `missing` that are waiting in other calls
     std::int64_t waited_ns = 0;
     std::uint32_t cause = 0;  // a packed `Cause`: why the ranks in `gone`, or this rank, gave up
     bool came = false;        // see `Outcome`

@@ -53,7 +53,7 @@ struct DeathWatch::Look {
     int gone = 0;
     bool has_found = false;     // whether the check found a rank whose exit had not been reported
     bool waits_for_all = true;  // whether `pulses` covers every rank
-    std::vector<std::pair<const std::atomic<std::uint32_t>*, std::uint32_t>> pulses;  // and values
+    std::vector<std::pair<const std::atomic<std::uint32_t>*, std::uint32_t>> pulses;  // futexes and values
 };
 
 bool DeathWatch::is_possible() {

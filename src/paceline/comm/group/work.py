@@ -204,7 +204,7 @@ class Work:
         if error is not None:
             failed = _Failed(error, set_by=threading.get_ident() if self._streams else None)
             future._set_unwrap_func(failed.raise_error)
-            # Torch's annotations do not provide for a value of this type.
+            # PyTorch's type stubs do not allow a value of this type.
             cast("torch.futures.Future[_Failed]", future).set_result(failed)
             failed.set_by = None
         else:

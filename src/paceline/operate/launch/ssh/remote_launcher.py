@@ -95,7 +95,7 @@ class _Control:
                 return None
             if lines:
                 message = decode_to_launcher(lines[0])
-                # None for a signal, because the job then ends
+                # any other message is a signal, after which the job ends
                 return message if isinstance(message, NodeAssignment) else None
         return None
 

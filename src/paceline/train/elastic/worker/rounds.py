@@ -135,7 +135,7 @@ class Rounds:
             agreed = self._connection.view_until(self._agreed)
             if agreed is not None and agreed.generation > membership.view.generation:
                 membership.enter(agreed)
-            # If another member has begun the batch, even too few members must finish it.
+            # If another member has begun the batch, the members must finish it even if there are too few of them.
             while membership.group is None or (membership.view.must_wait and not progress.others_have):
                 membership.enter_next_view()
 
