@@ -103,7 +103,7 @@ class Messenger final : public Waits::Link {
     // Waits for a request. Returns true once it is done, or false after `timeout_ns`. Fails the request if
     // `interrupted` returns true.
     bool wait(const std::shared_ptr<Request>& request, std::int64_t timeout_ns, const Interrupted& interrupted);
-    // Starts the background thread, which drives open requests while no other thread waits.
+    // Starts the background thread, which drives open requests while no other thread is waiting.
     void run_in_background();
 
     // Sets the group's serial number in the recording for all later messages.
@@ -118,7 +118,7 @@ class Messenger final : public Waits::Link {
     // Breaks the group on this rank and sends the verdict to all other ranks. Returns the outcome that first broke the
     // group.
     Outcome fail(Outcome outcome);
-    // Breaks the group as `aborted`; any thread may call this while others wait in the group.
+    // Breaks the group as `aborted`; any thread may call this while others are waiting in the group.
     void abort();
     // Announces to all other ranks that this rank is waiting in a call.
     void announce(const CallHeader& header);

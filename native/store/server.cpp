@@ -241,7 +241,7 @@ bool Server::handle_requests(Connection& connection) {
     }
 }
 
-// Handles queries from a PyTorch client. While a query waits, the client may only cancel that query.
+// Handles queries from a PyTorch client. While a query is waiting, the client may only cancel that query.
 bool Server::handle_torch(Connection& connection) {
     const int fd = connection.socket.descriptor;
     TorchReader& reader = *connection.torch;

@@ -185,12 +185,12 @@ class Engines:
                 api.require(name, self._context.rank)
 
     def count_group(self, ranks: Sequence[int]) -> int:
-        """Returns the identity for the next group, from a count kept by all ranks in the default group."""
+        """Returns the identity of the next group, derived from a counter that all ranks in the default group keep."""
         self._counted += 1
         return self._counted << 32 | zlib.crc32(repr([*ranks]).encode())
 
     def count_local_group(self, ranks: Sequence[int]) -> int:
-        """Returns the identity for the next group of `ranks`, from a count kept only by the group's members."""
+        """Returns the identity of the next group of `ranks`, derived from a counter that only these ranks keep."""
         self._counted_by_members[tuple(ranks)] += 1
         return identity_named(f"{list(ranks)} {self._counted_by_members[tuple(ranks)]}")
 

@@ -230,10 +230,10 @@ class ProcessGroup:
     def abort(self) -> None:
         """Makes every current and later call on the group raise a `GroupAbortedError` on all ranks.
 
-        Any thread may call this while other threads wait in calls on the group; it does not wait for other ranks. Use
-        it from a thread that detects that the group cannot continue, for instance because a rank must be replaced.
-        `close` must still be called afterward. With the engines "gloo", "mpi" and "nccl" only this rank's calls are
-        aborted; with "gloo" and "mpi" they continue until their timeout.
+        Any thread may call this while other threads are waiting in calls on the group; it does not wait for other
+        ranks. Use it from a thread that detects that the group cannot continue, for instance because a rank must be
+        replaced. `close` must still be called afterward. With the engines "gloo", "mpi" and "nccl" only this rank's
+        calls are aborted; with "gloo" and "mpi" they continue until their timeout.
         """
         self._devices.abort()
 

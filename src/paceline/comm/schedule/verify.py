@@ -1,7 +1,7 @@
 """Proof, by symbolic execution, that the schedules of a world implement their operation correctly.
 
 `verify` runs all schedules on symbolic values over unbuffered links, block by block, each block as soon as the rules in
-`steps.py` allow. A single run covers all runs: the waits of a step follow from the schedules, not from the order of
+`steps.py` allow. A single run is sufficient: the waits of a step follow from the schedules, not from the order of
 events, so either every order completes or every order deadlocks.
 
 The value of a block is (identity, contributors): the number of the block, and a bit mask of the ranks whose

@@ -424,7 +424,7 @@ def join(device: int = -1) -> int:
     `join` supports training with different numbers of batches per rank. A rank that is waiting in `join` contributes
     zeros to the all-reduces of other ranks, including those from `DistributedOptimizer`; averages still divide by the
     number of all ranks. Barriers do not wait for such a rank. All other calls, such as `allgather` and `broadcast`,
-    raise a `CollectiveMismatchError` while a rank waits in `join`.
+    raise a `CollectiveMismatchError` while a rank is waiting in `join`.
 
     Args:
         device: The index of the CUDA device on which to allocate the zeros if tensors are on GPUs.

@@ -562,7 +562,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     def abort(self) -> None:
         """Fails all current and later calls on all ranks with `GroupAbortedError`, and closes this rank's connections.
 
-        Any thread may call this while others wait in calls on the group. The abort hooks run first.
+        Any thread may call this while others are waiting in calls on the group. The abort hooks run first.
         """
         world = vars(self).get("_world")
         if world is None:

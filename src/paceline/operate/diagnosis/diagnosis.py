@@ -62,7 +62,7 @@ _CAUSE_OF_MISMATCH = {
 
 
 def diagnose(snapshot: JobSnapshot) -> Diagnosis | None:
-    """Returns the diagnosis of a job, or None if no rank waits and none has failed."""
+    """Returns the diagnosis of a job, or None if no rank is waiting and none has failed."""
     waits = waits_of(snapshot)
     return (
         _failed(snapshot, waits)
@@ -296,7 +296,7 @@ def _count(found: Miscount, word: str) -> str:
 
 
 def _left(snapshot: JobSnapshot, wait: CallWait, rank: RankState) -> Diagnosis:
-    """Diagnoses ranks that exited while others wait: they made too few calls, or a few waiters made too many."""
+    """Diagnoses ranks that exited while others are waiting: they made too few calls, or a few waiters made too many."""
     start = beginning(snapshot, wait.waiters)
     left = [each.rank for each in snapshot.ranks if each.rank in wait.absent and _has_left(each)]
     if len(left) > len(wait.waiters):

@@ -182,7 +182,7 @@ class ExitReason(Enum):
 
 @dataclass(frozen=True)
 class DevicePhase:
-    """The phase of a training step that a device currently executes, such as `backward`.
+    """The phase of a training step that a device is executing, such as `backward`.
 
     Attributes:
         name: the name of the phase.

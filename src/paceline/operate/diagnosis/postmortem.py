@@ -78,7 +78,7 @@ def read_job(*directories: str | os.PathLike[str]) -> JobRemnants:
 
 
 def verdict_on(job: JobRemnants) -> Diagnosis | None:
-    """Returns the diagnosis of a job's last known state, or None if no rank waits and none has failed.
+    """Returns the diagnosis of a job's last known state, or None if no rank is waiting and none has failed.
 
     A stall is described in the present tense. If the job has ended since, the message says so, and a stall that was
     over before the job ended does not count as a fault.

@@ -69,7 +69,7 @@ class StallThreshold:
 
     @classmethod
     def of(cls, ceiling_s: float) -> StallThreshold:
-        """Returns a threshold with this ceiling and a proportional floor."""
+        """Returns a threshold with the given ceiling, and the default floor scaled in proportion."""
         return cls(ceiling_s * FLOOR_S / CEILING_S, ceiling_s)
 
     @property

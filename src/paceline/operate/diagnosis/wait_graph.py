@@ -53,7 +53,7 @@ def waits_of(snapshot: JobSnapshot) -> list[CallWait]:
 
 
 def _members_of(snapshot: JobSnapshot, group: str) -> dict[int, RankState]:
-    """Returns the known members of a group by group rank, including those for which its formation waits."""
+    """Returns the known members of a group by group rank, including those that its formation is waiting for."""
     members = {rank.seats[group].number: rank for rank in snapshot.ranks if group in rank.seats}
     by_rank = {rank.rank: rank for rank in snapshot.ranks}
     awaited = {

@@ -90,7 +90,7 @@ def is_whole(text: str) -> bool:
 
 
 def is_in_a_thread(frames: Sequence[Frame]) -> bool:
-    """Returns True if the thread only waits for another thread, whose stack is more informative."""
+    """Returns True if the thread is only waiting for another thread, whose stack is more informative."""
     return bool(frames) and frames[0].file.endswith(_THREAD_WAITS)
 
 
@@ -272,7 +272,7 @@ def _is_frozen(root: Path, pid: int) -> bool:
 
 
 def capture_stack(pid: int, timeout_s: float = 1.0) -> tuple[Frame, ...]:
-    """Returns the stack of a worker's main thread, or of the thread that it waits for; empty without a response."""
+    """Returns the stack of a worker's main thread, or of the thread that it is waiting for; empty if none arrives."""
     return capture_stacks([pid], timeout_s).get(pid, ())
 
 

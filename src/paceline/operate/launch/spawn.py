@@ -1,6 +1,6 @@
 """Runs a function in several processes on this machine, from a script (`spawn`) or a notebook (`notebook_launch`).
 
-While the caller waits in `Spawned.join`, a watchdog diagnoses stalls and failures of the processes.
+While the caller is waiting in `Spawned.join`, a watchdog diagnoses stalls and failures of the processes.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def spawn(
         daemon: Whether the processes are terminated when this process exits normally. (They always are when this
             process is killed.)
         start_method: "spawn", "forkserver" or "fork". Forks use a single thread each for computations.
-        stall_after: The duration in seconds after which a call counts as stalled. If a call stalls while the caller
-            waits, one sentence on stderr reports the missing rank and the reason. 0 disables this.
+        stall_after: The duration in seconds after which a call counts as stalled. If a call stalls while the caller is
+            waiting, one sentence on stderr reports the missing rank and the reason. 0 disables this.
 
     Raises:
         TypeError: `args` is not a tuple.

@@ -109,7 +109,7 @@ class GradientAverager:
         self._recorded = RecordedBuckets("ddp")
         self._in_flight: list[tuple[int, Work | HookedWork, GradientMemory]] = []
         self._averaged: list[GradientMemory] = []  # averaged memory that is still to be written back
-        self._ahead: dict[int, tuple[GradientMemory, AcceleratorEvent]] = {}  # full buckets that wait for earlier ones
+        self._ahead: dict[int, tuple[GradientMemory, AcceleratorEvent]] = {}  # full buckets that must wait for earlier ones
 
     @property
     def allows_unused(self) -> bool:
@@ -154,7 +154,7 @@ class GradientAverager:
         """Resets the counts before a backward pass."""
         self._next = 0  # the first bucket whose reduction has not started
         self._counts = [0] * len(self._expected_counts)
-        self._left = list(self._full_counts)  # the number of parameters that each bucket still waits for
+        self._left = list(self._full_counts)  # the number of parameters that each bucket is still waiting for
 
     def count_and_start(self, index: int) -> bool:
         """Counts a gradient for the parameter `index`, and starts reductions of buckets that are now full.

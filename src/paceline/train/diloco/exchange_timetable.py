@@ -149,7 +149,7 @@ class ArrivalTracker:
         self._first_s: dict[int, float] = {}  # the time of the first arrival at each exchange
 
     def arrived(self, rank: int, number: int, now_s: float) -> None:
-        """Records a rank's arrival at an exchange, possibly too late. The number FINISHED ends its participation."""
+        """Records that a rank has arrived at an exchange, or has no more exchanges if `number` is FINISHED."""
         if number == FINISHED:
             self._has_finished[rank] = True
             return

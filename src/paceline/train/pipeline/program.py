@@ -30,9 +30,9 @@ class PipelinePhase(Enum):
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
-    """The gradient of the stage's input, for which the previous stage waits."""
+    """The gradient of the stage's input, which the previous stage needs."""
     WEIGHT = "W"
-    """The gradients of the stage's weights, for which no stage waits."""
+    """The gradients of the stage's weights, which no other stage needs."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -330,7 +330,7 @@ def verify_program(program: PipelineProgram, blocks: bool = False) -> VerifiedPr
 
     Raises:
         PipelineFaultError: a check failed. The error message identifies the task or message or, if the program hangs,
-            the step at which each rank waits.
+            the step at which each rank is waiting.
     """
     plan = program.plan
     _require_all_tasks(plan)

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from paceline import _core
 
-CGROUP_VARIABLE = "PACELINE_CGROUP"  # joined by the bootstrap before anything else runs in a worker
+CGROUP_VARIABLE = "PACELINE_CGROUP"  # the cgroup that a worker's bootstrap joins first
 
 MARK = "PACELINE_JOB"
 GUARDS = 3

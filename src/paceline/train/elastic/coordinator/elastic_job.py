@@ -120,7 +120,7 @@ class ElasticJob:
         due_s: The times at which the state must be evaluated again if no event arrives.
         orders: The pending orders.
         is_shared: Whether other launchers may have to take over as coordinator.
-        withheld: The recipients of the latest view while it waits for enough launchers to store it, or None.
+        withheld: The recipients of the latest view, until enough launchers have stored it; then None.
         lacks_quorum: Whether the job is waiting for members without which it must not continue.
         transfers: The transfers begun by another coordinator whose receivers have not reported yet, by receiver.
         transfer_offers: The senders' replies, by transfer and sender.
