@@ -109,7 +109,7 @@ class GradientAverager:
         self._recorded = RecordedBuckets("ddp")
         self._in_flight: list[tuple[int, Work | HookedWork, GradientMemory]] = []
         self._averaged: list[GradientMemory] = []  # averaged memory that is still to be written back
-        self._ahead: dict[int, tuple[GradientMemory, AcceleratorEvent]] = {}  # full buckets that must wait for earlier ones
+        self._ahead: dict[int, tuple[GradientMemory, AcceleratorEvent]] = {}  # full buckets waiting for earlier ones
 
     @property
     def allows_unused(self) -> bool:
