@@ -324,7 +324,7 @@ class _Subcommand:
 
 
 def _from(module: str, name: str) -> Callable[..., Any]:
-    """Returns a wrapper that imports `name` from `module` on each call and calls it."""
+    """Returns a function that imports `name` from `module` and calls it."""
 
     def call(*arguments: object) -> Any:
         return getattr(importlib.import_module(module), name)(*arguments)

@@ -17,8 +17,8 @@ differentiated again. For MAX, MIN and PRODUCT, the tensors are gathered and the
 
 Under torch.compile, each call causes a graph break.
 
-All calls raise the errors of the plain collectives, in the backward pass as well, and a ValueError on a rank that is
-not in `group`. `src` and `dst` are ranks of the default group.
+All calls raise the same errors as the plain collectives, in the backward pass as well, and a ValueError on a rank that
+is not in `group`. `src` and `dst` are ranks of the default group.
 """
 
 from __future__ import annotations

@@ -403,7 +403,7 @@ def is_backend_available(backend: str) -> bool:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Returns the backend for tensors on `device` in a program that does not name a backend.
+    """Returns the backend for tensors on `device` in a program that does not specify a backend.
 
     Raises:
         ValueError: there is no backend for that device.

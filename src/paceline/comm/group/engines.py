@@ -39,7 +39,8 @@ class Devices:
         backend: the backend's name, for error messages.
         record: a function that adds an open group and its device type to the recording, and returns the group's serial
             number.
-        advice: the advice in errors about a tensor on a device without an opener; the default advice names an engine.
+        advice: the advice in errors about a tensor on a device without an opener; the default advice suggests an
+            engine.
     """
 
     def __init__(
@@ -245,8 +246,8 @@ class Engines:
 def permitted(backend: BackendChoice, rank: int, members: Sequence[RankIdentity]) -> BackendChoice:
     """Returns `backend` without engines that the job's security level or single port forbids for these members.
 
-    If the program did not name a backend, tensors on an accelerator whose engine is forbidden are staged through host
-    memory.
+    If the program did not specify a backend, tensors on an accelerator whose engine is forbidden are staged through
+    host memory.
 
     Raises:
         ValueError: the program named an engine that is forbidden.

@@ -441,7 +441,7 @@ def require_between(between_hosts: str | None, backend: BackendChoice, algorithm
     """Checks that `between_hosts` is compatible with the other arguments.
 
     Raises:
-        ValueError: `between_hosts` does not name an engine for CPU tensors, or is incompatible with the backend or the
+        ValueError: `between_hosts` is not an engine for CPU tensors, or is incompatible with the backend or the
             algorithm.
     """
     if between_hosts is None:

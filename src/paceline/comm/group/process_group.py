@@ -109,7 +109,8 @@ class ProcessGroup:
         name: the group's name in error messages.
         backend: the backend's name, which `get_backend` returns.
         openers: the functions that open the group on other devices, by device type.
-        advice: the advice in errors about a tensor on a device without an opener; the default advice names an engine.
+        advice: the advice in errors about a tensor on a device without an opener; the default advice suggests an
+            engine.
         engine_members: the members of the engine, if the engine connects more ranks than this group contains.
         identity: a number that identifies the group in recordings, the same on all members, or 0 if there is none.
         wire: the format to which sums of floats are rounded between hosts, or None for exact sums.

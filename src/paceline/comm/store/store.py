@@ -53,7 +53,7 @@ StoreAnswer = tuple[StoreStatus, int, list[bytes]]
 class Store(ABC):
     """A key-value store that the ranks of a job share. Keys are strings, and values are bytes (or text in UTF-8).
 
-    Every wait ends after `timeout` with a `StoreTimeoutError` that names the keys.
+    Every wait ends after `timeout` with a `StoreTimeoutError` that lists the missing keys.
     """
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:

@@ -1,7 +1,7 @@
 """Asynchronous handles, and the call queue of a process set, which executes calls in the same order on all ranks.
 
 Before each call the ranks exchange a small header. Mismatched calls, including calls whose tensors have different
-shapes, therefore raise an error on every rank without affecting later calls, and ranks that wait in `join` can
+shapes, therefore raise an error on every rank without affecting later calls, and ranks that are waiting in `join` can
 contribute zeros. Asynchronous calls run on the process set's own thread. A synchronous call runs on the calling thread
 if no other call is in progress.
 """
@@ -110,7 +110,8 @@ class _Header:
         kind: The kind of call.
         digest: The digest of the request's `text`.
         count: The number of tensors.
-        is_awaited: Whether the rank's program waits for this call or a later one and therefore cannot start others.
+        is_awaited: Whether the rank's program is waiting for this call or a later one and therefore cannot start
+            others.
         since: The number of header exchanges before the rank called `join`.
         time_ns: The time of the call to `join` in ns. Together with `since`, it determines which rank joined last.
     """
@@ -131,7 +132,7 @@ class _Header:
 
 
 class _Verdict(Enum):
-    """The result of comparing the calls of all ranks except those that wait in `join`."""
+    """The result of comparing the calls of all ranks except those that are waiting in `join`."""
 
     AGREED = "all ranks make the same call"
     BARRIER_FIRST = "some ranks wait in a barrier, and a barrier of the others may still overtake their calls"
@@ -203,7 +204,7 @@ class CallQueue:
         """Waits until all ranks have called `barrier` or `join`, but not for asynchronous calls in progress.
 
         Raises:
-            CollectiveMismatchError: another rank's program waits for a different call.
+            CollectiveMismatchError: another rank's program is waiting for a different call.
             PeerLostError, CollectiveTimeoutError: the barrier failed.
         """
         request: CallRequest[None] = CallRequest(CallKind.BARRIER, [], lambda group: None)
@@ -320,7 +321,8 @@ class CallQueue:
             request.future.set_exception(error)
 
     def _agree(self, request: CallRequest[Result]) -> None:
-        """Waits until every rank either is ready for the same call or waits in `join` and has the layout of the zeros.
+        """Waits until every rank is ready for the same call, or is waiting in `join` and has the shapes of the zeros to
+        send.
 
         Raises:
             CollectiveMismatchError: the calls differ, or a rank is waiting in `join` and cannot contribute to this
@@ -354,7 +356,7 @@ class CallQueue:
             return request.is_awaited or any(waiting.is_awaited for waiting in self._waiting)
 
     def _make_barrier_before(self, request: CallRequest[Result]) -> None:
-        """Executes the barrier for which other ranks wait, unless this rank's program waits for `request` first."""
+        """Executes the barrier that other ranks are waiting for, unless the program here is waiting for `request`."""
         limit_s = to_seconds(self.group.timeout)
         with self._condition:
             is_decided = self._condition.wait_for(

@@ -175,7 +175,7 @@ def _short(value: float) -> float:
 
 
 def owed_calls(sample: JobSample) -> tuple[str, ...]:
-    """Returns a sentence about each call in which ranks wait: the missing and the waiting ranks, and the time."""
+    """Returns a sentence about each call in which ranks are waiting: the missing and waiting ranks, and the time."""
     states = tuple(rank.pending for rank in sample.ranks if rank.pending is not None)
     sentences = []
     for wait in waits_of(JobSnapshot(sample.now_s, states)):

@@ -229,7 +229,7 @@ class DashboardState:
     curves: Growing[Point] = field(default_factory=Growing)
     links: tuple[LinkRow, ...] = ()
     network: str | None = None  # description of a slow pair of hosts
-    owed: tuple[str, ...] = ()  # calls in which ranks wait for others, one sentence each
+    owed: tuple[str, ...] = ()  # calls in which ranks are waiting for others, one sentence each
     calls: tuple[CallRow, ...] = ()
     story: Growing[JobEvent] = field(default_factory=Growing)
     log: Growing[Line] = field(default_factory=Growing)

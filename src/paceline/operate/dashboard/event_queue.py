@@ -88,7 +88,7 @@ class WorkerRunning:
 
 @dataclass(frozen=True)
 class WorkerGone:
-    """A note that a worker has exited.
+    """Notes that a worker has exited.
 
     `how` describes the failure. It is "" if the worker succeeded or was asked to exit, and None if only the recording
     shows whether the worker succeeded.

@@ -1,8 +1,8 @@
 """Diagnosis of a job that hangs or has failed: the cause, the ranks at fault, and a message for the user.
 
 `diagnose` checks for these causes in order and reports the first one found: a rank that failed on its own; mismatched
-calls; calls in different groups that wait for each other (a deadlock); ranks for which others wait; a call that does
-not complete although all ranks have entered it.
+calls; calls in different groups that wait for each other (a deadlock); ranks that others are waiting for; a call that
+does not complete although all ranks have entered it.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _blocked(snapshot: JobSnapshot) -> dict[int, bool]:
 
 
 def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | None:
-    """Blames a rank that others wait for."""
+    """Blames a rank that others are waiting for."""
     by_rank = {rank.rank: rank for rank in snapshot.ranks}
     for number in roots(waits, _blocked(snapshot)):
         wait = max((wait for wait in waits if number in wait.absent), key=lambda wait: len(wait.waiters))
@@ -345,7 +345,7 @@ def _unfinished(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis |
 
 
 def _idle(snapshot: JobSnapshot) -> Diagnosis | None:
-    """Describes a job in which no rank makes a call and none works, such as one whose ranks all wait for a file."""
+    """Describes a job in which no rank is making a call or working, for example because all are waiting for a file."""
     running = [rank for rank in snapshot.ranks if rank.ending is None]
     if len(running) < len(snapshot.ranks) or not all(is_idle(rank) for rank in running):
         return None

@@ -145,7 +145,7 @@ class StallReporter:
         return verdict.sentence if is_new else None
 
     def resumed(self, now_s: float) -> str | None:
-        """Records that the job continues; returns a sentence to report if a stall had been reported, or None."""
+        """Records that the job continues; returns a sentence to report if a stall had been reported, otherwise None."""
         if self.verdict is None:
             return None
         text = f"the job continues after {now_s - self.since_s:.0f} s"

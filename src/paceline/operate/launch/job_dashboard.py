@@ -129,7 +129,7 @@ class JobDashboard:
         return self._next_s
 
     def watch(self, now_s: float, workers: Callable[[], Iterable[WatchedWorker]]) -> None:
-        """If a check is due, records started and ended workers, and sends pending messages."""
+        """If a check is due, records which workers have started or exited, and sends pending messages."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + _POLL_INTERVAL_S

@@ -246,7 +246,7 @@ class RecordingKeeper:
             return None
 
     def write_out(self, fd: int, path: Path) -> None:
-        """Writes an ended worker's memory `fd` to a file on a separate thread, and closes `fd`."""
+        """Writes an exited worker's memory `fd` to a file on a separate thread, and closes `fd`."""
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="paceline-recordings")
         self._writer.submit(self._write, fd, path)

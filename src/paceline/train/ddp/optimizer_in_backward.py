@@ -48,7 +48,7 @@ def take_over_steps(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         The parameters that have optimizers.
 
     Raises:
-        TypeError: optimizers were put into backward by another library, and would step too early.
+        TypeError: another library has made optimizers step inside backward, where they would step too early.
     """
     stepped = []
     for name, param in params.items():

@@ -1,9 +1,9 @@
 """CPU priorities of elastic workers: workers that join or send state yield to those that train on the same machine.
 
 A replacement worker runs the script from the start, which may occupy a core for some time. If all cores are busy, this
-slows the training workers down. `LoweredPriorities` lowers the priority of such a process until it trains. Restoring
-the priority requires CAP_SYS_NICE (usually root) or a sufficient RLIMIT_NICE; without either, the priority is not
-lowered. `run_at_low_priority` runs a single task on a thread with lower priority, which requires no privilege.
+slows the training workers down. `LoweredPriorities` lowers the priority of such a process until it starts to train.
+Restoring the priority requires CAP_SYS_NICE (usually root) or a sufficient RLIMIT_NICE; without either, the priority is
+not lowered. `run_at_low_priority` runs a single task on a thread with lower priority, which requires no privilege.
 """
 
 from __future__ import annotations

@@ -186,8 +186,8 @@ class LauncherAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 class ReplicatedJobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The state of a job that every launcher stores, so that any launcher can take over as coordinator.
 
-    Its statements never become false, so the copies of several launchers can be merged. A launcher that has recorded a
-    worker's death also has all views that the worker received.
+    Everything that it records remains true, so the copies of several launchers can be merged. A launcher that has
+    recorded a worker's death also has all views that the worker received.
 
     Attributes:
         term: The largest known term of a coordinator.

@@ -327,6 +327,6 @@ def _of_first_shard(buffer: torch.Tensor, shard: int) -> torch.Tensor:
 
 
 def _reader(batches: Sequence[Batch]) -> Callable[[int], Batch | None]:
-    """Returns a function from a shard number to the shard's batch, or to None if the shard has no samples."""
+    """Returns a function that maps a shard number to the shard's batch, or to None if the shard has no samples."""
     by_shard = {batch.key[2]: batch for batch in batches}
     return batches.of if isinstance(batches, StepBatches) else by_shard.get

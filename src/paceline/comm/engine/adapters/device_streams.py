@@ -205,7 +205,7 @@ def _set_stream(device: torch.device, stream: Any) -> None:
 
 
 def _change_stream(device: torch.device, stream: Any) -> None:
-    """Makes a stream the current one of the current device."""
+    """Makes a stream the current stream of the current device."""
     module = _module(device)
     (module.set_stream if hasattr(module, "set_stream") else torch.accelerator.set_stream)(stream)
 

@@ -97,7 +97,7 @@ def connect(
     Raises:
         ValueError: the job has no secret, although `address` can be reached from other machines.
         RendezvousError: a rank gave up or died, or its address cannot be reached.
-        RendezvousTimeoutError: a rank did not open the group or did not connect; the message names the rank.
+        RendezvousTimeoutError: a rank did not open the group or did not connect; the message identifies the rank.
         AuthenticationError: another process answered at a rank's address.
     """
     deadline = time.monotonic() + timeout_s

@@ -5,8 +5,7 @@ ranks must pass the same dtypes and numbers of elements in the same order. With 
 single `Work` for all of its calls (torch.distributed returns the result of `get_future()` instead).
 
 All raise:
-    ValueError: corresponding lists differ in length.
-    The errors of `collectives.py`.
+    ValueError: corresponding lists differ in length. All other errors are those of the functions in `collectives.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A process reduces its own tensors along the same pairwise tree that the engine u
 2^k tensors, the combined tree is therefore the tree over the same number of ranks with one tensor each. The results are
 bitwise equal on every device and in every run.
 
-All raise the errors of `collectives.py`, and:
+All raise the same errors as the functions in `collectives.py`, and:
     ValueError: a list is empty, its tensors differ in dtype or number of elements, or `src_tensor` or `dst_tensor` is
         out of range.
 """

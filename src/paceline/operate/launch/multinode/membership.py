@@ -3,10 +3,11 @@
 It uses no sockets, processes or clock: events arrive as method calls with a timestamp, and each call returns orders for
 nodes.
 
-    GATHERING   the job waits for enough nodes; no workers run
+    GATHERING   the job is waiting for enough nodes; no workers run
     RUNNING     the workers of `members` run, as one generation
-    STOPPING the workers are being stopped because one failed, or a node joined or left PAUSING a worker failed, and all
-    are restarted after a pause OVER every node has been ordered to exit
+    STOPPING    the workers are being stopped because one failed, or a node joined or left
+    PAUSING     a worker failed, and all workers will be restarted after a pause
+    OVER        every node has been ordered to exit
 
 If a generation ends because nodes joined or left, the next one does not count as a restart. If a worker failed, the
 next generation counts as a restart, unless a lost node explains the failure.

@@ -201,13 +201,13 @@ class SnapshotReport(_NodeMessage, frozen=True):
 
 
 class DashboardWatched(_NodeMessage, frozen=True):
-    """Report: whether the live page has viewers. Sent by the page's node and relayed to the other nodes."""
+    """Report: whether the live page has viewers. Sent by the node that serves it and relayed to the others."""
 
     is_on: bool
 
 
 class AskStacks(_NodeMessage, frozen=True):
-    """Report: a request from the page's node to send the workers' stacks in a DashboardUpdate; relayed likewise."""
+    """Report: requests the workers' stacks in a DashboardUpdate. Sent and relayed like `DashboardWatched`."""
 
 
 class DashboardUpdate(_NodeMessage, frozen=True):

@@ -95,7 +95,7 @@ class _Node:
                     self.fault = str(error)
 
     def part(self) -> None:
-        """Closes the connection in a way from which the node does not conclude that this launcher has exited."""
+        """Closes the connection such that the node does not conclude that this launcher has exited."""
         self.send(Dropped())
         self.close()
 

@@ -1,7 +1,7 @@
 """Program that `paceline run --hosts` runs on each machine to start the launcher and to stop it on request.
 
 The launcher is a child process, because a process that forks must not have threads, and this process must receive
-messages. They come from the launching process, `paceline run --hosts`. End of file on stdin means that the launching
+messages. These are sent by the launching process, `paceline run --hosts`. End of file on stdin means that the launching
 process has exited or the connection is closed; this process then stops the launcher. If this process is killed, the
 kernel kills the launcher, and the launcher's guards kill the workers.
 """

@@ -281,7 +281,7 @@ def read_record(path: str) -> Record | None:
 
 
 def has_begun_exit(path: str) -> bool:
-    """Returns True if the worker with the error file `path` had begun interpreter shutdown."""
+    """Returns True if the interpreter of the worker with the error file `path` had begun to shut down."""
     return os.path.exists(f"{path}.at-exit")
 
 

@@ -225,7 +225,7 @@ class Screen:
         self._rows = Rows()
 
     def size(self) -> tuple[int, int]:
-        """Returns the numbers of columns and rows; zeros if unknown."""
+        """Returns the number of columns and the number of rows; zeros if unknown."""
         try:
             return os.get_terminal_size(self._fd)
         except OSError:

@@ -155,7 +155,7 @@ class Checkpoint:
                     blocks.copy(part.source * itemsize, target[first : first + size])
 
     def read_piece(self, name: str, number: int, region: Region) -> bytearray:
-        """Returns the elements of a region that one piece of a tensor contains; raises the errors of `read_into`."""
+        """Returns the elements of a region within one piece of a tensor; raises the same errors as `read_into`."""
         entry = self.entry(name)
         piece, itemsize = entry.pieces[number], ITEMSIZE[entry.dtype]
         parts = copies(entry.shape, piece.region, region)

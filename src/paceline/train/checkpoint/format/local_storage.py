@@ -95,7 +95,7 @@ class LocalStorage:
         return file
 
     def open(self, name: str) -> InputFile:
-        """Opens a file for reading; raises the errors of `size`."""
+        """Opens a file for reading; raises the same errors as `size`."""
         return _LocalFile(open_regular(self.path / name))
 
     def sync_directory(self, name: str) -> None:
@@ -378,7 +378,7 @@ def _is_aligned(view: memoryview, offset: int) -> bool:
 
 
 def open_regular(path: str | os.PathLike[str], *, follows: bool = False) -> int:
-    """Opens a regular file for reading; returns its descriptor. Raises the errors of `status_of`."""
+    """Opens a regular file for reading; returns its descriptor. Raises the same errors as `status_of`."""
     status_of(path, follows=follows)  # checked first, because opening a device can have side effects
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)

@@ -7,14 +7,14 @@ follower sends all its data about the job (`MachineReport`). The candidate becom
 followers form a quorum in every view that any of them holds. If that takes too long, it gives up its candidacy, and its
 followers continue their search.
 
-Two coordinators never contradict each other, for the following reason. A view counts only if all its members enter it,
-and it is passed on to them only after launchers with a quorum of each earlier view hold it (`views.py`). A coordinator
-elsewhere, with a quorum of its own, has at least one of these launchers among its followers. Either that launcher has
-reported the view, and the coordinator also needs a quorum of that view; or it followed the new coordinator before
-it received the view. It then does not pass the view on, so the view cannot be completed. Dead workers do not count: a
-launcher that has recorded a death also has the views that the dead worker could have entered. For this reason, a
-launcher records the exit of another launcher only if the two were connected until then and it has read everything that
-was sent.
+Two coordinators never contradict each other, for the following reason. A view takes effect only if all its members
+enter it, and it is passed on to them only after launchers with a quorum of each earlier view hold it (`views.py`). Any
+other coordinator with a quorum has at least one of these launchers among its followers. Either that launcher has
+reported the view, and the coordinator also needs a quorum of that view; or it followed the new coordinator before it
+received the view. It then does not pass the view on, so the view cannot be completed. Dead workers do not
+count: a launcher that has recorded a death also has the views that the dead worker could have entered. For this reason,
+a launcher records the exit of another launcher only if the two were connected until then and it has read everything
+that was sent.
 """
 
 from __future__ import annotations

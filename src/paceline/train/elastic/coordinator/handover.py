@@ -5,8 +5,8 @@
    same members only changes the store.
 2. When all members have entered that view, the job state is replicated to every machine, and the successor is ordered
    to stand as a candidate. From then on, this coordinator does not make decisions.
-3. The successor disconnects from this launcher and stands, as after the loss of a coordinator (`election.py`). Then the
-   other machines are ordered to follow it.
+3. The successor disconnects from this launcher and becomes a candidate, as after the loss of a coordinator
+   (`election.py`). Then the other machines are ordered to follow it.
 
 The successor is the machine that would be elected anyway: the one with the lowest number. It needs the same quorum as
 any candidate, so correctness does not depend on the handover. If the successor fails during the handover, the other
@@ -30,7 +30,7 @@ from paceline.train.elastic.protocol import (
 
 _STANDS_S = 1.0  # time after which the others must follow the successor even if it is not a candidate yet
 _UNFIT_S = 10.0  # time for which a machine is excluded as successor after members failed to reach its store
-_SETTLES_S = 5.0  # time for the members to settle after the last worker on this machine has exited
+_SETTLES_S = 5.0  # time for members to enter the last view after the last worker on this machine has exited
 
 
 def replication_orders(job: ElasticJob, home: int) -> CoordinatorOrders:
@@ -198,7 +198,7 @@ def tell_others(job: ElasticJob, retirement: CoordinatorHandover, now_s: float) 
 
 
 def deadline_s(retirement: CoordinatorHandover) -> float:
-    """Returns the time at which the others are ordered to follow the successor even if it does not stand."""
+    """Returns the time at which the others are ordered to follow the successor even if it is not a candidate yet."""
     assert retirement.ordered_s is not None
     return retirement.ordered_s + _STANDS_S
 

@@ -1,6 +1,6 @@
 """The catch-up of a receiver, which replays the rounds committed after the snapshot and then enters a view.
 
-With logical shards, the receiver runs the script's loop on the others' results (`LoopCatchUp`). In a DDP loop, it
+With logical shards, the receiver runs the script's loop with the others' results (`LoopCatchUp`). In a DDP loop, it
 cannot participate in the others' forward and backward passes. It repeats their optimizer steps before the script's loop
 begins (`OptimizerCatchUp`), and receives the remaining state, such as buffers, scheduler and loader, when it enters the
 view.

@@ -50,7 +50,7 @@ _LEAST_S = 1.0  # minimum growth of the total wait between two reports, in secon
 
 @dataclass
 class ReceiverDelays:
-    """The accumulated waits for one slow receiver, and their reports to the user."""
+    """The accumulated waits for one slow receiver, and the messages that report them to the user."""
 
     receiver: str
     count: int = 0

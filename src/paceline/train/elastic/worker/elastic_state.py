@@ -166,7 +166,7 @@ class ElasticState:
         on_view: A function that is called with a `ViewChange` at the beginning of the first batch after workers have
             joined or left. Every worker passes the same argument, so the function may change learning rates.
         replays: Whether a joining worker catches up while the others train: in a loop of `LogicalShards` by running the
-            loop on the others' results, and in a DDP loop by repeating their optimizer steps before its own loop. If
+            loop with the others' results, and in a DDP loop by repeating their optimizer steps before its own loop. If
             False, the others wait while the worker receives the state. A loop of `LogicalShards` that calls collectives
             or inspects `batches` requires False. Default: True.
         others: All other objects with state, by name, such as the optimizer, the scheduler and the loader.
@@ -232,7 +232,7 @@ class ElasticState:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether this worker joined late and the loop runs on results that others computed earlier.
+        """Whether this worker joined late and the loop uses results that others computed earlier.
 
         The others have already produced the side effects of these steps, such as a line in a log.
         """

@@ -38,7 +38,8 @@ class Rounds:
         registry: The state that a joining worker receives.
         on_deal: A function that is called with this worker's shards whenever they may have changed.
         steps: The hooks for the optimizer steps of a DDP loop, or None for other loops. A worker that joins a DDP loop
-            repeats these steps, because it cannot run the loop on results.
+            replays the other workers' steps through these hooks, because it cannot run the script's loop before it is
+            in a view.
     """
 
     def __init__(

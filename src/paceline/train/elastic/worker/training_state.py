@@ -2,9 +2,9 @@
 
 The state includes the gradients that no optimizer has used yet, which a checkpoint of an elastic job must contain.
 
-`digest_of_state` returns equal digests exactly for equal states, regardless of the kinds of containers and the order of
-entries. It computes the SHA-256 over the kind of a value and over its parts, each preceded by its length, so different
-states never yield the same bytes. The parts depend on the kind:
+`digest_of_state` returns equal digests if and only if the states are equal, regardless of the kinds of containers and
+the order of entries. It computes the SHA-256 over the kind of a value and over its parts, each preceded by its length,
+so different states never yield the same bytes. The parts depend on the kind:
 
 - tensors and numeric NumPy arrays: the dtype, the shape, and the elements in row-major order, regardless of device and
   strides;

@@ -223,7 +223,7 @@ class ViewGroups:
     def watch_only(self, workers: int) -> None:
         """Presents this process to the script as an additional rank beyond `workers`, until it enters a view.
 
-        The process runs on the others' results, and must not act as rank 0, which prints and saves.
+        The process uses the others' results, and must not act as rank 0, which prints and saves.
         """
         become_observer(workers, _NO_COLLECTIVES)
 
