@@ -181,7 +181,7 @@ class PeerLostError(CollectiveError):
     """A rank died or left, and the group's calls cannot continue.
 
     If a rank left because it had lost another rank, the error describes the rank that was lost first, which may be
-    outside this group, and the message names both ranks.
+    outside this group, and the message identifies both ranks.
 
     Attributes: `rank` (in the default group), `host` and `pid` of the lost process.
     """
@@ -217,7 +217,7 @@ class ReplicasDifferError(PacelineError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint could not be written or read; the message names the file and the rank and suggests a fix."""
+    """A checkpoint could not be written or read; the message states the file and the rank and suggests a fix."""
 
 
 class CheckpointDamagedError(CheckpointError):

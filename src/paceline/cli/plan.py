@@ -301,7 +301,7 @@ def _with_links(links: Links, text: str) -> Links:
     """Returns the measured links after replacing those that `text` specifies.
 
     Raises:
-        ValueError: the text is malformed or names an unknown link.
+        ValueError: the text is malformed or specifies an unknown link.
     """
     from paceline.comm.schedule.network import parse_links
 

@@ -210,10 +210,10 @@ class BackendChoice:
 
 
 def choose(backend: str | None) -> BackendChoice:
-    """Returns the engines named by `backend`, for example "mpi" or "cpu:paceline,cuda:nccl".
+    """Returns the engines specified by `backend`, for example "mpi" or "cpu:paceline,cuda:nccl".
 
     If `backend` is None, the best usable engine for each type of device is chosen. There is always an engine for CPU
-    tensors, because objects are sent as CPU tensors; it is `paceline` if `backend` does not name one. Tensors on
+    tensors, because objects are sent as CPU tensors; it is `paceline` if `backend` does not specify one. Tensors on
     accelerators without an engine are staged through host memory and use the engine for CPU tensors; see
     `staged_types`.
 

@@ -57,7 +57,7 @@ def read_ranks(
         rank: the rank of this process.
 
     Raises:
-        RendezvousError: the ranks run different versions; the message names them.
+        RendezvousError: the ranks run different versions; the message lists them.
     """
     entries = [_parsed(answer) for answer in answers]
     _require_same_version(entries, rank)

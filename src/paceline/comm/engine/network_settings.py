@@ -103,7 +103,7 @@ _NAME_BYTES = 16
 def set_congestion_control(connection: Connection) -> None:
     """Sets the TCP congestion control of `connection`, which must be established because its round-trip time is needed.
 
-    PACELINE_CONGESTION names the congestion control (one of net.ipv4.tcp_available_congestion_control). Without this
+    PACELINE_CONGESTION selects the congestion control (one of net.ipv4.tcp_available_congestion_control). Without this
     variable, the system's default is used, except that cubic (or reno, if cubic is unavailable) replaces BBR if the
     round-trip time is less than a millisecond.
 

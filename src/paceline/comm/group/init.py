@@ -127,7 +127,7 @@ def init_process_group(
     Raises:
         ValueError: the default group already exists, or an argument is wrong; the message suggests a fix.
         RendezvousError: two processes claim the same rank, a rank gave up or died, or world sizes differ.
-        RendezvousTimeoutError: ranks are missing; the message names them.
+        RendezvousTimeoutError: ranks are missing; the message lists them.
         AuthenticationError: the other end of a connection does not have this job's secret.
     """
     if own_world() is not None:

@@ -148,7 +148,7 @@ def claim_rank(store: Store, claim: Claim, timeout_s: float) -> None:
 
     Raises:
         RendezvousError: the claims contradict each other, or a rank died; every rank gets the same message.
-        RendezvousTimeoutError: some ranks did not arrive; the message names them.
+        RendezvousTimeoutError: some ranks did not arrive; the message lists them.
     """
     who = f"rank {claim.rank} ({claim.host}, pid {claim.pid})"
     leave_will(store, f"{who} died during the rendezvous")

@@ -523,7 +523,7 @@ def require_equal_bits(schedules: Sequence[Schedule]) -> None:
 
     Raises:
         ValueError: the operation is neither an all_reduce nor an all_gather.
-        ScheduleError: two ranks may end with different bits; the message names them and the block.
+        ScheduleError: two ranks may end with different bits; the message identifies the ranks and the block.
     """
     first = schedules[0]
     if first.operation not in _OF_ALL:

@@ -69,7 +69,7 @@ class CallRequest(Generic[Result]):
             different numbers of rows.
         run: A function that executes the call on a group, once all ranks are ready, and returns the result.
         details: The other arguments that must match.
-        name: The call's name, or None if the program did not name it.
+        name: The call's name, or None if the program did not pass one.
         op: The reduction, for an all-reduce.
     """
 

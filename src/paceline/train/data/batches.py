@@ -63,8 +63,8 @@ class _Indices:
 class StepRequest(NamedTuple):
     """A loader's request to a worker process for this rank's batch in the step at `position`.
 
-    If the worker must open the stream, it starts reading at `start`. A changed `reading` number makes the worker reopen
-    the stream. If `picked` is not empty, the batch consists of the samples at these places.
+    If the worker must open the stream, it starts reading at `start`. If the `reading` number has changed, the worker
+    reopens the stream. If `picked` is not empty, the batch consists of the samples at these places.
     """
 
     reading: int

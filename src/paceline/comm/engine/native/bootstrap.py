@@ -44,7 +44,8 @@ def dial(
     deadline: float,
     secret: bytes | None = None,
 ) -> Connection:
-    """Connects and proves this rank's identity; retries as long as the other end drops connections unread.
+    """Connects and proves this rank's identity; retries while the other end drops connections without reading from
+    them.
 
     The pause before each new attempt is twice as long as the previous one, but at most half of the remaining time.
 

@@ -88,7 +88,7 @@ def is_far(alpha_s: float) -> bool:
 
 
 def measure(probe: Probe) -> LinkCost:
-    """Measures round trips within a time budget and uses the shortest one, because a rank may be busy temporarily.
+    """Measures round trips within a time budget and uses the shortest one, because a rank may be temporarily busy.
 
     Each round trip begins with the size of the message that follows, and is answered by an empty message. The size 0
     (see `Probe.end`) ends the measurement. The first round trip is discarded, because the other rank may not have

@@ -132,7 +132,7 @@ class AbsentError(Exception):
 
 
 class SharedGpuError(Exception):
-    """Two ranks use the same GPU; the message names them and the fix."""
+    """Two ranks use the same GPU; the message identifies them and describes the fix."""
 
 
 @dataclass(frozen=True)

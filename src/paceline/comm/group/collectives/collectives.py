@@ -20,8 +20,8 @@ Every rank of a group makes the same calls in the same order. These rules apply 
 All raise:
     TypeError: a tensor's device, layout or dtype is not supported, the reduction is not defined for its dtype, or
         `group` is not a Paceline group.
-    CollectiveMismatchError: the ranks made different calls. Every rank raises this error, which names both calls. On
-        one host the group remains usable.
+    CollectiveMismatchError: the ranks made different calls. Every rank raises this error, which describes both calls.
+        On one host the group remains usable.
     CollectiveTimeoutError: a rank did not make the call within `timeout`. The group can no longer be used.
     PeerLostError: a rank died or left. The group can no longer be used, and later calls raise the same error.
 """
