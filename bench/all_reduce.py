@@ -24,7 +24,7 @@ WARM_UP = 3
 
 
 def calls_for(nbytes: int, slow: bool) -> int:
-    """Returns a number of calls that takes the slower contestant about 10 ms."""
+    """Returns the number of calls that the slower contestant completes in about 10 ms."""
     budget = 50 if slow else 500
     return max(1, min(budget, (64 << 20) // max(nbytes, 1 << 16)))
 

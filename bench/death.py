@@ -1,4 +1,4 @@
-"""How long after a rank's death does each other rank raise an error, and does the error name the right rank?
+"""How long after a rank's death does each other rank raise an error, and does the error identify the right rank?
 
     python bench/death.py [--kills 200] [--case all_reduce ddp ...] [--busy 2] [--ballast 0] [--json FILE]
 

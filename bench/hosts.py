@@ -34,7 +34,7 @@ PAYLOAD = 0.956
 
 
 def calls_for(nbytes: int, delay_ms: float, rate: str) -> int:
-    """Returns a number of calls that takes about 25 ms."""
+    """Returns the number of calls that take about 25 ms in total."""
     bytes_per_s = RATES.get(rate, 20e9) / 8
     one = max(1e-4, 4e-3 * delay_ms, nbytes / bytes_per_s)
     return max(1, min(125, int(0.025 / one)))

@@ -81,7 +81,7 @@ def rank_program(rank: int, size: int, port: int) -> list[float]:
     times.insert(0, pss_mib())
     dist.barrier()
     if rank == size - 1:
-        time.sleep(0.5)  # by then all other ranks wait in the call
+        time.sleep(0.5)  # by then all other ranks are waiting in the call
         times += [time.monotonic()] * 2
         return times
     lost = None

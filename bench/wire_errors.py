@@ -40,7 +40,11 @@ def rounded(wire: str, values: torch.Tensor, residual: torch.Tensor | None = Non
 
 
 def reduced(wire: str, parts: list[torch.Tensor], residuals: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """Returns the sum over hosts. A slice's owner adds its own part exactly and rounds the sum; two hosts round all."""
+    """Returns the sum of the hosts' `parts`, rounded as in an all-reduce with `wire`.
+
+    With two hosts, both parts are rounded. With more, the parts are rounded except that of the slice's owner (the
+    first), and then the sum is rounded.
+    """
     kept = residuals or [None] * len(parts)
     if len(parts) == 2:
         return sum(rounded(wire, part, residual) for part, residual in zip(parts, kept, strict=True))

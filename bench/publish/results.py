@@ -47,12 +47,12 @@ class Result:
     tables: tuple[Table, ...]
 
     def rows(self, case: str | None = None, **values: object) -> list[Row]:
-        """Returns the rows of the table, or of the one for `case`, that have these values."""
+        """Returns the rows with these values from the table for `case`, or from the first table if `case` is None."""
         table = next(each for each in self.tables if case is None or each.case == case)
         return [row for row in table.rows if all(row.get(name) == value for name, value in values.items())]
 
     def row(self, case: str | None = None, **values: object) -> Row:
-        """Returns the only row that has these values."""
+        """Returns the only row with these values."""
         found = self.rows(case, **values)
         if len(found) != 1:
             raise ValueError(f"{self.name}.json has {len(found)} rows with {values}; one was expected")

@@ -19,7 +19,7 @@ def number(value: object) -> str:
 
 
 def duration(ms: float) -> str:
-    """Returns a time in ms with two or three digits, or in seconds from 1,000 ms upwards."""
+    """Returns a time in ms with two or three digits, or in seconds if it is at least 1,000 ms."""
     return f"{number(ms)} ms" if ms < 1000 else f"{ms / 1000:.3g} s"
 
 

@@ -124,7 +124,7 @@ def torchs(fault: str, ranks: int) -> Said:
                 fault_file, traces = Path(name, "fault"), list(Path(name).glob("trace_*"))
                 patience_s = program.DUMP_AFTER_S + (
                     1 if len(traces) == ranks else 15
-                )  # writing the flight recorders takes long
+                )  # writing the flight recorders takes a long time
                 if fault_file.exists() and time.time() - fault_file.stat().st_mtime > patience_s:
                     break
                 time.sleep(0.05)

@@ -16,7 +16,7 @@ from paceline.comm.group.eager import eager
 NO_BACKWARD = -1
 
 _MOST_ENTRIES = 1000
-_FEW = 100  # containers with more entries are first checked for tensors as a whole
+_FEW = 100  # containers with more entries are first checked as a whole for tensors
 _LEAVES: frozenset[type] = frozenset((int, float, complex, bool, str, bytes, type(None)))
 _Open: TypeAlias = Callable[[Any], Iterator[object]]
 

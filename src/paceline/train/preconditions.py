@@ -78,7 +78,7 @@ class RankFacts:
         host: the name of the host.
         local_ranks: the number of ranks on the host, including ranks of other groups; 0 if unknown.
         cores: the cores on which the rank may run.
-        quota: the limit of the cgroup's CPU time, in cores; 0 for no limit.
+        quota: the CPU limit of the cgroup, in cores; 0 for no limit.
         cgroup: a number that identifies the cgroup.
         threads: the number of threads that torch uses.
     """

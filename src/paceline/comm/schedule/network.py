@@ -148,7 +148,7 @@ class Network:
 
     @cached_property
     def group_of(self) -> Mapping[int, int]:
-        """The group of each host that belongs to one."""
+        """For each host in a group, the number of the group."""
         return {host: number for number, group in enumerate(self.groups) for host in group.hosts}
 
     @property
