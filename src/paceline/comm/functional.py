@@ -450,7 +450,7 @@ class AllToAllSingle(Function):
 
 
 def applied(function: type[Function], *arguments: object) -> torch.Tensor:
-    """Calls `function.apply` with a typed result, which torch's annotations lack."""
+    """Calls `function.apply` with a typed result, which PyTorch's type stubs lack."""
     return cast(torch.Tensor, function.apply(*arguments))
 
 

@@ -250,7 +250,7 @@ def permitted(backend: BackendChoice, rank: int, members: Sequence[RankIdentity]
     host memory.
 
     Raises:
-        ValueError: the program named an engine that is forbidden.
+        ValueError: the program specified an engine that is forbidden.
     """
     refused = []
     for device_type, name in backend.engines.items():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _STACKS_S = 0.1  # time limit for all stacks together; short, because the processes may be about to exit
 _MOST_STACKS = 8
-_FEW_CALLS = 128  # calls per rank; covers a failed rank's last actions and the calls in which other ranks wait
+_FEW_CALLS = 128  # calls per rank; covers a failed rank's last actions and the calls in which others are waiting
 
 
 def prepare() -> None:
@@ -33,7 +33,7 @@ def prepare() -> None:
 def snapshot_failed_job(workers: Sequence[WatchedWorker], is_deep: bool = False) -> MachineSnapshot | None:
     """Takes a snapshot with a single sample of each process; returns None if no worker has recorded a call.
 
-    Stacks are captured from a few workers only, because the other workers wait at the same lines.
+    Stacks are captured from a few workers only, because the other workers are waiting at the same lines.
 
     Args:
         workers: the workers on this machine.

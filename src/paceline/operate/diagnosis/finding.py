@@ -55,7 +55,7 @@ class Diagnosis:
         cause: the cause of the problem.
         blamed: the ranks at fault, or several ranks of which one is at fault.
         sentence: the message for the user, in one sentence.
-        is_fault: whether something is wrong. If False, the ranks merely wait for a rank that does other work.
+        is_fault: whether something is wrong. If False, the ranks are only waiting for a rank that is doing other work.
         is_certain: whether ranks with an unknown state can be ruled out as the cause.
     """
 
@@ -178,7 +178,7 @@ def absence(snapshot: JobSnapshot, rank: RankState, doing: str) -> str:
 
 
 def during(rank: RankState) -> str:
-    """Formats the phase that a rank's device executes: `in the backward of step 7`."""
+    """Formats the phase that a rank's device is executing: `in the backward of step 7`."""
     assert rank.phase is not None
     return f"in the {rank.phase.name}" + (f" of step {rank.phase.step}" if rank.phase.step is not None else "")
 

@@ -144,7 +144,7 @@ def when(run: JobRun) -> str:
 
 
 def _launcher_runs(facts: Mapping[str, Any]) -> bool:
-    """Returns True if the job's launcher still runs. A launcher on another machine is assumed to run."""
+    """Returns True if the job's launcher is still running. A launcher on another machine is assumed to be running."""
     if facts["host"] != os.uname().nodename:
         return True
     try:

@@ -158,7 +158,7 @@ def _shortest_cycle(start: int, edges: Mapping[int, Sequence[int]]) -> list[int]
 
 
 def roots(waits: Sequence[CallWait], is_blocked: Mapping[int, bool]) -> list[int]:
-    """Returns ranks that others wait for but that do not wait themselves, by decreasing number of missed calls."""
+    """Returns ranks that others are waiting for but that are not waiting, by decreasing number of missed calls."""
     missed = Counter(rank for wait in waits for rank in wait.absent)
     held = {rank for wait in waits if not wait.is_complete for rank in wait.waiters if is_blocked.get(rank, True)}
     return [rank for rank in sorted(missed, key=lambda rank: (-missed[rank], rank)) if rank not in held]

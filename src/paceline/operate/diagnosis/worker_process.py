@@ -329,7 +329,7 @@ def _send_by_number(pid: int) -> bool:
 
 
 def _frames_of_other_thread(pid: int, file: int, deadline_s: float) -> tuple[Frame, ...]:
-    """Returns the frames of the first other thread that has Python frames and does not itself wait for a thread."""
+    """Returns the frames of the first other thread that has Python frames and is not waiting for a thread."""
     try:
         tgkill = ctypes.CDLL(None).tgkill
     except AttributeError:  # an older C library lacks the function

@@ -140,7 +140,7 @@ class CoreUsage:
 
     @classmethod
     def now(cls) -> CoreUsage:
-        """Measures the usage. Without /proc/stat, no other process is assumed to run."""
+        """Measures the usage. Without /proc/stat, it is assumed that no other process is running."""
         own = os.times()
         own_s = own.user + own.system
         try:

@@ -100,7 +100,7 @@ class ExchangeTimetable:
         """Adopts the step count of the other ranks if they have decided exchanges that this rank has not started.
 
         Args:
-            decided: the number of exchanges that have been decided, with or without this rank.
+            decided: the number of exchanges whose participants are known, whether or not they include this rank.
         """
         if decided > self.begun:
             self.steps = max(self.steps, self.rhythm.begins(decided - 1))

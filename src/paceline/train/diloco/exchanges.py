@@ -123,7 +123,7 @@ class ExchangeMailbox:
         self.changed.wait(seconds)
 
     def latest_offer_from(self, number: int) -> int | None:
-        """Returns the latest started exchange if `number` has started, else FINISHED if training is complete, or None.
+        """Returns the latest started exchange if `number` has started, FINISHED if training is complete, or else None.
 
         The caller holds `changed`.
         """
@@ -345,7 +345,7 @@ class Exchanges(Protocol):
         ...
 
     def decided(self) -> int:
-        """Returns the number of exchanges whose participants are known, with or without this rank."""
+        """Returns the number of exchanges whose participants are known, whether or not they include this rank."""
         ...
 
     def begin(self, number: int, offer: Tensors) -> None:
@@ -457,7 +457,7 @@ class BackgroundExchanges:
         self._next = number
 
     def decided(self) -> int:
-        """Returns the number of exchanges whose participants are known, with or without this rank.
+        """Returns the number of exchanges whose participants are known, whether or not they include this rank.
 
         The first call starts the exchange thread.
         """
