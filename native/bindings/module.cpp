@@ -5,13 +5,15 @@
 
 namespace {
 
-// Converts a std::system_error (no descriptors or threads left) to an OSError with the same errno.
+// Converts a std::system_error (no descriptors or threads left) to an OSError with the same errno. The exception is
+// constructed here because its class depends on the errno: until Python 3.11, `except TimeoutError` does not match an
+// exception that was set as an OSError with arguments.
 void translate(const std::exception_ptr& thrown, void*) {
     try {
         std::rethrow_exception(thrown);
     } catch (const std::system_error& error) {
-        const nanobind::object arguments = nanobind::make_tuple(error.code().value(), error.what());
-        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+        const nanobind::object raised = nanobind::handle(PyExc_OSError)(error.code().value(), error.what());
+        PyErr_SetObject(raised.type().ptr(), raised.ptr());
     }
 }
 

@@ -177,8 +177,10 @@ def other_kinds(path: Path, kind: str) -> None:
     elif kind == "directory":
         path.mkdir()
     else:
-        with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(path.parent):
-            listening.bind(path.name)
+        directory = os.open(path.parent, os.O_RDONLY)
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(f"/proc/self/fd/{directory}/{path.name}")  # the address has at most 107 bytes
+        os.close(directory)
 
 
 KINDS = {
