@@ -69,7 +69,8 @@ def replacements_outside_calls(
         MixedBackendsError: as for `replace_gloo`.
     """
     finder = _Values(reading, names, way)
-    reading.module.visit(finder)
+    if finder.has_work():
+        reading.module.visit(finder)
     return BackendReplacements(finder.found if finder.has_gloo or is_named else {}, finder.shows_values)
 
 
@@ -80,6 +81,10 @@ class _Values(cst.CSTVisitor):
         self._queries = {use.node for use in reading.uses if use.name.endswith(".get_backend")}
         self.found: dict[cst.CSTNode, cst.BaseExpression] = {}
         self.has_gloo = self.shows_values = False
+
+    def has_work(self) -> bool:
+        """Returns True if the file may contain replacements; visiting a file takes as long as parsing it."""
+        return bool(self._names or self._queries)
 
     def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
         if any(self._is_one(target.target) for target in node.targets):

@@ -77,10 +77,11 @@ def migrate(paths: Sequence[Path], way: MigrationMode | None = None) -> Migrated
     texts = {path: text for path in files_at(paths) if (text := _text(path)) is not None}
     scripts = {path: text for path, text in texts.items() if path.suffix == ".py"}
     worth = {path: text for path, text in scripts.items() if _is_worth_reading(text)}
-    readings, unread = _readings(worth)
+    readings, group_users, unread = _readings(worth)
     for path, _ in unread:
         del worth[path]
-    program = MigratedProgram(ModeChoice(way) if way is not None else _choice(readings, worth), unread=unread)
+    choice = ModeChoice(way) if way is not None else _choice(readings, group_users, worth)
+    program = MigratedProgram(choice, unread=unread)
     for path, text in texts.items():
         if path in readings:
             from paceline.interop.migrate.python_files import migrate_python
@@ -135,26 +136,37 @@ def _is_worth_reading(text: str) -> bool:
     return any(word in text for word in _WORDS)
 
 
-def _readings(texts: dict[Path, str]) -> tuple[dict[Path, PythonSource], list[tuple[Path, str]]]:
-    """Parses the Python files that may need migration; returns the parsed files and the files with syntax errors."""
+def _readings(
+    texts: dict[Path, str],
+) -> tuple[dict[Path, PythonSource], dict[str, tuple[int, str]], list[tuple[Path, str]]]:
+    """Parses the Python files that may need migration.
+
+    Returns:
+        The parsed files; the line and the library of each other file that uses a library that uses torch's default
+        group; and the files with syntax errors.
+    """
     if not texts:
-        return {}, []
+        return {}, {}, []
     try:
         import libcst
     except ImportError:
         raise MissingLibCST(
             f"{next(iter(texts))} is read with LibCST, which is not installed: pip install 'paceline[migrate]'"
         ) from None
-    from paceline.interop.migrate.python_files import may_need_migration
+    from paceline.interop.migrate.python_files import relevance_of
     from paceline.interop.migrate.python_source import read_source
 
     readings: dict[Path, PythonSource] = {}
+    group_users: dict[str, tuple[int, str]] = {}
     unread: list[tuple[Path, str]] = []
     collects = gc.isenabled()
     gc.disable()  # parsing frees no objects, and garbage collection would slow it down by about 10%
     try:
         for path, text in texts.items():
-            if not may_need_migration(text):
+            relevance = relevance_of(text)
+            if relevance.group_user is not None:
+                group_users[str(path)] = relevance.group_user
+            if not relevance.needs_migration:
                 continue
             try:
                 readings[path] = read_source(text)
@@ -163,16 +175,18 @@ def _readings(texts: dict[Path, str]) -> tuple[dict[Path, PythonSource], list[tu
     finally:
         if collects:
             gc.enable()
-    return readings, unread
+    return readings, group_users, unread
 
 
-def _choice(readings: dict[Path, PythonSource], texts: dict[Path, str]) -> ModeChoice:
+def _choice(
+    readings: dict[Path, PythonSource], group_users: dict[str, tuple[int, str]], texts: dict[Path, str]
+) -> ModeChoice:
     """Returns the mode for these files, taking into account imported modules in the same directories."""
     if not texts:
         return ModeChoice(MigrationMode.IMPORT)
     from paceline.interop.migrate.python_files import choose_mode
 
-    choice = choose_mode({str(path): reading for path, reading in readings.items()})
+    choice = choose_mode({str(path): reading for path, reading in readings.items()}, group_users)
     if choice.way is MigrationMode.PLUGIN:
         return choice
     for path in _modules_beside(texts, readings):

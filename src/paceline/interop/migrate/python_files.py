@@ -1,16 +1,16 @@
 """Migration of Python files: detection, choice of the mode, and rewriting.
 
-LibCST takes about 0.3 s to parse a thousand lines; Python's own parser takes a few milliseconds and is used to
-skip the many files that import torch but need no migration. All files in a program use the same mode, because they
-share a process group. Imports keep their local names where possible.
+LibCST takes about 0.3 s to parse a thousand lines; Python's own parser takes a few milliseconds and is used to skip
+the many files that need no migration. All files in a program use the same mode, because they share a process group.
+Imports keep their local names where possible.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import libcst as cst
 
@@ -27,7 +27,15 @@ from paceline.interop.migrate.names import (
     needs_torchs_groups,
     new_name,
 )
-from paceline.interop.migrate.python_source import Edits, Imported, NameUse, PythonSource, expression, import_statement
+from paceline.interop.migrate.python_source import (
+    Edits,
+    Imported,
+    NameUse,
+    PythonSource,
+    expression,
+    import_statement,
+    syntax_tree,
+)
 
 _IMPORTS_US = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:torch\.distributed|horovod)\b", re.MULTILINE)
 _MODULES = ("paceline.parallel.hooks", "paceline.horovod", "paceline")  # modules to which rewritten names refer
@@ -36,52 +44,59 @@ _ELASTIC = (
     "Horovod's elastic state has no direct equivalent; see paceline.ElasticState, which survives workers' deaths "
     "without returning to a commit"
 )
+_USES_GROUPS = "which uses torch's default group"
 _ON_ONE_LINE = {"lpar": None, "rpar": None}
 
 
-def may_need_migration(text: str) -> bool:
-    """Returns True if a file may need migration or affect the choice of the mode.
+@dataclass(frozen=True)
+class FileRelevance:
+    """What a file means for the migration.
 
-    The check ignores scopes, so it may return True for a file that needs no migration. It also returns True for files
-    that this version of Python cannot parse.
+    Attributes:
+        needs_migration: True if the file may have to be rewritten. The check ignores scopes, so it may be True for a
+            file that needs no migration. It is also True for files that this version of Python cannot parse.
+        group_user: The first library in the file that uses torch's default group, after its line. None if none does.
     """
+
+    needs_migration: bool
+    group_user: tuple[int, str] | None = None
+
+
+def relevance_of(text: str) -> FileRelevance:
+    """Examines a file without LibCST."""
     if not any(all(word in text for word in words) for words in TELLING_WORDS):
-        return False
+        return FileRelevance(False)
     if _IMPORTS_US.search(text):
-        return True
-    tree = _parsed(text)
+        return FileRelevance(True)
+    tree = syntax_tree(text)
     if tree is None:
-        return True
-    names: set[str] = set()
+        return FileRelevance(True)
+    lines: dict[str, int] = {}  # first line of each qualified name
     meanings: dict[str, set[str]] = {}  # possible qualified names, by the first word of a dotted name
-    chains: set[tuple[str, str]] = set()
+    chains: dict[tuple[str, str], int] = {}  # first line of each dotted name
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             for name, local in _bindings(node):
-                names.add(name)
+                lines[name] = min(node.lineno, lines.get(name, node.lineno))
                 first = local.partition(".")[0]
                 meanings.setdefault(first, set()).add(name if local == first else first)
         elif isinstance(node, (ast.Name, ast.Attribute)) and (chain := _chain(node)) is not None:
-            chains.add(chain)
-    names |= {root + rest for first, rest in chains for root in meanings.get(first, ())}
-    return any(is_migrated(name) or advice_for_call(name) is not None or group_user(name) is not None for name in names)
+            chains[chain] = min(node.lineno, chains.get(chain, node.lineno))
+    for (first, rest), line in chains.items():
+        for root in meanings.get(first, ()):
+            lines.setdefault(root + rest, line)
+    if any(is_migrated(name) or advice_for_call(name) is not None for name in lines):
+        return FileRelevance(True)
+    users = [(line, library) for name, line in lines.items() if (library := group_user(name)) is not None]
+    return FileRelevance(False, min(users, default=None))
 
 
 def imports_of(text: str) -> Iterator[str]:
     """Yields the qualified names of a file's imports, or nothing if the file cannot be parsed."""
-    tree = _parsed(text)
+    tree = syntax_tree(text)
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from (name for name, local in _bindings(node) if local != "*")
-
-
-def _parsed(text: str) -> ast.Module | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # e.g. invalid escape sequences in the program
-            return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
 
 
 def _bindings(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
@@ -105,30 +120,35 @@ def _chain(node: ast.expr) -> tuple[str, str] | None:
     return node.id, "".join(f".{part}" for part in reversed(parts))
 
 
-def choose_mode(readings: Mapping[str, PythonSource]) -> ModeChoice:
-    """Returns the mode for a program. `readings` maps file names to parsed files.
+def choose_mode(readings: Mapping[str, PythonSource], group_users: Mapping[str, tuple[int, str]]) -> ModeChoice:
+    """Returns the mode for a program.
 
     FSDP, DTensor, torch's checkpoints and some libraries require torch's default group. A program that uses any of
     these keeps torch.distributed and only changes its backend.
+
+    Args:
+        readings: The parsed files, by file name.
+        group_users: The other files that use such a library, with the line and the library.
     """
-    for file, reading in sorted(readings.items()):
-        for place in sorted(reading.concerning(), key=lambda place: place.line):
-            if needs_torchs_groups(place.name):
-                return ModeChoice(
-                    MigrationMode.PLUGIN, f"{file}:{place.line} uses {place.name}, which is built on torch's groups"
-                )
-        for line, module in reading.stars:
-            if needs_torchs_groups(f"{module}.*"):
-                return ModeChoice(
-                    MigrationMode.PLUGIN, f"{file}:{line} imports * from {module}, whose names are not known"
-                )
-        everything: list[Imported | NameUse] = [*reading.imports, *reading.uses]
-        for found in everything:
-            if (library := group_user(found.name)) is not None:
-                return ModeChoice(
-                    MigrationMode.PLUGIN, f"{file}:{found.line} uses {library}, which uses torch's default group"
-                )
-    return ModeChoice(MigrationMode.IMPORT)
+    reasons = {file: f"{file}:{line} uses {library}, {_USES_GROUPS}" for file, (line, library) in group_users.items()}
+    reasons |= {file: reason for file, reading in readings.items() if (reason := _reason_for_plugin(file, reading))}
+    if not reasons:
+        return ModeChoice(MigrationMode.IMPORT)
+    return ModeChoice(MigrationMode.PLUGIN, reasons[min(reasons)])
+
+
+def _reason_for_plugin(file: str, reading: PythonSource) -> str:
+    for place in sorted(reading.concerning(), key=lambda place: place.line):
+        if needs_torchs_groups(place.name):
+            return f"{file}:{place.line} uses {place.name}, which is built on torch's groups"
+    for line, module in reading.stars:
+        if needs_torchs_groups(f"{module}.*"):
+            return f"{file}:{line} imports * from {module}, whose names are not known"
+    everything: list[Imported | NameUse] = [*reading.imports, *reading.uses]
+    for found in everything:
+        if (library := group_user(found.name)) is not None:
+            return f"{file}:{found.line} uses {library}, {_USES_GROUPS}"
+    return ""
 
 
 def migrate_python(reading: PythonSource, way: MigrationMode) -> MigratedFile:

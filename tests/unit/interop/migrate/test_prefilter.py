@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import test_python_files
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,8 +11,8 @@ from paceline.interop.migrate import python_source
 from paceline.interop.migrate.call_rules import advice_for_call
 from paceline.interop.migrate.names import MigrationMode, group_user, is_migrated, needs_torchs_groups
 from paceline.interop.migrate.project import migrate
-from paceline.interop.migrate.python_files import imports_of, may_need_migration
-from paceline.interop.migrate.python_source import read_source
+from paceline.interop.migrate.python_files import choose_mode, imports_of, relevance_of
+from paceline.interop.migrate.python_source import PythonSource, read_source
 
 MODULES = (
     "torch", "torch.distributed", "torch.nn", "torch.nn.parallel", "torch.utils.data", "torch.multiprocessing",
@@ -40,33 +41,77 @@ uses = st.one_of(
     st.builds("f({}).{}".format, parts, parts),
     st.builds("'{}'".format, modules),
 )
+programs = st.lists(st.one_of(imports, uses), max_size=8).map(lambda lines: "".join(f"{line}\n" for line in lines))
 
 
-def is_concerned(text: str) -> bool:
-    """Returns True if anything that LibCST finds in a file is relevant to the migration."""
-    found = read_source(text)
-    names = [each.name for each in (*found.imports, *found.uses)]
-    return any(is_migrated(each) or advice_for_call(each) or group_user(each) for each in names) or any(
+def needs_migration(found: PythonSource) -> bool:
+    """Returns True if anything that LibCST finds in a file may have to be rewritten."""
+    names = [place.name for place in (*found.imports, *found.uses)]
+    return any(is_migrated(name) or advice_for_call(name) for name in names) or any(
         is_migrated(module) or needs_torchs_groups(f"{module}.*") for _, module in found.stars
     )
 
 
-@given(st.lists(st.one_of(imports, uses), max_size=8).map(lambda lines: "".join(f"{line}\n" for line in lines)))
+def uses_torchs_group(found: PythonSource) -> bool:
+    return any(group_user(place.name) is not None for place in (*found.imports, *found.uses))
+
+
+@given(programs)
 @example("from torch import distributed\n")
 @example("import torch.nn.parallel\ntorch.distributed\n")
 def test_no_file_that_concerns_the_migration_is_left_out(text):
-    assert may_need_migration(text) or not is_concerned(text)
-    assert sorted(imports_of(text)) == sorted(each.name for each in read_source(text).imports)
+    relevance, found = relevance_of(text), read_source(text)
+    assert relevance.needs_migration or not needs_migration(found)
+    assert relevance.needs_migration or relevance.group_user is not None or not uses_torchs_group(found)
+    assert sorted(imports_of(text)) == sorted(imported.name for imported in found.imports)
+
+
+@pytest.mark.parametrize(
+    "text", ["import os\n\nfrom timm import utils\n", "import os\nx = 1\nfrom timm import utils as u\nu.f()\n"]
+)
+def test_the_mode_is_the_same_without_parsing_in_full(text):
+    relevance = relevance_of(text)
+    assert not relevance.needs_migration and relevance.group_user == (3, "timm")
+    in_full = choose_mode({"train.py": read_source(text)}, {})
+    assert choose_mode({}, {"train.py": relevance.group_user}) == in_full
+    assert in_full.way is MigrationMode.PLUGIN and in_full.reason.startswith("train.py:3 uses timm, ")
+
+
+@given(programs)
+@example("import torch as a\ndef f(a):\n    a.nn()\n")
+@example("class C:\n    import torch as a\n    def f(self):\n        a.nn()\n")
+@example("import torch\ndel torch\n")
+@example("import torch as a\nmatch x:\n    case [*a]:\n        a.nn()\n")
+def test_scopes_are_analyzed_wherever_they_matter(text):
+    quick = read_source(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(python_source, "imports_are_unambiguous", lambda _: False)
+        in_full = read_source(text)
+    assert [(use.name, use.written, use.root, use.line) for use in quick.uses] == [
+        (use.name, use.written, use.root, use.line) for use in in_full.uses
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch as a\na.nn()\n",
+        "import torch.nn\nimport torch.distributed\ntorch.nn()\n",
+        "def f():\n    import torch as a\n    a.nn()\n",
+    ],
+)
+def test_ordinary_imports_are_unambiguous(text):
+    assert python_source.imports_are_unambiguous(text)
 
 
 def test_no_program_of_the_other_tests_is_left_out():
     for before, after in test_python_files.IMPORTS.values():
-        assert may_need_migration(before) or after is None or before == after
+        assert relevance_of(before).needs_migration or after is None or before == after
 
 
 def test_what_this_python_cannot_parse_is_read_in_full():
-    assert may_need_migration("import torch.distributed as dist\nmatch :=\n")
-    assert not may_need_migration("import torch\nprint 'no word of it'\n")
+    assert relevance_of("import torch.distributed as dist\nmatch :=\n").needs_migration
+    assert not relevance_of("import torch\nprint 'no word of it'\n").needs_migration
 
 
 def test_only_files_of_concern_are_read_in_full(tmp_path, monkeypatch):

@@ -154,7 +154,7 @@ TORCHS = (
 
 def migrated(text: str, way: MigrationMode | None = None):
     reading = read_source(text)
-    return migrate_python(reading, choose_mode({"train.py": reading}).way if way is None else way)
+    return migrate_python(reading, choose_mode({"train.py": reading}, {}).way if way is None else way)
 
 
 def todo(text: str) -> str:
@@ -208,7 +208,7 @@ def test_every_public_name_of_torch_is_ours_or_keeps_torch():
 @pytest.mark.parametrize("text", TORCHS)
 def test_what_is_built_on_torchs_groups_keeps_torch(text):
     reading = read_source(text)
-    choice = choose_mode({"train.py": reading})
+    choice = choose_mode({"train.py": reading}, {})
     assert choice.way is MigrationMode.PLUGIN
     assert choice.reason.startswith("train.py:")
     assert migrate_python(reading, choice.way).text.endswith(text)
