@@ -72,7 +72,7 @@ class Copying {
     // Copies the next `nbytes` of a stream into a slot without advancing the stream.
     void stage(const Stream& from, std::uint8_t* slot, std::size_t nbytes) const;
 
-    // Runs and times a part of a call that does not wait.
+    // Runs and times a part of a call in which this rank does not wait for others.
     template <class Work>
     void timed(Work work) {
         if (!is_measured_) {

@@ -48,7 +48,7 @@ class LaneSet {
     void blame(const Cause& cause) {
         if (mesh_) mesh_->blame(cause);
     }
-    // Returns the record of what this process's threads wait for.
+    // Returns the record of what this process's threads are waiting for.
     Waits& waits() { return mesh_ ? mesh_->waits() : alone_; }
     // Returns the id of this group as used in `Occasion`.
     std::uint64_t group() const { return group_; }

@@ -62,7 +62,7 @@ class Mesh {
     ChangeNotifier& changes() { return changes_; }
     int name(int rank) const { return names_[static_cast<std::size_t>(rank)]; }
 
-    // Returns the record of what this process's threads wait for.
+    // Returns the record of what this process's threads are waiting for.
     Waits& waits() { return waits_; }
 
     // Reports to the other ranks that this process gives up because of `cause`; a later cause replaces an earlier one.

@@ -329,7 +329,7 @@ class _Failed:
 
     def __init__(self, error: Exception, set_by: int | None) -> None:
         self._error = error
-        self.set_by = set_by  # the thread in which torch currently searches the value for tensors
+        self.set_by = set_by  # the thread in which torch is searching the value for tensors
 
     def raise_error(self, _: object) -> None:
         """Raises the error; called by the future's `wait` and `value`."""

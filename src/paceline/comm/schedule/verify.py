@@ -564,7 +564,7 @@ class TermExecution:
         """Runs the ranks in turn, each until it must wait for a message.
 
         Raises:
-            ScheduleError: all ranks wait for messages.
+            ScheduleError: all ranks are waiting for messages.
         """
         running = deque((rank, self._steps(rank)) for rank in range(len(self._schedules)))
         idle = 0

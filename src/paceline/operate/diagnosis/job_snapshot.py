@@ -267,7 +267,7 @@ class RankState:
         ending: the rank's exit status, or None while it runs.
         data_s: the time for which the rank has waited for data, in seconds.
         links: the rank's traffic to ranks on other hosts.
-        phase: the phase that the rank's device currently executes, or None.
+        phase: the phase that the rank's device is executing, or None.
     """
 
     rank: int

@@ -195,7 +195,7 @@ class LocalActivity:
             known = self._known.get(worker.number)
             if known is None or known.pid != worker.pid:
                 self.notes.leave_worker(worker.number, worker.pid, self._host, worker.recording)
-        for number in set(self._known) - set(running):  # the launcher stopped them without an exit status
+        for number in set(self._known) - set(running):  # the launcher stopped it and recorded no exit status
             self._ended(number, "")
         self._known = running
 

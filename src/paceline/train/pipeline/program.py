@@ -167,7 +167,7 @@ def make_pipeline_schedule(name: str, ranks: int, micro_batches: int, stages_per
     """Creates the schedule named `name`.
 
     Raises:
-        ValueError: the name is unknown, or the schedule does not support one of the numbers.
+        ValueError: the name is unknown, or the schedule does not support one of the other arguments.
     """
     if name not in SCHEDULES:
         raise ValueError(f"pipeline: unknown schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")

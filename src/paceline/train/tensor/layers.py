@@ -100,7 +100,7 @@ def split(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
 
 @eager
 def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-    """Concatenates the ranks' parts along `dim`, to size `length`; all ranks must then compute the same from them."""
+    """Concatenates the ranks' parts along `dim`, to size `length`; all ranks must then perform the same computation."""
     return _applied(_Joined, tensor, dim % tensor.ndim, length, group)
 
 

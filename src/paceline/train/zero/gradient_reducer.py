@@ -339,7 +339,7 @@ def total_norm(
 def clip(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
     """Scales gradients with total norm `total` to at most `max_norm`.
 
-    Like torch's function, this does not wait for the device.
+    Like `torch.nn.utils.clip_grad_norm_`, this does not wait for the device.
     """
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     on_devices = {scale.device: scale}

@@ -416,7 +416,7 @@ class CallStream:
         self._break(CallFailure(OutcomeCode.ABORTED))
 
     def leave(self) -> None:
-        """Rejects later calls and aborts a call that still waits for other ranks to connect; idempotent."""
+        """Rejects later calls and aborts a call that is waiting for other ranks to connect; idempotent."""
         self._leaving = True
 
     def drain(self) -> None:
