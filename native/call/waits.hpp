@@ -34,7 +34,7 @@ constexpr std::uint64_t group_of(std::uint64_t id) {
     return id & ~(std::uint64_t{1} << 63);
 }
 
-// A rank that another rank is waiting for. `name` is the same in all groups of a process.
+// A rank that another rank is waiting for. `name` identifies the rank in all groups of a process.
 struct Awaited {
     std::int32_t name;
     std::uint32_t reserved = 0;

@@ -64,7 +64,7 @@ def clip_grad_norm_(
 
 
 def _powers(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Returns the sum of absolute values raised to `norm_type`, or the maximum absolute value for an infinite order."""
+    """Returns the sum of absolute values raised to `norm_type`, or their maximum if `norm_type` is infinite."""
     norms = [
         torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
         .double()
@@ -78,7 +78,7 @@ def _powers(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _over_ranks(amount: torch.Tensor, group: ProcessGroup | None, norm_type: float) -> torch.Tensor:
-    """Returns the sum of the ranks' amounts, or their maximum for an infinite order."""
+    """Returns the sum of the ranks' amounts, or their maximum if `norm_type` is infinite."""
     if group is not None:
         amount = amount.clone()
         group.all_reduce(amount, ReduceOp.MAX if norm_type == float("inf") else ReduceOp.SUM)

@@ -154,7 +154,10 @@ class ProcessActivity:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the process is working: it or a child computes, waits for a core, accesses files, or has started."""
+        """Whether the process is working.
+
+        A working process uses a core or a disk, waits for a core, changes its stack, or starts other programs.
+        """
         is_at_disk = self.disk_bytes_s >= 1 << 17 or self.state is ProcessState.WAITS_FOR_DISK
         is_at_work = self.cores + self.waited_share >= 0.2 or self.state is ProcessState.RUNS
         return is_at_work or is_at_disk or self.moves or bool(self.child)

@@ -361,15 +361,15 @@ class Exchanges(Protocol):
         ...
 
     def mean(self, fragment: int, offer: Tensors) -> Tensors:
-        """Returns the mean of the ranks' tensors; called after all ranks have left."""
+        """Returns the mean of the ranks' tensors; called after `leave` has ended."""
         ...
 
     def most(self, number: int) -> int:
-        """Returns the maximum of `number` over all ranks; called after all ranks have left."""
+        """Returns the maximum of `number` over all ranks; called after `leave` has ended."""
         ...
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies the first rank's tensors to all ranks; called after all ranks have left."""
+        """Copies the first rank's tensors to all ranks; called after `leave` has ended."""
         ...
 
 
@@ -491,7 +491,7 @@ class BackgroundExchanges:
         self._next, self._policy = number, None
 
     def mean(self, fragment: int, offer: Tensors) -> Tensors:
-        """Returns the mean of the ranks' tensors; called after all ranks have left."""
+        """Returns the mean of the ranks' tensors; called after `leave` has ended."""
         self._averaging.average(self._group, fragment, offer, self._group.size())
         return offer
 

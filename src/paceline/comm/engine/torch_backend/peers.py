@@ -202,7 +202,7 @@ def _await(store: Store, keys: Sequence[str], deadline: float, stopped: Callable
 
 
 def _describe_shared(members: Sequence[RankIdentity], peers: Sequence[DevicePeer]) -> str | None:
-    """Returns a message that names two ranks with the same GPU, and the fix; None if no GPU is shared."""
+    """Returns a message about two ranks with the same GPU, with the fix; None if no GPU is shared."""
     first: dict[str, int] = {}
     for index, peer in enumerate(peers):
         other = first.setdefault(peer.gpu, index)

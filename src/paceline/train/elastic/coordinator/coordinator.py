@@ -145,7 +145,7 @@ class Coordinator:
             reports: The machines' reports.
             now_s: The current time, in seconds.
             addresses: The new addresses of launchers whose address has changed, by machine.
-            stores: For each machine, the store for the members' rendezvous while that machine coordinates.
+            stores: For each machine, the store for the members' rendezvous while its launcher is the coordinator.
         """
         known = merge_reports(reports)
         resume(self._job, known, now_s)

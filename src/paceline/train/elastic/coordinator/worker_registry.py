@@ -35,7 +35,7 @@ class MachineRecord:
         has_left: Whether the launcher has exited.
         has_announced_end: Whether the launcher itself announced its exit, which implies that its workers have exited.
         is_leaving: Whether the launcher will exit as soon as its workers have exited.
-        store: The store for the members' rendezvous if this launcher coordinates.
+        store: The store for the members' rendezvous if this launcher is the coordinator.
     """
 
     name: str
