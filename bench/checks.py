@@ -6,7 +6,7 @@ The same model is trained with the default checks and without checks, alternatin
 "barrier" is the bare model followed by a barrier after the backward pass. n counts steps; p50 and p95 are computed over
 the turns. "cost" is the median over turns of the step time with checks divided by that without, minus one. "looks" is
 the time spent in checks, measured by their own clock, as a share of the time of all steps with checks; the checks keep
-it below 0.5 % once they have measured a step.
+it below 0.5% once they have measured a step.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ small bridge program from the tests, which forwards about 8 Gbit/s, so they are 
 gloo alternate in the same processes with one thread per rank, and a barrier precedes each turn. p50 and p95 are
 computed over the turns, n is the number of calls, and the ratio is the median of a contestant divided by Paceline's.
 "of line" is the throughput, 2 (n - 1) / n times the size of the tensor divided by the time, as a fraction of the line
-rate available for payload (95.6 % with frames of 1500 bytes). `--algorithms` adds groups in which these algorithms are
+rate available for payload (95.6% with frames of 1500 bytes). `--algorithms` adds groups in which these algorithms are
 forced. `--wires` adds averages of normally distributed numbers that are rounded between hosts, with error feedback.
 """
 

@@ -8,7 +8,7 @@ host's link, the link between two hosts, or the uplink of each rack of two hosts
 with `--measured` Paceline measures it during rendezvous; Paceline chooses the algorithm accordingly. Fixed algorithms
 are forced in groups of their own. All of them alternate in the same processes, with one thread per rank, and each turn
 ends with a barrier, so it lasts until all ranks have the sum. "of optimum" is the shortest time that any schedule can
-achieve (derived in docs/uneven-networks.md), divided by the median; frames of 1500 bytes leave 95.6 % of a rate for the
+achieve (derived in docs/uneven-networks.md), divided by the median; frames of 1500 bytes leave 95.6% of a rate for the
 payload.
 """
 

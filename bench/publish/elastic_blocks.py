@@ -74,7 +74,7 @@ def _overhead(result: Result) -> list[tuple[str, str]]:
         rows = result.rows(case)
         times = ", ".join(f"{row['model']} {row[column]:.2f}" for row in rows)
         least, most = min(row["ratio of a turn p10"] for row in rows), max(row["p90"] for row in rows)
-        return f"{times} times as long (n = {rows[0]['n']}; 80 % of the ratios are between {least:.2f} and {most:.2f})"
+        return f"{times} times as long (n = {rows[0]['n']}; 80% of the ratios are between {least:.2f} and {most:.2f})"
 
     return [
         (

@@ -42,8 +42,8 @@ ENGLISH = Words(
     two_hosts="2 hosts, {size}",
     two_hosts_at_rate="2 hosts at 10 Gbit/s, {size}",
     four_hosts="4 hosts, {size}",
-    of_line=" ({of:.0f} % of the line)",
-    of_line_too=" ({of:.0f} %)",
+    of_line=" ({of:.0f}% of the line)",
+    of_line_too=" ({of:.0f}%)",
     others="With `paceline run`, two ranks finish their first all-reduce after {ours:.1f} s; with torchrun, after "
     "{theirs:.1f} s. Programs\n"
     'that use `torch.distributed` also become faster: with `init_process_group("paceline")`, an all-reduce of 4 B is\n'
@@ -65,8 +65,8 @@ CHINESE = Words(
     two_hosts="2 台主机，{size}",
     two_hosts_at_rate="2 台主机，10 Gbit/s，{size}",
     four_hosts="4 台主机，{size}",
-    of_line=" (带宽的 {of:.0f} %)",
-    of_line_too=" ({of:.0f} %)",
+    of_line=" (带宽的 {of:.0f}%)",
+    of_line_too=" ({of:.0f}%)",
     others="用 `paceline run` 启动时，两个进程在 {ours:.1f} 秒后完成第一次 all-reduce，"
     "用 torchrun 则需 {theirs:.1f} 秒。使用 `torch.distributed` 的程序同样受益：\n"
     '改用 `init_process_group("paceline")` 后，4 B 的 all-reduce 是 gloo 的 {small:.0f} 倍快，'

@@ -298,7 +298,7 @@ class Reducer:
         self._state = BackwardState.INCOMPLETE if is_awaited else BackwardState.IDLE
 
     def _require_used(self) -> None:
-        """Raises if forward used none of the parameters without a gradient, which no backward pass can then compute."""
+        """Raises if forward used none of the parameters that lack a gradient: no backward pass can compute them."""
         unused = self._unused_at_first
         if unused and self._outputs.unreached == 0:
             missing = self._gradients.missing()
