@@ -65,7 +65,7 @@ constexpr std::size_t staged(std::size_t nbytes, std::size_t room) {
 
 constexpr std::uint32_t kSlots = 4;
 // The size of a slot with two ranks, as a multiple of `slot_bytes`. Long all-reduces use the whole slot and wait a
-// third as often; this reduces the time for 1 MiB by 20 % and for 4 MiB by 30 %. reduce_scatter uses it too: with an
+// third as often; this reduces the time for 1 MiB by 20% and for 4 MiB by 30%. reduce_scatter uses it too: with an
 // update, larger parts absorb more of one rank's delays. With four ranks on two cores, larger slots did not speed up a
 // step with an update. Shorter calls rotate through the slot (`stage_in`), and each rank writes 1.5 MiB before it
 // reuses a cache line; doubling this was no faster.

@@ -72,7 +72,7 @@ class Hosts:
 
     `rate`, such as "1gbit", bounds what each interface sends, with headers. `delay_ms`, `loss` and `bridged` ask for
     the bridge; `seed` decides what is lost. What one TCP stream carried on two cores, in Gbit/s of payload, of which
-    packets of 1500 bytes leave 95.6 % of the rate, and those of `mtu=9000` 99.3 %:
+    packets of 1500 bytes leave 95.6% of the rate, and those of `mtu=9000` 99.3%:
 
         rate        switch     bridge
         none        20-40      8

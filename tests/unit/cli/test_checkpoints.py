@@ -157,7 +157,7 @@ def test_long_work_says_how_far_it_is(capsys):
     progress = ProgressPrinter("rank 0 wrote", clock=lambda: next(times))
     for done in (10**9, 3 * 10**9, 4 * 10**9):
         progress(done, 12 * 10**9)
-    assert capsys.readouterr().err == "rank 0 wrote 3.0 GB of 12.0 GB (25 %, 500.0 MB/s, 18 s to go)\n"
+    assert capsys.readouterr().err == "rank 0 wrote 3.0 GB of 12.0 GB (25%, 500.0 MB/s, 18 s to go)\n"
 
 
 def test_the_examples_in_docstrings_run():

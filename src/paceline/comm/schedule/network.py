@@ -230,8 +230,8 @@ def parse_links(text: str) -> dict[str, NetworkLink]:
             raise ValueError(f"the link {name!r} in {text!r} has no rate: specify one, such as {name}=25gbit,0.05ms")
         if values["bytes_per_s"] <= 0 or values.get("latency_s", 0.0) < 0 or not 0 <= values.get("loss", 0.0) < 1:
             raise ValueError(
-                f"the link {name!r} in {text!r} must have a rate above 0, a latency of at least 0, and a loss from 0 % "
-                f"to below 100 %, such as {name}=25gbit,0.05ms"
+                f"the link {name!r} in {text!r} must have a rate above 0, a latency of at least 0, and a loss from 0% "
+                f"to below 100%, such as {name}=25gbit,0.05ms"
             )
     if not parts:
         raise ValueError(f"{text!r} specifies no link: specify one, such as node=25gbit,0.05ms")

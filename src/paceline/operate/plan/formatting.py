@@ -46,7 +46,7 @@ def _unknowns(prediction: JobPrediction) -> str:
 def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
     """Formats changes on `nodes` nodes as a table, largest gain first."""
     if not advice:
-        return f"On {nodes} nodes, none of the changes that were tried gains 1 % or saves memory.\n"
+        return f"On {nodes} nodes, none of the changes that were tried gains 1% or saves memory.\n"
     rows = [("change", "rate", "step", "memory per rank", "but")]
     for each in advice:
         saved = each.saved_nbytes

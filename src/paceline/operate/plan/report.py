@@ -270,7 +270,7 @@ def _cells(each: JobPrediction) -> tuple[str, ...]:
 
 def _advice(advice: Sequence[Advice]) -> str:
     if not advice:
-        return "<p>None of the changes that were tried gains 1 % or saves memory.</p>"
+        return "<p>None of the changes that were tried gains 1% or saves memory.</p>"
     rows = [
         (
             each.change.what,

@@ -220,7 +220,7 @@ class ProgressPrinter:
         left = f", {(total - done) / rate:.0f} s to go" if rate and done < total else ""
         share = 100 * done // total if total else 100
         print(
-            f"{self._what} {size_text(done)} of {size_text(total)} ({share} %, {size_text(int(rate))}/s{left})",
+            f"{self._what} {size_text(done)} of {size_text(total)} ({share}%, {size_text(int(rate))}/s{left})",
             file=self._stream or sys.stderr,
             flush=True,
         )
