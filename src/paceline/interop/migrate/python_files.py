@@ -100,7 +100,7 @@ def imports_of(text: str) -> Iterator[str]:
 
 
 def _bindings(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Yields the qualified name and the local name of each import (`python_source.bindings` for Python's own AST)."""
+    """Yields the qualified name and the local name of each import; see `python_source.bindings` for LibCST's trees."""
     if isinstance(statement, ast.Import):
         for alias in statement.names:
             yield alias.name, alias.asname or alias.name

@@ -76,7 +76,11 @@ class CallMismatch:
 
 
 def predicted(past: Sequence[CallSignature], count: int = _LOOKS_AHEAD) -> list[CallSignature]:
-    """Predicts the next calls from those after the earlier point whose preceding calls best match the end of `past`."""
+    """Predicts the next `count` calls.
+
+    Finds the earlier point in `past` before which the calls match the end of `past` for longest, and repeats the calls
+    after that point.
+    """
     best, best_length = 0, 0
     for end in range(len(past) - 1, 0, -1):
         length = 0

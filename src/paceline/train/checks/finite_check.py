@@ -305,7 +305,7 @@ class GradientCheck:
             self._cost_s += time.perf_counter() - started
 
     def averaged(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Stores averages that are not in the gradients' memory; they are checked when the backward pass ends."""
+        """Includes averages outside the gradients' memory in the check at the end of the backward pass."""
         if self._bytes:
             self._seen += self._chosen([tensor for tensor in tensors if tensor.is_cpu])
             self._seen_on_device += [tensor for tensor in tensors if not tensor.is_cpu]

@@ -47,7 +47,7 @@ class ModuleChecks:
             self._gradients.look_at(list(found), list(found.values()))
 
     def averaged(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Stores averages that are not in the gradients' memory; see `GradientCheck.averaged`."""
+        """Includes averages outside the gradients' memory in the check; see `GradientCheck.averaged`."""
         if self._gradients is not None:
             self._gradients.averaged([gradient for gradient in gradients if gradient is not None])
 

@@ -137,7 +137,7 @@ class RecordedOperation(Protocol):
         """Sets the start and end times from events on a device; see `RecordedWork.follow`."""
 
     def end_behind(self, ended: AcceleratorEvent) -> None:
-        """Sets the end event if `follow` was called without it."""
+        """Sets the event after the operation if it was not passed to `follow`."""
 
     def end(self, outcome: int, /) -> None:
         """Records that the operation is complete; `outcome` is an `OutcomeCode`."""
@@ -194,7 +194,7 @@ class RecordedWork:
         DEVICE_WATCH.add(self._poll, device)
 
     def end_behind(self, ended: AcceleratorEvent) -> None:
-        """Sets the end event (a timing event) if `follow` was called without it."""
+        """Sets the timing event after the operation if it was not passed to `follow`."""
         with self._lock:
             self._ended = ended
 

@@ -406,7 +406,8 @@ class StagedChannel(EngineChannel):
         self, work: StagedWork, layout: StagedLayout, outcome: CallOutcome
     ) -> list[list[int]] | CallOutcome:
         if outcome.code == OutcomeCode.MISMATCH and self.inner.failure() == OutcomeCode.OK:
-            return self._exchange(work, layout)  # another rank called an operation with only one chunk
+            # Another rank's call has a single chunk and does not begin with this exchange, but then repeats it, too.
+            return self._exchange(work, layout)
         return _copied(outcome, calls=(), algorithms=())
 
     def _fail(self, work: StagedWork, outcome: CallOutcome) -> None:

@@ -42,8 +42,8 @@ _CONSEQUENCE_TEXTS = re.compile(
 )
 _LONGEST_TEXT = 1 << 16
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-# limits on failures in a message, and on the length of texts except the cause's
-_MOST_SENT, _TAIL_CHARACTERS = 256, 1000
+_MOST_SENT = 256  # the maximum number of failures in a message
+_TAIL_CHARACTERS = 1000  # the length to which the text of each failure other than the cause is truncated
 _LONGEST_SUMMARY = 200
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _OWN_FILES = (*STARTERS, "paceline/operate/plan/measure_worker.py", "<frozen runpy>")
