@@ -75,7 +75,7 @@ def examine(wheel: Path) -> None:
         "paceline/py.typed": "paceline/py.typed" in names,
         "paceline/__init__.pyi": "paceline/__init__.pyi" in names,
         "the classifier Typing :: Typed": "Classifier: Typing :: Typed" in told,
-        "the command paceline": "paceline = paceline.cli.main:main" in commands,
+        "the command paceline": "paceline = paceline.__main__:main" in commands,
         "the licence": any(name.endswith("/LICENSE") for name in names),
     }.items():
         if not is_there:

@@ -1,7 +1,22 @@
-"""Program `python -m paceline`: the `paceline` command."""
+"""Program `python -m paceline`, and entry point of the command `paceline`."""
+
+from __future__ import annotations
 
 import sys
 
-from paceline.cli.main import main
+from paceline.linux import die_on_interrupt
 
-sys.exit(main())
+
+def main() -> int:
+    """Runs the command line of this process; returns its exit code.
+
+    Ctrl-C kills the process until the command handles the signal. A job's launcher does so before it starts anything.
+    """
+    die_on_interrupt()
+    from paceline.cli.main import main as run_command_line
+
+    return run_command_line()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

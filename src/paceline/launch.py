@@ -6,12 +6,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from paceline.operate.launch.command import add_run_arguments, run
-from paceline.operate.launch.flags import Parser
+from paceline.linux import die_on_interrupt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a job like `paceline run`, but passes --local_rank=N to each worker unless --use-env is given."""
+    die_on_interrupt()
+    from paceline.operate.launch.command import add_run_arguments, run
+    from paceline.operate.launch.flags import Parser
+
     parser = Parser(
         prog="python -m paceline.launch",
         description="As `paceline run`, but passes --local_rank=N to each worker, unless --use-env is given.",

@@ -12,6 +12,8 @@ import fcntl
 import os
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from paceline.errors import OutOfDescriptorsError
 
@@ -57,6 +59,29 @@ def die_with_parent(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_on_interrupt() -> None:
+    """Makes Ctrl-C kill this process instead of raising KeyboardInterrupt, unless the parent has it ignored.
+
+    CPython discards an exception that is raised in the callbacks of its import locks, so a process that is importing
+    modules would miss the signal.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Makes Ctrl-C raise KeyboardInterrupt in the `with` block, even after `die_on_interrupt`."""
+    is_fatal = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if is_fatal:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if is_fatal:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:

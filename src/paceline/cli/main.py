@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
 from paceline.errors import CheckpointError
+from paceline.linux import interrupts_raised
 from paceline.operate.launch.command import add_run_arguments, run
 from paceline.operate.launch.flags import SHELLS, MissingShtabError, Parser, completion_script, is_flag
 
@@ -238,8 +239,6 @@ def _show_top(options: argparse.Namespace) -> int:
     except (NoRunningJobError, PageUnreachableError) as error:
         print(f"paceline top: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
@@ -493,10 +492,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_printing(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Runs a command that prints; returns its exit code, or 128 + SIGPIPE if the output was closed (`... | head`)."""
+    """Runs a command that prints; returns its exit code.
+
+    The code is 128 + SIGPIPE if the output was closed (`... | head`), and 128 + SIGINT after Ctrl-C.
+    """
     try:
-        code = command(options)
-        sys.stdout.flush()
+        with interrupts_raised():
+            code = command(options)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         if not _is_without_reader(sys.stdout.fileno()):
             raise

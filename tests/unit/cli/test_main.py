@@ -82,6 +82,15 @@ def test_a_reader_that_leaves_ends_a_command_silently():
     assert complaint == ""
 
 
+def test_ctrl_c_ends_a_command_without_a_traceback(capsys, monkeypatch):
+    def waits(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.cli.recordings.show_runs", waits)
+    assert main(["runs"]) == 128 + signal.SIGINT
+    assert capsys.readouterr() == ("", "")
+
+
 def test_another_broken_pipe_is_an_error(capfd, monkeypatch):
     def broken(options):
         raise BrokenPipeError("the connection to the other machine")

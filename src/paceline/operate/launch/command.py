@@ -29,7 +29,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, environment: Mapping[str,
 def run(options: argparse.Namespace) -> int:
     """Runs the job described by the flags, or prints it with --dry-run. Reports an error in one line.
 
-    Returns the exit code: 2 for invalid flags, 1 for other errors, 130 after Ctrl-C during the rendezvous of machines.
+    Returns the exit code: 2 for invalid flags, 1 for other errors, and 130 if Ctrl-C raised KeyboardInterrupt before
+    the launcher handled signals.
     """
     return run_command(options, _join if getattr(options, "token", None) else _run)
 
@@ -45,7 +46,7 @@ def run_command(options: argparse.Namespace, action: Callable[[argparse.Namespac
     except (PacelineError, ValueError, OSError) as error:
         print(f"paceline {getattr(options, 'command', 'run')}: {explain_os_error(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:  # during the rendezvous of machines, before any worker runs
+    except KeyboardInterrupt:  # where `interrupts_raised` applies, before any worker runs
         return 130
 
 

@@ -30,6 +30,7 @@ from zlib import crc32
 
 from paceline.comm.security.secret import chosen_level, job_secret
 from paceline.errors import RendezvousTimeoutError
+from paceline.linux import interrupts_raised
 from paceline.operate.launch.job import Job
 
 _PREFIX = "pl1-"
@@ -99,7 +100,8 @@ def read_token() -> str:
     # TCSADRAIN keeps a line that was pasted together with the command
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)
     try:
-        return sys.stdin.readline()
+        with interrupts_raised():  # the terminal must be restored
+            return sys.stdin.readline()
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, shown)
         print(file=sys.stderr)

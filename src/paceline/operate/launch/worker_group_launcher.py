@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from paceline.comm.security.authenticated_listener import ListeningEndpoint
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 from paceline.comm.security.secret import SecretFile
 from paceline.errors import RendezvousTimeoutError
+from paceline.linux import interrupts_raised
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
 from paceline.operate.launch.job import Job
 from paceline.operate.launch.launcher import Launcher, Workers
@@ -61,7 +63,10 @@ def run(job: Job, listener: ListeningEndpoint | None = None, secret: bytes | Non
     """
     cleanup = Cleanup()
     try:
-        with open_multiplexer(job):
+        # A secret under Slurm is in files, which must be removed even if Ctrl-C interrupts the rendezvous. Otherwise,
+        # Ctrl-C kills this process until `Launcher` handles it, and the guards clean up.
+        is_in_files = secret is None and job.scheduler is not None and job.scheduler.is_slurm
+        with open_multiplexer(job), interrupts_raised() if is_in_files else nullcontext():
             return _run(job, listener, secret, cleanup)
     finally:
         cleanup.close()

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from paceline import __version__
 from paceline.comm.one_port.dialer import chosen_port
 from paceline.comm.security.authenticated_listener import ListeningEndpoint
-from paceline.linux import die_with_parent
+from paceline.linux import die_on_interrupt, die_with_parent
 from paceline.operate.launch.option_types import OptionError
 from paceline.operate.launch.ssh.protocol import (
     FromLauncher,
@@ -144,6 +144,7 @@ def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
 
 def _launch(part: NodeAssignment) -> int:
     """Runs this machine's launcher; returns its exit code."""
+    die_on_interrupt()
     from paceline.operate.launch.command import add_run_arguments, run_command
     from paceline.operate.launch.flags import Parser
 
