@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import test_python_files
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from paceline.interop.migrate import python_source
 from paceline.interop.migrate.call_rules import advice_for_call
@@ -77,6 +78,7 @@ def test_the_mode_is_the_same_without_parsing_in_full(text):
     assert in_full.way is MigrationMode.PLUGIN and in_full.reason.startswith("train.py:3 uses timm, ")
 
 
+@settings(max_examples=examples(30))
 @given(programs)
 @example("import torch as a\ndef f(a):\n    a.nn()\n")
 @example("class C:\n    import torch as a\n    def f(self):\n        a.nn()\n")
