@@ -28,7 +28,7 @@ _LONGEST_COMMAND = 60
 _WELL = (
     "no problem was found: no rank failed, no rank kept others waiting at the end, and none was significantly slower"
 )
-_WELL_SO_FAR = "no problem was found: no rank has failed, none waits for another, and none is significantly slower"
+_WELL_SO_FAR = "no problem was found: no rank has failed, is waiting for another, or is significantly slower"
 
 
 def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:

@@ -170,8 +170,8 @@ def connect(
             elif now >= deadline:
                 raise StoreConnectionError(
                     f"no store responded at {place} after {now - started:.1f} s and {attempts} attempts; the last "
-                    f"error was: {error}. Check that rank 0 (or the launcher) runs, that the address and port are the "
-                    "same on every rank, and that no firewall blocks the connection"
+                    f"error was: {error}. Check that rank 0 (or the launcher) is running, that the address and port "
+                    "are the same on every rank, and that no firewall blocks the connection"
                 ) from error
             time.sleep(max(0.0, min(pause_s, deadline - now)))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

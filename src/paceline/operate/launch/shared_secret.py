@@ -135,7 +135,7 @@ class SlurmSecret:
             except OSError as error:
                 refusals.append(f"{directory} ({error.strerror})")
         if not self._written:
-            tried = " and ".join(refusals) or f"{' and '.join(_DIRECTORIES)}, which do not name a directory"
+            tried = " and ".join(refusals) or f"{' and '.join(_DIRECTORIES)}, which are not set to absolute paths"
             raise OSError(f"the job's secret cannot be stored for the other machines in {tried}; {_ADVICE}")
         return secret
 

@@ -120,7 +120,7 @@ class LogicalShards:
         if count < size:
             raise ValueError(
                 f"rank {self._group.ranks[rank]}: {count} shards cannot be shared by {size} ranks; "
-                "use a count that is at least the largest number of ranks you train on"
+                "use a count that is at least the maximum number of ranks on which you train"
             )
         self.count = count
         self.seed = seed

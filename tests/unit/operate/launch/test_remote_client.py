@@ -81,5 +81,5 @@ def test_a_pod_without_a_listener_is_a_matter_of_its_launcher(resolver):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     resolver("127.0.0.1")
-    with pytest.raises(RendezvousTimeoutError, match="Check that the launcher of machine 0 runs"):
+    with pytest.raises(RendezvousTimeoutError, match="Check that the launcher of machine 0 is running"):
         connect_in_time((NAME, port), SECRET, 0.1, lambda _: None)

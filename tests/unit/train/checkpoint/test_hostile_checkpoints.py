@@ -125,7 +125,7 @@ HOSTILE_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "negative elements": (lambda found: first_piece(found).update(flat=[-1, 5]), "elements -1 to 5 of"),
     "a negative shape": (set_in("tensors", "model/0.weight", "shape", [-2, -3]), "is invalid"),
     "a huge shape": (set_in("tensors", "model/0.weight", "shape", [1 << 61, 1 << 61]), "is invalid"),
-    "a large tensor": (grow, "the bytes .* of .* are named, which has"),
+    "a large tensor": (grow, "the bytes .* of .* are listed, but it has"),
     "a type of another size": (set_in("tensors", "model/0.weight", "dtype", "F64"), "digests|same bytes|named"),
     "an unknown type": (set_in("tensors", "model/0.weight", "dtype", "X9"), "the type X9 is unknown"),
     "no digests": (lambda found: first_piece(found).update(digests=[]), "a piece of 24 bytes has 0 digests"),

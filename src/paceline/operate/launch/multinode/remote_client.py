@@ -195,7 +195,7 @@ _ADVICE: dict[type[Exception], str] = {
         "publishNotReadyAddresses: true, which `paceline launch-script k8s` prints"
     ),
     Exception: (
-        "Check that the launcher of machine 0 runs, that this is its address, and that no firewall blocks the "
+        "Check that the launcher of machine 0 is running, that this is its address, and that no firewall blocks the "
         "connection"
     ),
 }

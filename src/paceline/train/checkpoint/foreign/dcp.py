@@ -355,7 +355,7 @@ class DcpDirectory:
         top = Path(self.path).resolve()
         path = (top / file).resolve()
         if not path.is_relative_to(top):
-            raise CheckpointError(f"{self.path}/.metadata names {file}, which is outside of the directory")
+            raise CheckpointError(f"{self.path}/.metadata refers to {file}, which is outside of the directory")
         return path
 
 

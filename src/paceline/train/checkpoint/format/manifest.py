@@ -285,7 +285,7 @@ def _fault_of_tensor(entry: TensorEntry, manifest: Manifest, used: dict[str, lis
             return f"a piece has {fault}"
         nbytes, file = count(piece.region) * ITEMSIZE[entry.dtype], manifest.files[piece.file]
         if not 0 <= piece.at <= piece.at + nbytes <= file.nbytes:
-            return f"the bytes {piece.at} to {piece.at + nbytes} of {piece.file} are named, which has {file.nbytes}"
+            return f"the bytes {piece.at} to {piece.at + nbytes} of {piece.file} are listed, but it has {file.nbytes}"
         if len(piece.digests) != max(-(-nbytes // manifest.block_nbytes), 1):
             return f"a piece of {nbytes} bytes has {len(piece.digests)} digests"
         if nbytes:

@@ -163,8 +163,8 @@ def judge(
     what = "result" if any(ballot.result != winner[0] for ballot in ballots) else "state"
     if 2 * votes <= len(counting):
         raise DivergenceError(
-            f"round {round_number}: the {what} differs between the workers {', '.join(names)}, and no majority of them "
-            f"agrees. {CAUSES}",
+            f"round {round_number}: the {what} differs between the workers {', '.join(names)}, and there is no "
+            f"majority. {CAUSES}",
             round_number=round_number,
             workers=tuple(names),
         )
