@@ -109,7 +109,7 @@ class CoordinatorSearch:
     _since_s: float = 0.0
     _waits_until_s: float = 0.0
     _order: list[int | None] = field(default_factory=list)  # machines still to try, where None means a pause
-    _is_turning: bool = False  # whether the coordinator named a successor that may still be reachable
+    _is_turning: bool = False  # whether the coordinator announced a successor that may still be reachable
     _alone_s: float | None = None  # the time at which all others first seemed to have exited
 
     def lost(self, leader: int, loss: ConnectionLoss, now_s: float) -> None:

@@ -140,7 +140,7 @@ class DilocoRounds:
     def _mean(
         self, group: ProcessGroup, number: int, fragment: int, offer: Tensors | None, running: _RunningSums | None
     ) -> Tensors:
-        """Returns the mean over the members of a view that have an offer, computed out of place."""
+        """Returns the mean of the members' offers, in separate memory; members without an offer are not counted."""
         parts = self._count(group, number, offer is not None)
         failpoint("mean.weighed")
         if running is not None and running.group is group:
