@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from paceline.comm.schedule import circulant, halving_doubling, hierarchical, quantised, ring, star, tree
-from paceline.comm.schedule.cost_model import Case, Cost, CostModel, doubling_rounds
-from paceline.comm.schedule.network import Network
+from paceline.comm.schedule.cost_model import Case, Cost, CostModel
 from paceline.comm.schedule.steps import ROOTED, Builder, Operation, RankTopology, Schedule
 
 _Entry: TypeAlias = tuple[Mapping[Operation, Builder], Mapping[Operation, Cost]]
@@ -259,38 +258,6 @@ def _forced(name: str, operation: Operation, candidates: Sequence[AlgorithmPredi
         if candidate.algorithm == name:
             return candidate
     raise ValueError(f"{name} does not support {operation}; these do: {', '.join(algorithms_offering(operation))}")
-
-
-def least_all_reduce_s(network: Network, nbytes: int) -> float:
-    """Returns a lower bound, in seconds, on the duration of an all-reduce with any algorithm.
-
-    Each of H hosts sends on average at least 2 (H - 1) / H of the bytes (Patarasuk and Yuan 2009), and the last byte is
-    delayed by the latency. The same is true of the ranks of one host.
-    """
-    n_hosts, per_host = len(network.hosts), len(network.hosts[0])
-    members, link = (n_hosts, network.node) if n_hosts > 1 else (per_host, network.within_host)
-    if members == 1:
-        return 0.0
-    return link.latency_s + _transfer_s(members, nbytes, link.bytes_per_s)
-
-
-def alpha_beta_s(network: Network, nbytes: int) -> float:
-    """Returns the alpha-beta bound, in seconds, for an all-reduce on H hosts with L ranks each.
-
-    ceil(log2 H) alpha + ceil(log2 L) alpha' + max(2 (H - 1) / H * nbytes * beta, 2 (L - 1) / L * nbytes * beta'), where
-    alpha and beta are the costs between hosts, and alpha' and beta' those within a host. The first two terms count the
-    rounds, each of which at most doubles the number of ranks that a rank's data has reached; the last one counts the
-    bytes that must be sent. No known algorithm attains both minima at once.
-    """
-    n_hosts, per_host = len(network.hosts), len(network.hosts[0])
-    far, near = network.node, network.within_host
-    waiting = doubling_rounds(n_hosts) * far.cost.alpha_s + doubling_rounds(per_host) * near.cost.alpha_s
-    moving = max(_transfer_s(n_hosts, nbytes, far.bytes_per_s), _transfer_s(per_host, nbytes, near.bytes_per_s))
-    return waiting + moving
-
-
-def _transfer_s(members: int, nbytes: int, bytes_per_s: float) -> float:
-    return 2 * (members - 1) / members * nbytes / bytes_per_s
 
 
 def explain_text(choice: AlgorithmChoice) -> str:

@@ -6,7 +6,7 @@ In an elastic job, the ranks may change between two batches.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -160,10 +160,6 @@ class RemainingSamples:
         """Returns the places that remain after the first `count`."""
         ahead = self.length - self.position
         return RemainingSamples(self.position + min(count, ahead), self.length, self.returned[max(0, count - ahead) :])
-
-    def with_returned(self, places: Collection[int]) -> RemainingSamples:
-        """Returns the remaining places with `places` appended."""
-        return RemainingSamples(self.position, self.length, (*self.returned, *places))
 
 
 class ReadBatch(NamedTuple):

@@ -89,11 +89,6 @@ class OuterParameters(nn.Module):
         """Returns pairs of a parameter and its outer copy."""
         return self._pairs
 
-    def is_covered_by(self, optimizer: Optimizer) -> bool:
-        """Returns True if the optimizer contains all outer copies."""
-        has = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        return all(id(copy) in has for copy in self.copies)
-
     @torch.no_grad()
     def difference(self, fragment: int) -> torch.Tensor:
         """Computes the outer gradient as a flat tensor: the outer parameters minus this rank's parameters."""

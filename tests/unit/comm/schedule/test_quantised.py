@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from equal_bits import require_equal_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
@@ -23,7 +24,7 @@ from paceline.comm.schedule.steps import (
     send,
     unpack,
 )
-from paceline.comm.schedule.verify import ScheduleError, require_equal_bits, verify
+from paceline.comm.schedule.verify import ScheduleError, verify
 
 OPERATIONS = list(QUANTISED["int8"])
 SLOT = BufferSlice(Buffer.WIRE, 0)

@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
-from paceline.comm.schedule.algorithms import ALGORITHMS, ALIKE, alpha_beta_s, build, choose, least_all_reduce_s
+from paceline.comm.schedule.algorithms import ALGORITHMS, ALIKE, build, choose
+from paceline.comm.schedule.cost_model import doubling_rounds
 from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup
 from paceline.comm.schedule.simulation import simulate_call, simulate_schedules
 from paceline.comm.schedule.steps import OWN_OUTPUT, Operation, Schedule, receive, send
@@ -16,6 +17,38 @@ MB = 1_000_000
 GIGABYTE = NetworkLink(0.001, 1e9)
 NEAR = NetworkLink(1e-6, 10e9)
 ALIKE_PAIRS = [(algorithm, operation) for algorithm in ALIKE for operation in sorted(ALIKE[algorithm])]
+
+
+def least_all_reduce_s(network: Network, nbytes: int) -> float:
+    """Returns a lower bound, in seconds, on the duration of an all-reduce with any algorithm.
+
+    Each of H hosts sends on average at least 2 (H - 1) / H of the bytes (Patarasuk and Yuan 2009), and the last byte is
+    delayed by the latency. The same is true of the ranks of one host.
+    """
+    n_hosts, per_host = len(network.hosts), len(network.hosts[0])
+    members, link = (n_hosts, network.node) if n_hosts > 1 else (per_host, network.within_host)
+    if members == 1:
+        return 0.0
+    return link.latency_s + _transfer_s(members, nbytes, link.bytes_per_s)
+
+
+def alpha_beta_s(network: Network, nbytes: int) -> float:
+    """Returns the alpha-beta bound, in seconds, for an all-reduce on H hosts with L ranks each.
+
+    ceil(log2 H) alpha + ceil(log2 L) alpha' + max(2 (H - 1) / H * nbytes * beta, 2 (L - 1) / L * nbytes * beta'), where
+    alpha and beta are the costs between hosts, and alpha' and beta' those within a host. The first two terms count the
+    rounds, each of which at most doubles the number of ranks that a rank's data has reached; the last one counts the
+    bytes that must be sent. No known algorithm attains both minima at once.
+    """
+    n_hosts, per_host = len(network.hosts), len(network.hosts[0])
+    far, near = network.node, network.within_host
+    waiting = doubling_rounds(n_hosts) * far.cost.alpha_s + doubling_rounds(per_host) * near.cost.alpha_s
+    moving = max(_transfer_s(n_hosts, nbytes, far.bytes_per_s), _transfer_s(per_host, nbytes, near.bytes_per_s))
+    return waiting + moving
+
+
+def _transfer_s(members: int, nbytes: int, bytes_per_s: float) -> float:
+    return 2 * (members - 1) / members * nbytes / bytes_per_s
 
 
 def one_each(n, node=GIGABYTE, gamma=0.0, **others):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from equal_bits import require_equal_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
@@ -11,7 +12,6 @@ from paceline.comm.schedule.network import Network, NetworkLink, UplinkGroup
 from paceline.comm.schedule.simulation import simulate_call, simulate_schedules
 from paceline.comm.schedule.steps import Operation
 from paceline.comm.schedule.synthesis import can_synthesise, choose_all_reduce, pack, synthesise
-from paceline.comm.schedule.verify import require_equal_bits
 
 MB = 1_000_000
 FAST, SLOW = NetworkLink(1e-4, 1e8), NetworkLink(1e-4, 2.5e7)
