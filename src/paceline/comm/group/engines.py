@@ -269,35 +269,16 @@ def require_permitted(engine: str, rank: int, members: Sequence[RankIdentity]) -
     Raises:
         ValueError: the engine is not permitted.
     """
-    if engine != _ENCRYPTS and chosen_level() == "encrypt":
-        require_one_host(engine, rank, members)
-    if engine != _ENCRYPTS and chosen_port() is not None:
-        require_ports(engine, rank, members)
-
-
-def require_one_host(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
-    """Checks that an unencrypted engine connects only ranks on one host.
-
-    Raises:
-        ValueError: there are several hosts.
-    """
     hosts = sorted({member.host for member in members})
-    if len(hosts) > 1:
+    if engine == _ENCRYPTS or len(hosts) == 1:
+        return
+    if chosen_level() == "encrypt":
         raise ValueError(
             f"rank {rank}: the security level is encrypt, and the engine {engine!r} sends tensors between the hosts "
             f"{', '.join(hosts)} without encryption; expected the engine 'paceline', which encrypts them. Use it for "
             "tensors between hosts, or choose --security auth and a network that you trust"
         )
-
-
-def require_ports(engine: str, rank: int, members: Sequence[RankIdentity]) -> None:
-    """Checks, in a job with a single port, that an engine with separate ports connects only ranks on one host.
-
-    Raises:
-        ValueError: there are several hosts.
-    """
-    hosts = sorted({member.host for member in members})
-    if len(hosts) > 1:
+    if chosen_port() is not None:
         raise ValueError(
             f"rank {rank}: the connections of this job use port {chosen_port()} only, and the engine {engine!r} would "
             f"connect the hosts {', '.join(hosts)} at ports of its own; expected the engine 'paceline'. Use it for "

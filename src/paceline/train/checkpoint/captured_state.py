@@ -108,23 +108,21 @@ class CapturedState:
 
     def add_tree(self, name: str, value: object) -> None:
         """Adds a tree of tensors and plain values that is the same on every rank."""
-        if isinstance(value, torch.Tensor):
-            self.add_tensor(name, value)
-            return
-        tensors: dict[str, torch.Tensor] = {}
-        self.values[name] = take_apart(name, value, tensors)
-        for full, tensor in tensors.items():
-            self.add_tensor(full, tensor)
+        self.everywhere |= {full: tensor.detach() for full, tensor in self.add_values(name, value).items()}
 
-    def hold_tree(self, name: str, value: object) -> None:
-        """Adds a tree that only this rank contributes."""
+    def add_values(self, name: str, value: object) -> dict[str, torch.Tensor]:
+        """Adds the plain values of a tree, and returns its tensors by name."""
         tensors: dict[str, torch.Tensor] = {}
         taken = take_apart(name, value, tensors)
         if not isinstance(value, torch.Tensor):
             self.values[name] = taken
         for full, tensor in tensors.items():
             require_dense(full, tensor)
-            self.held.append(whole_of(full, tensor.detach()))
+        return tensors
+
+    def hold_tree(self, name: str, value: object) -> None:
+        """Adds a tree that only this rank contributes."""
+        self.held += [whole_of(full, tensor.detach()) for full, tensor in self.add_values(name, value).items()]
 
     def add_object(self, name: str, state: object, *, is_everywhere: bool = True) -> None:
         """Adds a tree that may differ between ranks."""

@@ -16,9 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint.captured_state import CapturedState, require_dense, whole_of
+from paceline.train.checkpoint.captured_state import CapturedState, whole_of
 from paceline.train.checkpoint.format.values import join
-from paceline.train.checkpoint.pytree import take_apart
 from paceline.train.checkpoint.shard_layout import ShardLayout, is_first_of, parameters_of
 from paceline.train.pipeline.pipeline import index_in_model
 from paceline.train.zero.optimizer_state import to_state_dict
@@ -185,12 +184,7 @@ def _add_groups(name: str, groups: list[dict[str, Any]], into: CapturedState, nu
 
 def _offer(name: str, value: object, layout: ShardLayout, into: CapturedState) -> None:
     """Adds an optimizer value that belongs to a parameter divided among ranks, or present only on some of them."""
-    tensors: dict[str, torch.Tensor] = {}
-    taken = take_apart(name, value, tensors)
-    if not isinstance(value, torch.Tensor):
-        into.values[name] = taken
-    for full, tensor in tensors.items():
-        require_dense(full, tensor)
+    for full, tensor in into.add_values(name, value).items():
         is_divided = layout.applies_to(tensor, full)
         for region in layout.local_regions(full, tensor) if is_divided else [whole_of(full, tensor.detach())]:
             into.offer(region)

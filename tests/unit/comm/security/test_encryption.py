@@ -17,7 +17,7 @@ from sampling import examples
 from paceline.comm.engine.api import BackendChoice
 from paceline.comm.engine.failures import RankIdentity
 from paceline.comm.group import engines as of_groups
-from paceline.comm.group.engines import permitted, require_one_host
+from paceline.comm.group.engines import permitted, require_permitted
 from paceline.comm.security import encryption
 from paceline.comm.security.authenticated_listener import AuthenticatedListener
 from paceline.comm.security.encryption import EncryptedSocket, encrypt_as_client
@@ -84,11 +84,12 @@ def test_none_is_for_loopback_unless_insisted_on(monkeypatch):
     require_secret("10.0.0.1", None)
 
 
-def test_other_engines_do_not_connect_hosts_at_encrypt():
+def test_other_engines_do_not_connect_hosts_at_encrypt(monkeypatch):
+    monkeypatch.setenv("PACELINE_SECURITY", "encrypt")
     members = [RankIdentity(0, "here", 1), RankIdentity(1, "there", 2)]
-    require_one_host("gloo", 0, members[:1])
+    require_permitted("gloo", 0, members[:1])
     with pytest.raises(ValueError, match="rank 0.*'gloo' sends tensors between the hosts here, there.*'paceline'"):
-        require_one_host("gloo", 0, members)
+        require_permitted("gloo", 0, members)
 
 
 def test_nccl_is_refused_at_once_where_it_must_encrypt(monkeypatch):

@@ -36,7 +36,7 @@ class FlatBuffer:
     """
 
     def __init__(self, pieces: Iterable[Pieces]) -> None:
-        self._pieces = _joined(pieces)
+        self._pieces = adjacent_spans(pieces)
         self.nbytes = sum(nbytes for _, nbytes in self._pieces)
         self._copy: torch.Tensor | None = None
         if len(self._pieces) > 1:
@@ -67,7 +67,8 @@ class FlatBuffer:
         return tensor_at(self.address, self.nbytes, dtype)
 
 
-def _joined(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
+def adjacent_spans(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
+    """Returns the addresses and lengths of pieces in bytes; pieces that are adjacent in memory are merged."""
     joined: list[tuple[int, int]] = []
     for tensor in pieces:
         for address, nbytes in zip(tensor[::2], tensor[1::2], strict=True):

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.engine.adapters.device_streams import copy_pieces, memory_at
-from paceline.comm.engine.adapters.schedule_executor import FlatBuffer
+from paceline.comm.engine.adapters.schedule_executor import FlatBuffer, adjacent_spans
 from paceline.comm.engine.channel import DTYPES, CollectiveCall, DevicePieces, Pieces, ReduceOp
 from paceline.comm.schedule.steps import Operation
 
@@ -53,7 +53,7 @@ class DeviceBuffer:
             tensor = pieces[0].tensors[0]
             self._flat = tensor.as_strided((tensor.numel(),), (1,))
             return
-        spans = _adjacent(pieces)
+        spans = adjacent_spans(pieces)
         self._pieces = [memory_at(address, nbytes, device) for address, nbytes in spans]
         self._is_copy = len(spans) > 1
         if self._is_copy:
@@ -78,17 +78,6 @@ class DeviceBuffer:
 
     def _parts(self) -> list[torch.Tensor]:
         return list(self._flat.split([piece.numel() for piece in self._pieces]))
-
-
-def _adjacent(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
-    spans: list[tuple[int, int]] = []
-    for tensor in pieces:
-        for address, nbytes in zip(tensor[::2], tensor[1::2], strict=True):
-            if nbytes and spans and sum(spans[-1]) == address:
-                spans[-1] = spans[-1][0], spans[-1][1] + nbytes
-            elif nbytes:
-                spans.append((address, nbytes))
-    return spans
 
 
 class TorchReduction(NamedTuple):

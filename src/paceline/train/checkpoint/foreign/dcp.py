@@ -14,6 +14,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from paceline.train.checkpoint.foreign.record_unpickler import (
     unpickle,
 )
 from paceline.train.checkpoint.format.local_storage import open_regular
+from paceline.train.checkpoint.format.regions import Box, boxes_overlap
 from paceline.train.checkpoint.format.values import TensorRef, escaped
 from paceline.train.checkpoint.pytree import take_apart
 
@@ -263,17 +265,8 @@ def _is_covered(shape: tuple[int, ...], blocks: Mapping[tuple[int, ...], tuple[i
         return True
     if len(blocks) > _MOST_IRREGULAR:
         return False
-    listed = list(blocks.items())
-    return not any(_overlap(*one, *other) for index, one in enumerate(listed) for other in listed[:index])
-
-
-def _overlap(
-    one: tuple[int, ...], sizes: tuple[int, ...], other: tuple[int, ...], other_sizes: tuple[int, ...]
-) -> bool:
-    return all(
-        first < second + width and second < first + size
-        for first, size, second, width in zip(one, sizes, other, other_sizes, strict=True)
-    )
+    boxes = [Box(offset, sizes) for offset, sizes in blocks.items()]
+    return not any(boxes_overlap(one, other) for one, other in combinations(boxes, 2))
 
 
 class DcpDirectory:

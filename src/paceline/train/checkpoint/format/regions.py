@@ -180,14 +180,15 @@ def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
     for box in sorted(boxes, key=lambda box: box.offset):
         open_boxes = [other for other in open_boxes if other.offset[0] + other.shape[0] > box.offset[0]]
         for other in open_boxes:
-            if _overlap(box, other):
+            if boxes_overlap(box, other):
                 return f"the blocks at {list(other.offset)} and at {list(box.offset)} overlap"
         open_boxes.append(box)
     held, total = sum(map(count, boxes)), prod(shape)
     return f"no rank holds {total - held} of the {total} elements" if held < total else None
 
 
-def _overlap(one: Box, other: Box) -> bool:
+def boxes_overlap(one: Box, other: Box) -> bool:
+    """Returns whether two blocks of a tensor have an element in common."""
     return all(
         first < second + extent and second < first + size
         for first, size, second, extent in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
