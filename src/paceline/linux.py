@@ -147,6 +147,16 @@ def _checked(result: int, name: str) -> int:
     return result
 
 
+def process_fields(pid: int | str, root: str = "/proc") -> list[str]:
+    """Returns the fields of /proc/PID/stat after the program's name; the first one is the state (see proc(5)).
+
+    Raises:
+        OSError: there is no such process.
+    """
+    with open(f"{root}/{pid}/stat", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
+
+
 def waits_for_stdin(pid: int, root: str = "/proc") -> bool:
     """Returns True if the main thread of a process is known to be waiting for input on descriptor 0."""
     try:

@@ -24,6 +24,7 @@ from paceline.comm.security.secret import (
     is_loopback,
     job_secret,
 )
+from paceline.linux import process_fields
 from paceline.operate.launch.workers.cleanup import marked
 
 _LISTENS = "0A"  # TCP_LISTEN
@@ -107,7 +108,7 @@ def _processes_of_jobs() -> list[int]:
 
 def _parent(pid: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        return int(process_fields(pid)[1])
     except OSError:
         return 0
 

@@ -23,7 +23,7 @@ from paceline.errors import (
     PeerLostError,
     and_more,
 )
-from paceline.linux import out_of_descriptors_error
+from paceline.linux import out_of_descriptors_error, process_fields
 
 _MOST_NAMED = 4  # maximum number of ranks in a list
 _MOST_CALLS = 8  # maximum number of different calls in a message
@@ -83,7 +83,7 @@ class ProcessIdentity:
     @staticmethod
     def mine() -> ProcessIdentity:
         """Returns the identity of the calling process."""
-        return ProcessIdentity(_namespace(), os.getpid(), int(_stat("self")[_STARTED]))
+        return ProcessIdentity(_namespace(), os.getpid(), int(process_fields("self")[_STARTED]))
 
     @staticmethod
     def of(pid: int) -> ProcessIdentity:
@@ -93,7 +93,7 @@ class ProcessIdentity:
             ProcessLookupError: there is no such process.
         """
         try:
-            return ProcessIdentity(_namespace(), pid, int(_stat(str(pid))[_STARTED]))
+            return ProcessIdentity(_namespace(), pid, int(process_fields(pid)[_STARTED]))
         except FileNotFoundError:
             raise ProcessLookupError(f"process {pid} has ended") from None
 
@@ -104,14 +104,10 @@ class ProcessIdentity:
         if self.namespace != _namespace() or os.readlink("/proc/self") != str(os.getpid()):
             return None
         try:
-            stat = _stat(str(self.pid))
+            stat = process_fields(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return True
         return stat[_STATE] in _ENDED or int(stat[_STARTED]) != self.started
-
-
-def _stat(process: str) -> list[str]:
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def _namespace() -> str:

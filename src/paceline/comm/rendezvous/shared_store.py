@@ -21,6 +21,7 @@ from paceline.comm.store.file_store import FileStore
 from paceline.comm.store.store import Store
 from paceline.comm.store.tcp_store import PortInUseError, TCPStore
 from paceline.errors import PacelineError
+from paceline.linux import process_fields
 
 _RANK_BY_PMI = b"PMI_RANK="
 _PARENT, _START_TIME = 1, 19  # indices of the fields of /proc/PID/stat after the program's name
@@ -61,7 +62,7 @@ def _starter() -> str:
     """
     process = os.getpid()
     while True:
-        fields = _fields(process)
+        fields = process_fields(process)
         parent = int(fields[_PARENT])
         try:
             with open(f"/proc/{parent}/environ", "rb") as file:
@@ -69,13 +70,8 @@ def _starter() -> str:
         except OSError:  # the process belongs to another user
             is_rank = False
         if not is_rank:
-            return f"{parent}-{_fields(parent)[_START_TIME]}"
+            return f"{parent}-{process_fields(parent)[_START_TIME]}"
         process = parent
-
-
-def _fields(process: int) -> list[str]:
-    with open(f"/proc/{process}/stat") as file:
-        return file.read().rpartition(")")[2].split()
 
 
 def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -81,9 +81,14 @@ def write_own(path: str, content: bytes) -> None:
         OSError: the file cannot be written.
     """
     draft = f"{path}.{secrets.token_hex(4)}"
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPENING, 0o600), "wb") as file:
-        file.write(content)
-    os.replace(draft, path)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPENING, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise
 
 
 def append_to(path: str) -> int:

@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from paceline.linux import process_fields
 from paceline.operate.diagnosis.clock_offset import Offset
 
 RUNS_DIRECTORY_VARIABLE = "PACELINE_RUNS_DIR"
@@ -148,7 +149,7 @@ def _launcher_runs(facts: Mapping[str, Any]) -> bool:
     if facts["host"] != os.uname().nodename:
         return True
     try:
-        started = Path(f"/proc/{facts['pid']}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        started = process_fields(facts["pid"])[19]
     except (OSError, IndexError):
         return False
     return bool(started == facts["pid_started"])

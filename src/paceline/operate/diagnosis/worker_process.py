@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from paceline.errors import is_user_file
-from paceline.linux import pidfd_open, pidfd_send_signal, waits_for_stdin
+from paceline.linux import pidfd_open, pidfd_send_signal, process_fields, waits_for_stdin
 from paceline.operate.diagnosis.job_snapshot import Frame, ProcessActivity, ProcessState, StackLocation
 
 SIGNAL = signal.SIGRTMAX - 7  # rarely used by programs; keep in sync with `operate/launch/workers/bootstrap.py`
@@ -229,7 +229,10 @@ def threads(pid: int, root: Path = Path("/proc")) -> list[int]:
 
 def _stat(root: Path, pid: int) -> list[str]:
     """Returns the fields in /proc/PID/stat, starting with the state; empty if the process does not exist."""
-    return _read(root / str(pid) / "stat").rpartition(")")[2].split()
+    try:
+        return process_fields(pid, str(root))
+    except OSError:
+        return []
 
 
 def _read(path: Path) -> str:

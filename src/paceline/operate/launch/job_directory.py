@@ -152,7 +152,7 @@ def _working_directory() -> str:
 
 def _started() -> str:
     """Returns this process's start time in ticks since boot, to detect a reused pid."""
-    return Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]
+    return linux.process_fields("self")[19]
 
 
 def _versions() -> dict[str, str]:

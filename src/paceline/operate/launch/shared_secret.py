@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from paceline.comm.security.own_files import write_own
 from paceline.comm.security.secret import chosen_level, job_secret
 from paceline.errors import RendezvousTimeoutError
 from paceline.linux import interrupts_raised
@@ -172,16 +173,8 @@ class SlurmSecret:
         self._written.clear()
 
     def _write(self, directory: str, secret: bytes) -> None:
-        draft = os.path.join(directory, f"{self._name}.{secrets.token_hex(4)}")
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         path = os.path.join(directory, self._name)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(secret)
-            os.replace(draft, path)  # readers see either no file or the complete file
-        except BaseException:
-            os.unlink(draft)
-            raise
+        write_own(path, secret)  # atomically: readers see either no file or the complete file
         self._written.append(path)
 
     def _read(self, directory: str) -> bytes | None:

@@ -20,6 +20,7 @@ import msgspec
 from paceline.comm.security.secret import SECRET_FD_VARIABLE as SECRET_FD
 from paceline.comm.security.secret import SecretFile
 from paceline.comm.store.tcp_store import StoreServer, listen
+from paceline.linux import process_fields
 from paceline.operate.launch.elastic.worker_replacement import WorkerHistory
 from paceline.operate.launch.job import Job
 from paceline.operate.launch.job_directory import RecordingKeeper
@@ -142,8 +143,8 @@ class StoppedProcesses:
 
 def is_stopped(pid: int) -> bool:
     """Returns True if a process is stopped by a signal. A process held by a debugger does not count."""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as status:
-        return status.read().rpartition(b")")[2].split()[0] == b"T"
+    with contextlib.suppress(OSError, IndexError):
+        return process_fields(pid)[0] == "T"
     return False
 
 

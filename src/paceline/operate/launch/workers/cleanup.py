@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import _core
+from paceline.linux import process_fields
 
 CGROUP_VARIABLE = "PACELINE_CGROUP"  # the cgroup that a worker's bootstrap joins first
 
@@ -113,9 +114,9 @@ def children() -> set[int]:
     me = os.getpid()
     found = set()
     for pid in _all_pids():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as status:
-            state, parent = status.read().rpartition(b")")[2].split()[:2]
-            if int(parent) == me and state != b"Z":
+        with contextlib.suppress(OSError):
+            state, parent = process_fields(pid)[:2]
+            if int(parent) == me and state != "Z":
                 found.add(pid)
     return found
 

@@ -150,8 +150,10 @@ def _show(argv: list[str]) -> None:
     """Makes `ps` show `argv` instead of the template's arguments, truncated to the same length."""
     import ctypes
 
-    with suppress(OSError, ValueError, IndexError), open("/proc/self/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
+    from paceline.linux import process_fields
+
+    with suppress(OSError, ValueError, IndexError):
+        fields = process_fields("self")
         start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
         text = "\0".join(argv).encode(errors="surrogateescape")[: max(end - start - 1, 0)]
         if start:
