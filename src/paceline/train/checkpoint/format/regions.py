@@ -188,7 +188,7 @@ def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
 
 
 def boxes_overlap(one: Box, other: Box) -> bool:
-    """Returns whether two blocks of a tensor have an element in common."""
+    """Returns True if two blocks of a tensor have an element in common."""
     return all(
         first < second + extent and second < first + size
         for first, size, second, extent in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
