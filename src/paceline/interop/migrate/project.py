@@ -153,7 +153,7 @@ def _readings(
         raise MissingLibCST(
             f"{next(iter(texts))} is read with LibCST, which is not installed: pip install 'paceline[migrate]'"
         ) from None
-    from paceline.interop.migrate.python_files import relevance_of
+    from paceline.interop.migrate.python_files import summary_of
     from paceline.interop.migrate.python_source import read_source
 
     readings: dict[Path, PythonSource] = {}
@@ -163,10 +163,10 @@ def _readings(
     gc.disable()  # parsing frees no objects, and garbage collection would slow it down by about 10%
     try:
         for path, text in texts.items():
-            relevance = relevance_of(text)
-            if relevance.group_user is not None:
-                group_users[str(path)] = relevance.group_user
-            if not relevance.needs_migration:
+            summary = summary_of(text)
+            if summary.group_user is not None:
+                group_users[str(path)] = summary.group_user
+            if not summary.needs_migration:
                 continue
             try:
                 readings[path] = read_source(text)

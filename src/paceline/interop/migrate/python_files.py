@@ -49,8 +49,8 @@ _ON_ONE_LINE = {"lpar": None, "rpar": None}
 
 
 @dataclass(frozen=True)
-class FileRelevance:
-    """What a file means for the migration.
+class FileSummary:
+    """Summary of a file for the migration.
 
     Attributes:
         needs_migration: True if the file may have to be rewritten. The check ignores scopes, so it may be True for a
@@ -62,15 +62,15 @@ class FileRelevance:
     group_user: tuple[int, str] | None = None
 
 
-def relevance_of(text: str) -> FileRelevance:
+def summary_of(text: str) -> FileSummary:
     """Examines a file without LibCST."""
     if not any(all(word in text for word in words) for words in TELLING_WORDS):
-        return FileRelevance(False)
+        return FileSummary(False)
     if _IMPORTS_US.search(text):
-        return FileRelevance(True)
+        return FileSummary(True)
     tree = syntax_tree(text)
     if tree is None:
-        return FileRelevance(True)
+        return FileSummary(True)
     lines: dict[str, int] = {}  # first line of each qualified name
     meanings: dict[str, set[str]] = {}  # possible qualified names, by the first word of a dotted name
     chains: dict[tuple[str, str], int] = {}  # first line of each dotted name
@@ -86,9 +86,9 @@ def relevance_of(text: str) -> FileRelevance:
         for root in meanings.get(first, ()):
             lines.setdefault(root + rest, line)
     if any(is_migrated(name) or advice_for_call(name) is not None for name in lines):
-        return FileRelevance(True)
+        return FileSummary(True)
     users = [(line, library) for name, line in lines.items() if (library := group_user(name)) is not None]
-    return FileRelevance(False, min(users, default=None))
+    return FileSummary(False, min(users, default=None))
 
 
 def imports_of(text: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from paceline.interop.migrate import python_source
 from paceline.interop.migrate.call_rules import advice_for_call
 from paceline.interop.migrate.names import MigrationMode, group_user, is_migrated, needs_torchs_groups
 from paceline.interop.migrate.project import migrate
-from paceline.interop.migrate.python_files import choose_mode, imports_of, relevance_of
+from paceline.interop.migrate.python_files import choose_mode, imports_of, summary_of
 from paceline.interop.migrate.python_source import PythonSource, read_source
 
 MODULES = (
@@ -61,9 +61,9 @@ def uses_torchs_group(found: PythonSource) -> bool:
 @example("from torch import distributed\n")
 @example("import torch.nn.parallel\ntorch.distributed\n")
 def test_no_file_that_concerns_the_migration_is_left_out(text):
-    relevance, found = relevance_of(text), read_source(text)
-    assert relevance.needs_migration or not needs_migration(found)
-    assert relevance.needs_migration or relevance.group_user is not None or not uses_torchs_group(found)
+    summary, found = summary_of(text), read_source(text)
+    assert summary.needs_migration or not needs_migration(found)
+    assert summary.needs_migration or summary.group_user is not None or not uses_torchs_group(found)
     assert sorted(imports_of(text)) == sorted(imported.name for imported in found.imports)
 
 
@@ -71,10 +71,10 @@ def test_no_file_that_concerns_the_migration_is_left_out(text):
     "text", ["import os\n\nfrom timm import utils\n", "import os\nx = 1\nfrom timm import utils as u\nu.f()\n"]
 )
 def test_the_mode_is_the_same_without_parsing_in_full(text):
-    relevance = relevance_of(text)
-    assert not relevance.needs_migration and relevance.group_user == (3, "timm")
+    summary = summary_of(text)
+    assert not summary.needs_migration and summary.group_user == (3, "timm")
     in_full = choose_mode({"train.py": read_source(text)}, {})
-    assert choose_mode({}, {"train.py": relevance.group_user}) == in_full
+    assert choose_mode({}, {"train.py": summary.group_user}) == in_full
     assert in_full.way is MigrationMode.PLUGIN and in_full.reason.startswith("train.py:3 uses timm, ")
 
 
@@ -108,12 +108,12 @@ def test_ordinary_imports_are_unambiguous(text):
 
 def test_no_program_of_the_other_tests_is_left_out():
     for before, after in test_python_files.IMPORTS.values():
-        assert relevance_of(before).needs_migration or after is None or before == after
+        assert summary_of(before).needs_migration or after is None or before == after
 
 
 def test_what_this_python_cannot_parse_is_read_in_full():
-    assert relevance_of("import torch.distributed as dist\nmatch :=\n").needs_migration
-    assert not relevance_of("import torch\nprint 'no word of it'\n").needs_migration
+    assert summary_of("import torch.distributed as dist\nmatch :=\n").needs_migration
+    assert not summary_of("import torch\nprint 'no word of it'\n").needs_migration
 
 
 def test_only_files_of_concern_are_read_in_full(tmp_path, monkeypatch):
