@@ -21,7 +21,7 @@ from report import parser, show
 from paceline.cli.doctor.command import Confidence, Diagnostic, check_script
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-from planted_mistakes import HEALTHY, MISTAKES
+from planted_mistakes import HEALTHY, RANK_MISTAKES, TRAINING_MISTAKES
 
 REPOSITORIES = [
     "KellerJordan/modded-nanogpt", "NVIDIA/apex", "NVlabs/stylegan3", "HobbitLong/SupContrast", "WongKinYiu/yolov7",
@@ -70,7 +70,7 @@ def check(path: Path) -> list[tuple[str, Diagnostic]] | None:
 
 
 def planted() -> dict[str, object]:
-    scripts = [(rule, text) for rule, texts in MISTAKES.items() for text in texts]
+    scripts = [(rule, text) for rule, texts in {**RANK_MISTAKES, **TRAINING_MISTAKES}.items() for text in texts]
     found = [[each.about for each in certain(text)] for _, text in scripts]
     wrong = sum(name != rule for names, (rule, _) in zip(found, scripts, strict=True) for name in names)
     hits = sum(rule in names for names, (rule, _) in zip(found, scripts, strict=True))

@@ -51,7 +51,7 @@ LONG = (
     "test_failpoints.py",
     "test_batches.py",
     "test_schedules.py",
-    "test_failover.py",
+    "test_election_schedules.py",
 )
 
 

@@ -31,7 +31,7 @@ def _started(text: str) -> str:
     return _START.lstrip() + _script(text)
 
 
-MISTAKES: dict[str, list[str]] = {
+RANK_MISTAKES: dict[str, list[str]] = {
     "no-main-guard": [
         _script("""
             import torch.multiprocessing as mp
@@ -443,6 +443,10 @@ MISTAKES: dict[str, list[str]] = {
             main()
         """),
     ],
+}
+"""By rule of `rank_rules.py`."""
+
+TRAINING_MISTAKES: dict[str, list[str]] = {
     "changed-after-wrap": [
         _started("model.module.head = nn.Linear(4, 10)  # !"),
         _started("model.module[0] = nn.Linear(4, 10)  # !"),
@@ -672,6 +676,7 @@ MISTAKES: dict[str, list[str]] = {
         _started("os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']  # !"),
     ],
 }
+"""By rule of `training_rules.py`."""
 
 
 HEALTHY: dict[str, str] = {

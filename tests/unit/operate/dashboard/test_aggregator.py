@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 from simulated_training import Training
 
 from paceline.operate.dashboard.aggregator import DashboardAggregator, StragglerWatch, what_if_of
-from paceline.operate.dashboard.application import metrics
-from paceline.operate.dashboard.dashboard_state import PARTS, CallRow, DashboardState, Tail, Thinned, about
-from paceline.operate.dashboard.event_stream import Feed, changes
+from paceline.operate.dashboard.dashboard_state import PARTS, CallRow, DashboardState
 from paceline.operate.dashboard.job_sample import (
     CallTally,
     JobInfo,
@@ -183,97 +180,6 @@ def test_values_are_joined_over_the_ranks_that_log_them():
     assert {point.step for point in points if point.name == "lr"} == set(range(8))
 
 
-def test_long_curves_keep_their_spikes():
-    thinned = Thinned(most=64)
-    from paceline.operate.dashboard.dashboard_state import Point
-
-    for step in range(10_000):
-        value = 50.0 if step == 1234 else 1.0
-        thinned.add(Point("loss", step, value, value, value))
-    assert len(thinned.points) < 64
-    assert max(point.high for point in thinned.points) == 50.0
-    assert thinned.points[-1].step > 9_000
-
-
-def test_a_tail_forgets_its_beginning():
-    tail: Tail[int] = Tail(3)
-    tail.extend(range(5))
-    assert (tail.growing().items, tail.growing().first, tail.growing().end) == ((2, 3, 4), 2, 5)
-    assert tail.growing() is tail.growing()
-
-
-def merged(viewer: dict, message: bytes) -> None:
-    """Merges a message as static/state.js does."""
-    for name, value in json.loads(message).items():
-        if isinstance(value, dict) and "epoch" in value:
-            old = viewer.get(name, {"epoch": None, "first": 0, "items": []})
-            first = old["first"]
-            kept = old["items"][max(0, value["first"] - first) : max(0, value["from"] - first)]
-            items = kept + value["items"] if old["epoch"] == value["epoch"] else value["items"]
-            viewer[name] = {"epoch": value["epoch"], "first": value["first"], "from": value["first"], "items": items}
-        else:
-            viewer[name] = value
-
-
-@pytest.mark.parametrize("sees", [lambda number: True, lambda number: number % 7 == 0, lambda number: number > 30])
-def test_changes_lead_to_what_a_snapshot_shows(sees):
-    training, board, feed = Training(3, hangs=(1, 330)), DashboardAggregator(), Feed("life")
-    viewer: dict = {}
-    seen: str | None = None
-    for number in range(60):
-        training.run(0.9)
-        board.take(training.look())
-        feed.publish(board.state())
-        if sees(number):
-            for message in feed.since(seen):
-                if message.is_snapshot:
-                    viewer = {}
-                merged(viewer, message.data)
-                seen = f"life-{message.number}"
-    for message in feed.since(seen):
-        merged(viewer, message.data)
-    whole: dict = {}
-    merged(whole, feed.snapshot().data)
-    assert {name: value for name, value in viewer.items() if value is not None} == whole
-    assert viewer["verdict"]["ranks"] == [1]
-
-
-def test_what_has_not_changed_is_not_sent():
-    training, board = Training(2), DashboardAggregator()
-    training.run(2)
-    board.take(training.look())
-    before = board.state()
-    assert changes(before, board.state()) == {}
-    feed = Feed("life")
-    assert feed.publish(before) is not None
-    assert feed.publish(board.state()) is None
-
-
-def test_one_second_of_64_ranks_is_a_small_message():
-    training, board, feed = Training(64), DashboardAggregator(), Feed("life")
-    for _ in range(30):
-        training.run(1.0)
-        board.take(training.look())
-        message = feed.publish(board.state())
-    assert message is not None and len(message.data) < 64 * 2048
-
-
-def test_metrics_are_escaped_and_finite():
-    board = DashboardAggregator()
-    facts = JobInfo('a "job"\n', world_size=1)
-    board.take(
-        JobSample(
-            1.0, facts, (RankSample(0, "host\\x", values=((0, "loss", float("nan")),)),), verdict=StallNotice("stuck")
-        )
-    )
-    for step in range(1, 8):
-        board.take(JobSample(2.0, facts, (RankSample(0, "host\\x", values=((step, "loss", float("inf")),)),)))
-    text = metrics(board.state())
-    assert 'paceline_logged{job="a \\"job\\"\\n",name="loss"} +Inf' in text
-    assert 'host="host\\\\x"' in text
-    assert all(line.startswith(("# ", "paceline_")) for line in text.splitlines())
-
-
 def work(*own_s: float) -> StepWork:
     return StepWork(0, max(own_s), dict(enumerate(own_s)))
 
@@ -301,12 +207,6 @@ def test_a_stall_is_not_part_of_what_a_step_takes():
     assert board.state().figures.step == 100
     assert board.state().ranks[0].compute == 100
     assert max(column.duration for column in board.state().steps.items) == 16000, "the chart still shows it"
-
-
-def test_lengths_of_time_are_in_two_units_at_most():
-    assert [about(seconds) for seconds in (0.2, 45, 3599, 3600, 7260, 100 * 3600)] == [
-        "less than 1 s", "45 s", "1 h", "1 h", "2 h 1 min", "4 d 4 h",
-    ]  # fmt: skip
 
 
 def test_after_a_restart_steps_and_curves_go_on():

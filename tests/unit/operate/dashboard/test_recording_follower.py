@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
 
-from paceline.comm.record.layout import NBYTES, EventKind
-from paceline.comm.record.recorder import HANDED_VARIABLE, HandedMemory
-from paceline.operate.dashboard.event_queue import EventQueue, WorkerGone, WorkerRunning
-from paceline.operate.dashboard.job_sample import BucketTiming, JobEvent, JobInfo, Line, RankActivity, StallNotice
-from paceline.operate.dashboard.local_collector import LocalCollector
+from paceline.comm.record.layout import EventKind
+from paceline.operate.dashboard.job_sample import BucketTiming
 from paceline.operate.dashboard.recording_follower import (
     PastCall,
     RecordingFollower,
@@ -24,70 +17,6 @@ from paceline.operate.dashboard.recording_follower import (
     within,
     without,
 )
-
-WRITER = """
-import sys, time
-import paceline._core as core
-from paceline.comm.record.recorder import begin, identify
-from paceline.comm.record.layout import EventKind as K
-from paceline.comm.record.spans import begin_event
-from paceline.comm.record.log import log
-
-begin(); identify(1, 4)
-
-def step(number):
-    core.record_step(number)
-    whole = begin_event(K.STEP, "ddp", number)
-    for kind in (K.FORWARD, K.BACKWARD):
-        part = begin_event(kind)
-        if kind == K.BACKWARD:
-            time.sleep(0.01)
-            bucket = begin_event(K.BUCKET, "ddp", 0, 4096)
-            core.record_sent(bucket)
-        time.sleep(0.01)
-        if kind == K.BACKWARD:
-            core.record_end(bucket)
-        core.record_end(part)
-    log(loss=1.0 / number, samples=32, **({"total_steps": 50} if number == 1 else {}))
-    core.record_end(whole)
-
-for line in sys.stdin:
-    command, _, number = line.partition(" ")
-    exec(line)
-    print("done", flush=True)
-"""
-
-
-class Writer:
-    """A process that records events as instructed."""
-
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("recording")
-        os.ftruncate(self.fd, NBYTES)
-        handed = HandedMemory(self.fd, os.fstat(self.fd).st_ino, os.getpid())
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(WRITER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, HANDED_VARIABLE: str(handed)},
-        )  # fmt: skip
-
-    def do(self, line: str) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "done\n"
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        os.close(self.fd)
-
-
-@pytest.fixture
-def writer():
-    writer = Writer()
-    writer.do("pass")
-    yield writer
-    writer.close()
 
 
 def test_steps_come_when_they_have_ended_and_only_once(writer):
@@ -158,89 +87,6 @@ def test_values_of_a_program_without_steps_are_counted(writer):
 def test_memory_without_a_recording_has_no_news():
     assert RecordingFollower(lambda offset, nbytes: b"").update() is None
     assert RecordingFollower(lambda offset, nbytes: bytes(nbytes)).update() is None
-
-
-def test_a_lookout_sees_workers_and_what_is_noted(writer):
-    notes = EventQueue()
-    lookout = LocalCollector(notes, JobInfo("job", world_size=2))
-    try:
-        notes.leave_worker(1, writer.process.pid, "node0", writer.fd)
-        notes.leave(WorkerRunning(0, 1, "node0"))
-        writer.do("step(1)")
-        notes.leave(Line(time.monotonic(), 1, 1, "hello"))
-        notes.leave(JobEvent(time.monotonic(), "start", "2 ranks"))
-        sample = lookout.look()
-        assert [(each.rank, each.state) for each in sample.ranks] == [
-            (0, RankActivity.STARTING),
-            (1, RankActivity.TRAINING),
-        ]
-        assert sample.ranks[1].memory_nbytes > 1 << 20
-        assert sample.facts.total_steps == 50
-        assert [line.text for line in sample.lines] == ["hello"] and len(sample.events) == 1
-        notes.leave(StallNotice("rank 1 is stuck", (1,)))
-        notes.leave(WorkerGone(1, writer.process.pid, "killed by SIGKILL"))
-        sample = lookout.look()
-        assert sample.verdict is not None and sample.lines == ()
-        assert (sample.ranks[1].state, sample.ranks[1].doing) == (RankActivity.DEAD, "killed by SIGKILL")
-    finally:
-        lookout.close()
-    notes.leave_worker(1, 1, "node0", writer.fd)  # no reader is left, so the descriptor is not kept
-    os.fstat(writer.fd)
-
-
-def test_an_incomplete_script_makes_a_worker_dead(writer):
-    notes = EventQueue()
-    lookout = LocalCollector(notes, JobInfo("job", world_size=1))
-    notes.leave_worker(1, writer.process.pid, "node0", writer.fd)
-    writer.do("step(1)")
-    notes.leave(WorkerGone(1, writer.process.pid, None))
-    (rank,) = lookout.look().ranks
-    assert (rank.state, rank.doing) == (RankActivity.DEAD, "has ended without completing its script")
-    notes.leave(WorkerGone(1, writer.process.pid, ""))
-    (rank,) = lookout.look().ranks
-    assert (rank.state, rank.doing) == (RankActivity.ENDED, "")
-    lookout.close()
-
-
-def test_a_rank_in_a_long_call_keeps_its_links(writer):
-    now_s = time.monotonic()
-    notes = EventQueue()
-    lookout = LocalCollector(notes, JobInfo("job", world_size=1), clock=lambda: now_s)
-    notes.leave_worker(1, writer.process.pid, "node0", writer.fd)
-    writer.do("group = core.record_group('default', 'test', 7, 1, [0, 1])")
-    writer.do("call = core.RecordedCall(group, 1, 11, 0, 5, 4096, -1, False, -1); call.end(0, 4096)")
-    assert lookout.look().ranks[0].pending is None
-    now_s += 2
-    writer.do("call = core.RecordedCall(group, 1, 11, 0, 6, 4096, -1, False, -1); call.end(0, 4096)")
-    assert [link.kind for link in lookout.look().links] == ["shared memory"]
-    writer.do("stuck = core.RecordedCall(group, 1, 11, 0, 7, 4096, -1, False, -1)")
-    now_s = time.monotonic() + 60
-    sample = lookout.look()
-    assert [link.nbytes_per_s for link in sample.links] == [0.0]
-    pending = sample.ranks[0].pending
-    assert pending is not None and [call.is_open for call in pending.calls] == [False, False, True]
-    lookout.close()
-
-
-def test_a_worker_that_joins_late_counts_as_the_others(writer):
-    late = Writer()
-    notes = EventQueue()
-    lookout = LocalCollector(notes, JobInfo("job", world_size=2))
-    try:
-        notes.leave_worker(0, writer.process.pid, "node0", writer.fd)
-        writer.do("[step(n) for n in range(1, 12)]")
-        lookout.look()
-        notes.leave_worker(1, late.process.pid, "node0", late.fd)
-        late.do("step(1)")
-        lookout.look()
-        late.do("step(2)")
-        sample = lookout.look()
-        assert [each.step for each in sample.ranks] == [11, 12]
-        assert [step.step for step in sample.ranks[1].steps] == [12]
-        assert [step for step, _, _ in sample.ranks[1].values] == [12]
-    finally:
-        lookout.close()
-        late.close()
 
 
 def test_intervals_are_joined_cut_and_taken_out():

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import selectors
-import threading
 from dataclasses import replace
 
 import pytest
-from launching import wait_until
 
-from paceline.comm.record import layout
-from paceline.operate.diagnosis import failure_snapshot
 from paceline.operate.diagnosis.failure_snapshot import with_endings
 from paceline.operate.diagnosis.job_snapshot import (
     ExitReason,
@@ -23,7 +19,6 @@ from paceline.operate.diagnosis.job_snapshot import (
 )
 from paceline.operate.diagnosis.machine_snapshot import MachineSnapshot
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
-from paceline.operate.launch.watchdog import Watchdog
 from paceline.operate.launch.workers.failures import ExceptionNotice
 from paceline.operate.launch.workers.forker import Forker
 from paceline.operate.launch.workers.job_control import Keyboard
@@ -116,18 +111,3 @@ def test_an_error_that_came_meanwhile_names_its_line():
     workers = [WatchedWorker(0, 1, None, ending), WatchedWorker(1, 2, None)]
     found = with_endings(MachineSnapshot(1.0, (seen, replace(seen, rank=1, pid=2))), workers)
     assert [rank.ending for rank in found.ranks] == [ending, None]
-
-
-def test_what_a_verdict_needs_is_imported_when_a_worker_records(monkeypatch):
-    is_prepared = threading.Event()
-    monkeypatch.setattr(failure_snapshot, "prepare", is_prepared.set)
-    recording = os.memfd_create("recording")
-    os.truncate(recording, layout.NBYTES)
-    watcher = Watchdog(15.0, lambda: [WatchedWorker(0, os.getpid(), recording)], lambda body, is_failure: None)
-    watcher.tick(watcher.deadline_s)
-    assert not is_prepared.is_set(), "the workers have not begun"
-    os.pwrite(recording, layout.PROGRESS.pack(7, 1), layout.PROGRESS_AT)
-    watcher.tick(watcher.deadline_s)
-    wait_until(is_prepared.is_set)
-    watcher.close()
-    os.close(recording)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pty
+import termios
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import wait_until
 
 from paceline.errors import RendezvousTimeoutError
-from paceline.operate.launch.shared_secret import SlurmSecret
+from paceline.operate.launch.shared_secret import JoinToken, SlurmSecret, TokenError, read_token
 
 DEADLINE_S = 20.0
 
@@ -119,3 +126,37 @@ def test_a_link_is_not_followed(tmp_path):
 def test_no_place_to_leave_it_is_explained(tmp_path):
     with pytest.raises(OSError, match=r"cannot be stored .*missing \(No such file.*PACELINE_SECRET"):
         SlurmSecret(_step(tmp_path / "missing")).make()
+
+
+@given(st.text(min_size=1, max_size=60).filter(lambda text: len(text.encode()) < 256), st.integers(0, 65535))
+def test_a_token_brings_back_address_and_secret(host, port):
+    assert JoinToken.decode(f" {JoinToken(host, port, b's' * 32).encode()}\n") == JoinToken(host, port, b"s" * 32)
+
+
+def test_a_token_is_asked_for_at_a_terminal_and_not_shown(monkeypatch, capsys):
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "r+b", buffering=0) as terminal, os.fdopen(theirs) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(read_token)
+            wait_until(lambda: not termios.tcgetattr(stdin)[3] & termios.ECHO)
+            terminal.write(b"pl1-token\n")
+            assert asked.result(60) == "pl1-token\n"
+        assert termios.tcgetattr(stdin)[3] & termios.ECHO
+        os.set_blocking(terminal.fileno(), False)
+        assert b"pl1" not in (terminal.read(4096) or b"")
+    assert capsys.readouterr().err.startswith("join token: ")
+
+
+def test_a_token_comes_from_a_pipe(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("pl1-token\nfor the workers\n"))
+    assert read_token() == "pl1-token\n"
+
+
+def test_a_damaged_token_is_refused_and_the_secret_is_not_shown():
+    token = JoinToken("10.0.0.1", 29400, b"very secret bytes of this job!!!")
+    word = token.encode()
+    for wrong in (word[:-1], word[:-4] + "aaaa", word.replace("pl1-", ""), "pl1-", "pl1-!!", "hello"):
+        with pytest.raises(TokenError):
+            JoinToken.decode(wrong)
+    assert "secret bytes" not in repr(token)

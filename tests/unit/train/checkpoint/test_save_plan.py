@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-from collections import Counter
 from importlib import import_module
 from itertools import pairwise
 from math import prod
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.train.checkpoint.format.regions import untiled
-from paceline.train.checkpoint.pytree import put_together, take_apart, with_classes_of
 from paceline.train.checkpoint.save_plan import assign_bytes
 from paceline.train.checkpoint.shard_layout import parts_of_run
 
@@ -67,14 +65,3 @@ def test_runs_in_memory_are_found_in_the_tensor(order: list[int], shape: tuple[i
     rest = [*parts_of_run(tuple(permuted.shape), permuted.stride(), 0, start), *parts]
     rest += parts_of_run(tuple(permuted.shape), permuted.stride(), stop, prod(shape))
     assert untiled(tuple(permuted.shape), [part.region for part in rest]) is None
-
-
-def test_a_tree_comes_back_with_its_classes() -> None:
-    state = {"counts": Counter({3: 2}), 7: [torch.ones(2), (1, None)], "kind": torch.float16, "a/b": {"x@": 1.5}}
-    tensors: dict[str, torch.Tensor] = {}
-    taken = take_apart("s", state, tensors)
-    assert list(tensors) == ["s/7/0"]
-    back = with_classes_of(put_together(taken, tensors.__getitem__), state)
-    assert isinstance(back["counts"], Counter)
-    assert torch.equal(back[7][0], torch.ones(2))
-    assert (back[7][1], back["kind"], back["a/b"], back["counts"]) == ((1, None), torch.float16, {"x@": 1.5}, {3: 2})

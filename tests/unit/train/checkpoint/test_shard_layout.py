@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,6 @@ from paceline.train.checkpoint.captured_state import cut, whole_of
 from paceline.train.checkpoint.format.checkpoint import Checkpoint, open_checkpoint
 from paceline.train.checkpoint.format.regions import Box, Flat, Region, count, untiled
 from paceline.train.checkpoint.load import load_from
-from paceline.train.checkpoint.optimizers import Numbering, agreed
 from paceline.train.checkpoint.rank_channel import GroupChannel
 from paceline.train.checkpoint.save_plan import Offer, assign_offers
 from paceline.train.tensor.layers import bounds
@@ -290,29 +286,3 @@ def test_what_few_ranks_have_is_dealt_out_first():
     shared = Offer("shared", "F32", (1000,), Flat(0, 1000), 4000, False)
     shares = assign_offers([[alone, shared], [shared]], [0, 0], alignment=4)
     assert [sum(stop - start for _, start, stop in each) for each in shares] == [4000, 4000]
-
-
-@settings(max_examples=examples(40))
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(1, 4), st.randoms())
-def test_numbers_are_those_of_the_whole_models_optimizer(group_of, ranks, random):
-    """The parameter at each place of the model is in a group, and on one or more ranks."""
-    having = [random.sample(range(ranks), random.randint(1, ranks)) for _ in group_of]
-    outlines = [
-        {
-            "optimizer": [
-                [place for place, its in enumerate(group_of) if its == group and rank in having[place]]
-                for group in range(3)
-            ]
-        }
-        for rank in range(ranks)
-    ]
-    numbering = agreed([json.dumps(each).encode() for each in outlines])["optimizer"]
-    order = [place for group, place in sorted((its, place) for place, its in enumerate(group_of))]
-    assert numbering.of(order) == list(range(len(group_of)))
-    assert [len(each) for each in numbering.groups] == [group_of.count(group) for group in range(3)]
-
-
-def test_examples_of_the_numbering_run():
-    assert doctest.testmod(import_module("paceline.train.checkpoint.optimizers")).failed == 0
-    assert doctest.testmod(import_module("paceline.train.checkpoint.format.regions")).failed == 0
-    assert Numbering([[1], [0]]).of([0, 1]) == [1, 0]

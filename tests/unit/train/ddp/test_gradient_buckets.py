@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.train.ddp.gradient_buckets import FlatGradients
+from paceline.train.ddp.gradient_buckets import BucketGradients, FlatGradients, have_aliases, shares_memory
 
 SHAPES = [(3, 2), (), (0,), (4,)]
 
@@ -101,3 +101,113 @@ def test_memory_is_used_again_when_gradients_are_discarded():
         optimizer.step()
         optimizer.zero_grad()
     assert len(addresses) == 1
+
+
+def gradients_of(*params: nn.Parameter) -> BucketGradients:
+    return BucketGradients(params, [f"p{at}" for at in range(len(params))])
+
+
+def with_gradient(param: torch.Tensor, gradient: torch.Tensor) -> nn.Parameter:
+    param = nn.Parameter(param)
+    param.grad = gradient
+    return param
+
+
+def test_gradients_are_taken_where_they_are():
+    param = with_gradient(torch.ones(2, 3), torch.ones(2, 3))
+    memory = gradients_of(param).collect(copy_shared=False)
+    assert memory.pieces == [param.grad.data_ptr(), 24]
+    assert memory.copies == []
+
+
+def test_a_channels_last_gradient_is_taken_where_it_is():
+    weight = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    param = with_gradient(weight, torch.ones_like(weight))
+    assert gradients_of(param).collect(copy_shared=True).pieces[0] == param.grad.data_ptr()
+
+
+def test_a_gradient_of_another_layout_is_reduced_in_a_copy():
+    weight = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    param = with_gradient(weight, torch.randn(2, 3, 4, 4))
+    memory = gradients_of(param).collect(copy_shared=False)
+    (_, copy), gradient = memory.copies[0], param.grad.clone()
+    assert copy.stride() == param.stride()
+    copy.mul_(2)
+    memory.write_back()
+    assert torch.equal(param.grad, 2 * gradient)
+
+
+def test_a_conjugate_gradient_is_reduced_in_a_copy():
+    value = torch.randn(3, dtype=torch.complex64)
+    param = with_gradient(torch.ones(3, dtype=torch.complex64), value.conj())
+    memory = gradients_of(param).collect(copy_shared=False)
+    assert torch.equal(memory.tensors[0], value.conj().resolve_conj())
+    assert not memory.tensors[0].is_conj()
+
+
+def test_a_shared_gradient_is_reduced_in_place_unless_wary():
+    param = with_gradient(torch.ones(4), torch.randn(4))
+    other = param.grad.detach()
+    assert shares_memory(param.grad)
+    memory = gradients_of(param).collect(copy_shared=False)
+    assert memory.pieces[0] == other.data_ptr()
+    assert memory.copies == memory.successors == []
+
+
+def test_only_one_of_two_gradients_that_share_memory_is_replaced():
+    kept = torch.ones(2, 3, requires_grad=True)
+    param = nn.Parameter(torch.ones(3, 2))
+    (2 * (kept.view(6) + param.view(6))).sum().backward()
+    assert kept.grad.data_ptr() == param.grad.data_ptr()
+    memory = gradients_of(param).collect(copy_shared=True)
+    memory.tensors[0].fill_(5)
+    memory.write_back()
+    assert (param.grad == 5).all()
+    assert (kept.grad == 2).all()
+
+
+def test_a_gradient_that_is_a_view_of_the_users_buffer_stays_one():
+    buffer = torch.zeros(8)
+    param = with_gradient(torch.ones(4), buffer[4:])
+    memory = gradients_of(param).collect(copy_shared=True)
+    memory.tensors[0].fill_(5)
+    memory.write_back()
+    assert buffer.tolist() == [0] * 4 + [5] * 4
+
+
+def test_a_missing_gradient_is_named():
+    gradients = gradients_of(nn.Parameter(torch.ones(1)), with_gradient(torch.ones(1), torch.ones(1)))
+    assert gradients.collect(copy_shared=False) is None
+    assert gradients.missing() == ["p0"]
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    param = with_gradient(torch.ones(2, 2), torch.ones(2, 2).to_sparse())
+    with pytest.raises(TypeError, match=r"'p0'.*sparse_coo.*sparse=False"):
+        gradients_of(param).collect(copy_shared=False)
+
+
+def test_a_gradient_of_another_type_is_refused_by_name():
+    param = nn.Parameter(torch.ones(2))
+    gradients = gradients_of(param)
+    param.data = param.data.double()
+    param.grad = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"'p0'.*float64.*float32.*Convert the module first"):
+        gradients.collect(copy_shared=False)
+
+
+def test_a_gradient_that_is_a_part_of_another_is_seen():
+    storage = torch.randn(6)
+    whole, part = with_gradient(torch.ones(6), storage), with_gradient(torch.ones(2), storage[4:])
+    left, right = with_gradient(torch.ones(3), storage[:3]), with_gradient(torch.ones(3), storage[3:])
+    assert have_aliases([gradients_of(whole).collect(copy_shared=False), gradients_of(part).collect(copy_shared=False)])
+    assert have_aliases([gradients_of(left, part, right).collect(copy_shared=False)])
+    assert not have_aliases([gradients_of(right, left).collect(copy_shared=False)])
+
+
+def test_gradients_in_one_memory_are_seen():
+    storage = torch.randn(4)
+    a, b = with_gradient(torch.ones(4), storage.view(4)), with_gradient(torch.ones(2, 2), storage.view(2, 2))
+    empty = [with_gradient(torch.ones(0), torch.ones(0)) for _ in range(2)]
+    assert have_aliases([gradients_of(a).collect(copy_shared=False), gradients_of(b).collect(copy_shared=False)])
+    assert not have_aliases([gradients_of(a, *empty).collect(copy_shared=False)])

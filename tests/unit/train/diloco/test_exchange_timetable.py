@@ -18,7 +18,6 @@ from paceline.train.diloco.exchange_timetable import (
     UseResult,
     participants_after_waiting,
 )
-from paceline.train.diloco.outer_parameters import cut
 
 
 def actions(rhythm: ExchangeInterval, steps: int) -> dict[int, list[object]]:
@@ -177,14 +176,3 @@ def test_a_slow_rank_does_not_slow_the_others():
     slow = simulation.ranks[2]
     assert sum(verdict.takes_part[2] for verdict in simulation.held) >= 2, "its progress counts now and then"
     assert slow.course.steps >= 60, "it goes on with the others' number of steps"
-
-
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.data())
-def test_fragments_are_runs_of_similar_size(sizes, data):
-    fragments = data.draw(st.integers(1, len(sizes)))
-    runs = cut(sizes, fragments)
-    assert len(runs) == fragments
-    assert all(len(run) > 0 for run in runs)
-    assert [index for run in runs for index in run] == list(range(len(sizes)))
-    largest = max(sum(sizes[index] for index in run) for run in runs)
-    assert largest <= sum(sizes) / fragments + 2 * max(sizes)

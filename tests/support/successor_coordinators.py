@@ -1,0 +1,54 @@
+"""Coordinators of an elastic job that take over from another one, with the reports of their machines."""
+
+from __future__ import annotations
+
+from paceline.train.elastic.coordinator.coordinator import Coordinator
+from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
+from paceline.train.elastic.protocol import (
+    CoordinatorOrder,
+    Installed,
+    LauncherAddress,
+    MachineReport,
+    Ready,
+    ReplicatedJobState,
+    SendOrder,
+    View,
+    WorkerReport,
+)
+
+POLICY = CoordinatorPolicy(max_machines=3, return_patience_s=2.0)
+
+FIRST = View((1 << 32) + 1, ("0.0.0", "1.0.0", "2.0.0"), is_planned=False, store="0")
+
+PEERS = tuple(LauncherAddress(number, f"host-{number}", f"there:{number}") for number in range(3))
+
+KNOWN = ReplicatedJobState(1, 0, "same", FIRST.generation, (FIRST,), peers=PEERS)
+
+IN_FIRST = (Ready("same"), Installed(FIRST.generation, 0))
+
+
+def report(number: int, said: tuple = IN_FIRST, known: ReplicatedJobState = KNOWN, **rest: object) -> MachineReport:
+    workers = (WorkerReport(f"{number}.0.0", said),)
+    return MachineReport(number, f"host-{number}", 1, number, known, **{"workers": workers, **rest})
+
+
+def views(orders: list[CoordinatorOrder]) -> list[View]:
+    return [each.message for each in orders if isinstance(each, SendOrder) and isinstance(each.message, View)]
+
+
+def running(**slots: int) -> tuple[Coordinator, View]:
+    """Returns a job on machines `m0`, `m1`, ..., all of which have entered the view."""
+    coordinator = Coordinator(POLICY, 0.0, home="0", store="0")
+    orders: list[CoordinatorOrder] = []
+    for name in slots:
+        coordinator.machine_joined(name[1:], f"host-{name[1:]}", slots[name], 0.0, "there")
+        coordinator.machine_listed(name[1:], 0.0)
+    uids = [f"{name[1:]}.{slot}.0" for name in slots for slot in range(slots[name])]
+    for uid in uids:
+        coordinator.worker_started(uid, uid[0], 0.0)
+    for uid in uids:
+        orders = coordinator.worker_said(uid, Ready("same"), 0.0)
+    view = views(orders)[0]
+    for uid in uids:
+        coordinator.worker_said(uid, Installed(view.generation, 0), 0.0)
+    return coordinator, view

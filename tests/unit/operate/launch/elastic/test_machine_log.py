@@ -1,0 +1,39 @@
+"""A machine's log of the messages and failures of its workers."""
+
+from __future__ import annotations
+
+from paceline.operate.launch.elastic.machine_log import (
+    MOST_FAILURES,
+    ReplayableMessages,
+    ReportedFailures,
+)
+from paceline.operate.launch.workers.failures import Record, WorkerFailure
+from paceline.train.elastic.protocol import (
+    Broken,
+    Installed,
+    Leaving,
+    Ready,
+)
+
+
+def test_a_standing_keeps_what_still_matters():
+    standing = ReplayableMessages()
+    for message in (Ready("x"), Installed(1, 0), Broken(1, 4, "lost"), Installed(2, 4), Broken(2, 5, "lost")):
+        standing.heard(message)
+    assert standing.messages == [Ready("x"), Installed(2, 4), Broken(2, 5, "lost")]
+    standing.heard(Leaving("SIGTERM"))
+    standing.heard(Ready("x"))
+    assert standing.messages == [Leaving("SIGTERM"), Ready("x")]
+
+
+def failure(rank: int, time_s: float = 0.0, text: str = "oh") -> WorkerFailure:
+    return WorkerFailure(rank, 100 + rank, 1, time_s, Record(time_s, "ValueError", text), host="h")
+
+
+def test_blame_knows_each_failure_once_and_not_too_many():
+    blame = ReportedFailures()
+    assert blame.add([failure(0)]) and not blame.add([failure(0)])
+    assert blame.add(failure(rank, 1.0, "x" * 9999) for rank in range(1, 2 * MOST_FAILURES))
+    assert len(blame.failures) == MOST_FAILURES
+    assert sum(len(each.record.text) for each in blame.failures) < 1001 * MOST_FAILURES
+    assert not blame.add([failure(999)])

@@ -1,0 +1,86 @@
+"""Parts of the launcher that require no process."""
+
+from __future__ import annotations
+
+import select
+import signal
+import time
+from pathlib import Path
+
+from msgspec import structs
+
+from paceline.operate.launch.multinode.protocol import LARGEST, Stopped, encode
+from paceline.operate.launch.workers.failures import (
+    ExceptionNotice,
+    Record,
+    WorkerFailure,
+    describe,
+    first_failure,
+    read_record,
+    record_uncaught,
+    shortened,
+    write_record,
+)
+
+
+def failure(rank: int, seen_s: float, kind: str | None = None, exit_code: int = 1) -> WorkerFailure:
+    record = Record(seen_s, kind, "Traceback ...") if kind else None
+    return WorkerFailure(rank, 1000 + rank, exit_code, seen_s, record)
+
+
+def test_the_first_failure_is_the_one_that_explains_the_others():
+    lost, cause = failure(0, 1.0, "PeerLostError"), failure(2, 1.5, "ValueError")
+    assert first_failure([lost, cause, failure(1, 2.0, "KeyError")]) is cause
+    assert first_failure([lost, failure(1, 3.0, None, -9)]).rank == 1
+
+
+def test_a_failure_reads_with_rank_pid_and_signal():
+    assert "rank 1 failed first (" in describe(failure(1, 0.0, "ValueError"))
+    assert "pid 1001, killed by SIGKILL); if it was not killed manually, the machine ran out of memory" in describe(
+        failure(1, 0.0, None, -signal.SIGKILL)
+    )
+
+
+def test_an_exception_is_recorded_and_read_back(tmp_path: Path):
+    path = str(tmp_path / "error.json")
+    assert read_record(path) is None
+    try:
+        raise ValueError("boom")
+    except ValueError as error:
+        write_record(path, type(error), error, error.__traceback__)
+    record = read_record(path)
+    assert record is not None
+    assert record.kind == "ValueError"
+    assert record.text.endswith("ValueError: boom\n")
+
+
+def test_an_exception_that_is_recorded_rings_the_alarm(tmp_path: Path):
+    path, error = str(tmp_path / "error.json"), ValueError("boom")
+    record_uncaught(path, error)  # no process listens yet
+    alarm = ExceptionNotice(str(tmp_path))
+    try:
+        bell = alarm.fileno()
+        assert bell is not None and not select.select([bell], [], [], 0)[0]
+        record_uncaught(path, error)
+        record_uncaught(path, error)
+        assert select.select([bell], [], [], 0)[0] and read_record(path) is not None
+        alarm.clear()
+        assert not select.select([bell], [], [], 0)[0]
+    finally:
+        alarm.close()
+    record_uncaught("/nowhere/error.json", error)  # the script must be left all the same
+
+
+def test_what_is_told_between_machines_fits_into_a_message(tmp_path: Path):
+    try:
+        raise ValueError("x" * 3_000_000)
+    except ValueError as error:
+        write_record(str(tmp_path / "cause"), ValueError, error, error.__traceback__)
+    cause = WorkerFailure(7, 1, 1, 0.0, read_record(str(tmp_path / "cause")))
+    others = [failure(rank, time.time() + 1, "KeyError") for rank in range(1000)]
+    others = [structs.replace(each, record=structs.replace(each.record, text="ü" * 5000)) for each in others]
+    told = shortened([*others, cause])
+    assert cause in told
+    assert "characters, see the rank's output" in cause.record.text
+    assert len(encode(Stopped(1, 1, told))) < LARGEST
+    assert shortened(()) == ()

@@ -1,0 +1,85 @@
+"""The failure that explains the others, failures from lack of memory, and their wording."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.operate.launch.workers.failures import Record, WorkerFailure, report, report_parts, signal_name
+
+
+def failure(rank: int, text: str | None, code: int = 1, time_s: float = 1.0) -> WorkerFailure:
+    kind = text.partition(":")[0].rpartition(".")[2] if text else ""
+    record = Record(time_s, kind, f"Traceback\n{text}\n") if text else None
+    return WorkerFailure(rank, 100 + rank, code, time_s, record, host="h0")
+
+
+def test_ranks_that_failed_as_the_first_did_share_a_line():
+    alike = [failure(rank, f"ValueError: rank {rank} found no port {40 + rank}", time_s=rank) for rank in (3, 1, 2, 5)]
+    other = failure(4, "ValueError: rank 4 found no host", time_s=9.0)
+    assert report([*alike, other]).splitlines()[:3] == [
+        "rank 4 (h0, pid 104), failed too: ValueError: rank 4 found no host",
+        "ranks 2-3, 5 failed in the same way",
+        "rank 1 failed first (h0, pid 101, exit code 1):",
+    ]
+
+
+def test_the_line_of_a_single_other_rank_stays():
+    both = [failure(rank, f"ValueError: rank {rank} found no port", time_s=rank) for rank in (0, 1)]
+    assert report(both).splitlines()[0] == "rank 1 (h0, pid 101), failed too: ValueError: rank 1 found no port"
+
+
+@pytest.mark.parametrize(
+    ("printer", "end"),
+    [
+        (1, "ValueError: rank 1 found no port 41; its traceback is above"),
+        (2, "ValueError: rank 1 found no port 41; see rank 2's traceback above"),
+        (4, "\nTraceback\nValueError: rank 1 found no port 41"),
+    ],
+)
+def test_a_traceback_above_is_not_printed_again(printer, end):
+    alike = [failure(rank, f"ValueError: rank {rank} found no port {40 + rank}", time_s=rank) for rank in (1, 2)]
+    other = failure(4, "ValueError: rank 4 found no host", time_s=9.0)
+    told = report_parts([*alike, other], is_in_view=lambda _, name: name == f"rank {printer}")
+    assert told[-1].endswith(f"(h0, pid 101, exit code 1): {end}".replace(": \n", ":\n"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1234",
+        "DistBackendError: NCCL error in: ... ncclRemoteError: A call failed possibly due to a network error",
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "PeerLostError: rank 1 was lost",
+        "paceline.errors.GroupAbortedError: rank 0 (h0, pid 1): all_reduce() as call 7 did not complete because rank 1 "
+        "(h0, pid 2) aborted the group. Its tensors are undefined",
+        "DistStoreError: failed to recv, got 0 bytes",
+    ],
+)
+def test_what_another_ranks_death_brings_about_is_a_consequence(text):
+    assert failure(0, text).is_consequence
+    told = report([failure(0, text, time_s=1.0), failure(1, "ValueError: cause", time_s=2.0)])
+    consequence, cause, *_ = told.splitlines()
+    assert consequence.startswith("rank 0 (h0, pid 100), a consequence: ")
+    assert cause == "rank 1 failed first (h0, pid 101, exit code 1):"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rank 0 (h0, pid 1): barrier() as call 7 did not complete because this process aborted the group. Its",
+        "rank 0: <ProcessGroup> was aborted by this process; continue with shrink_group",
+    ],
+)
+def test_a_rank_that_aborted_the_group_itself_is_no_consequence(text):
+    assert not failure(0, f"paceline.errors.GroupAbortedError: {text}").is_consequence
+
+
+def test_a_consequence_that_comes_alone_is_not_told_as_the_cause():
+    alone = failure(0, "PeerLostError: rank 1 was lost")
+    assert report([alone]).startswith("rank 0 failed because of another rank (h0, pid 100, exit code 1):")
+    told = report_parts([alone], is_in_view=lambda text, _: text == "PeerLostError: rank 1 was lost")
+    assert told[-1].endswith("PeerLostError: rank 1 was lost; its traceback is above"), "its own frames are in view"
+
+
+def test_signals_are_named_and_those_without_a_name_numbered():
+    assert (signal_name(11), signal_name(40)) == ("SIGSEGV", "signal 40")
