@@ -41,7 +41,7 @@ _LIMIT_S = 110
 _RUN_ELSEWHERE = {
     "checkpoints.md": "tests/ranks/test_checkpoints_in_training.py",
     "clusters.md": "tests/clusters/test_ray.py",
-    "elastic.md": "tests/elastic/test_usual_loop.py",
+    "elastic.md": "tests/elastic/test_elastic_state.py",
     "engines.md": "tests/engines/test_conformance.py",
     "hosts.md": "tests/hosts/test_formation.py",
     "large-models.md": "tests/ranks/test_tensor_parallel.py",

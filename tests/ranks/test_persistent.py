@@ -10,8 +10,8 @@ import pytest
 import torch
 from launching import wait_until
 from one_world import OneWorld, name_of
+from own_recording import mine
 from persistent_cases import Case, agree, drawn
-from test_recorded_calls import mine
 from torch.profiler import ProfilerActivity, profile
 
 import paceline as dist

@@ -6,14 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from datetime import timedelta
 
 import pytest
 from engines import mpirun
 from launching import ENVIRONMENT
-
-from paceline.comm.rendezvous import environment, shared_store
-from paceline.comm.rendezvous.schedulers import detect
 
 TRAINS = """
 import torch
@@ -104,42 +100,3 @@ def variables(monkeypatch):
             monkeypatch.setenv(name, value)
 
     return set_them
-
-
-def test_what_a_launcher_sets_takes_precedence(variables):
-    variables(of_slurm(1, 2) | {"RANK": "3", "WORLD_SIZE": "4"})
-    assert environment.rank_and_world_size(-1, -1) == (3, 4)
-    variables(of_slurm(1, 2))
-    assert environment.rank_and_world_size(-1, -1) == (1, 2)
-
-
-def test_other_ranks_than_the_tasks_need_an_address(variables):
-    variables(of_slurm(1, 2))
-    with pytest.raises(ValueError, match="MASTER_ADDR, which is not set"):
-        environment.open_store(0, 3, timedelta(seconds=1))
-
-
-def test_ranks_of_several_machines_need_to_know_the_first(variables):
-    variables({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
-    found = detect(os.environ)
-    assert found is not None
-    with pytest.raises(ValueError, match=r"started rank 1 of 4.*do not contain rank 0's address; set MASTER_ADDR"):
-        shared_store.open_scheduler_store(found, 4, timedelta(seconds=1))
-
-
-def test_tasks_on_two_machines_meet_at_the_first(variables, monkeypatch):
-    served: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        "paceline.comm.rendezvous.shared_store.serve_or_connect",
-        lambda host, port, *_: served.append((host, port)) or "store",
-    )
-    variables(of_slurm(1, 2, nodes=2))
-    assert environment.open_store(1, 2, timedelta(seconds=1)) == "store"
-    ((host, port),) = served
-    assert host == "h0" and 20000 <= port < 30000
-
-
-def test_a_pod_is_no_rank_by_itself(variables):
-    variables({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1", "PACELINE_NODES": "2"})
-    with pytest.raises(ValueError, match="RANK, which is not set"):
-        environment.rank_and_world_size(-1, -1)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 import torch
-from test_recorded_calls import mine
+from own_recording import mine
 
 import paceline as dist
 from paceline.comm.engine.native import engine

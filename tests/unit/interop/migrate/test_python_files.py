@@ -277,3 +277,8 @@ def test_a_migrated_program_is_not_changed_again():
     for before, _ in IMPORTS.values():
         once = migrated(before).text
         assert migrated(once).text == once
+
+
+def test_no_program_of_the_other_tests_is_left_out():
+    for before, after in IMPORTS.values():
+        assert relevance_of(before).needs_migration or after is None or before == after

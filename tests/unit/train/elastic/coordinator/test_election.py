@@ -1,4 +1,4 @@
-"""The transition between coordinators of an elastic job, event by event; random schedules are in test_failover.py."""
+"""The transition between coordinators of an elastic job; test_election_schedules.py has random schedules."""
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
-import signal
 import tempfile
 from collections.abc import Sequence
 
@@ -363,21 +361,3 @@ def train_alone() -> None:
 
 def test_a_single_rank_needs_no_other(ranks):
     ranks(1)(train_alone)
-
-
-def die_in_an_exchange(grace_s: float | None) -> None:
-    dist.init_process_group()
-    model = build()
-    inner = SGD(model.parameters(), lr=RATE)
-    diloco = dist.DiLoCo(model, inner, nesterov(model), every=2, delay=0, grace_s=grace_s)
-    train(diloco, model, inner, [1])
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(dist.PeerLostError, match="(?s)rank 1 .* died.*exchange 0 of outer gradients"):
-        train(diloco, model, inner, [2])
-
-
-@pytest.mark.parametrize("grace_s", [None, 100.0])
-def test_ranks_that_stay_raise_when_one_dies(ranks, grace_s):
-    with ranks(3).start(die_in_an_exchange, grace_s) as world:
-        world.join(expect_dead=[1])

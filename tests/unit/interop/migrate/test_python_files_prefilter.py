@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import test_python_files
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sampling import examples
@@ -11,7 +10,6 @@ from sampling import examples
 from paceline.interop.migrate import python_source
 from paceline.interop.migrate.call_rules import advice_for_call
 from paceline.interop.migrate.names import MigrationMode, group_user, is_migrated, needs_torchs_groups
-from paceline.interop.migrate.project import migrate
 from paceline.interop.migrate.python_files import choose_mode, imports_of, summary_of
 from paceline.interop.migrate.python_source import PythonSource, read_source
 
@@ -106,41 +104,6 @@ def test_ordinary_imports_are_unambiguous(text):
     assert python_source.imports_are_unambiguous(text)
 
 
-def test_no_program_of_the_other_tests_is_left_out():
-    for before, after in test_python_files.IMPORTS.values():
-        assert summary_of(before).needs_migration or after is None or before == after
-
-
 def test_what_this_python_cannot_parse_is_read_in_full():
     assert summary_of("import torch.distributed as dist\nmatch :=\n").needs_migration
     assert not summary_of("import torch\nprint 'no word of it'\n").needs_migration
-
-
-def test_only_files_of_concern_are_read_in_full(tmp_path, monkeypatch):
-    texts: list[str] = []
-
-    def counting(text: str) -> python_source.PythonSource:
-        texts.append(text)
-        return read_source(text)
-
-    monkeypatch.setattr(python_source, "read_source", counting)
-    program = "import torch.distributed as dist\ndist.barrier()\n"
-    (tmp_path / "program.py").write_text(program)
-    for number in range(20):
-        model = (
-            f'"""No distributed training here."""\nimport torch\nfrom torch import nn\nlayer = nn.Linear({number}, 1)\n'
-        )
-        (tmp_path / f"model_{number}.py").write_text(model)
-    migrated = migrate([tmp_path])
-    assert texts == [program]
-    assert [file.path.name for file in migrated.files] == ["program.py"]
-    assert migrated.files[0].after.text == "import paceline as dist\ndist.barrier()\n"
-
-
-def test_a_module_beside_an_unconcerned_importer_counts(tmp_path):
-    (tmp_path / "train.py").write_text("import torch\nimport helper\nhelper.start()\n")
-    (tmp_path / "main.py").write_text("import torch.distributed as dist\ndist.barrier()\n")
-    (tmp_path / "helper.py").write_text("import torch.distributed\n")
-    migrated = migrate([tmp_path / "train.py", tmp_path / "main.py"])
-    assert migrated.choice.way is MigrationMode.PLUGIN
-    assert f"{tmp_path / 'helper.py'} mentions torch.distributed" in migrated.choice.reason

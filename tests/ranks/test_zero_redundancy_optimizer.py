@@ -101,6 +101,7 @@ def test_wrapped_modules_end_where_unsharded_ones_do(ranks, stages, overlap):
 
 
 ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+
 WHOLE = ["Adafactor", "Derived"]
 
 
@@ -202,38 +203,6 @@ def test_a_rank_holds_only_its_part_of_what_the_stage_shards(ranks):
             assert at["state"] <= 2 * whole * (1 / 3 + 0.05)
             assert at["gradients"] <= whole * (1 / 3 + 0.05 if stage > 1 else 1)
             assert at["parameters"] <= whole * (1 / 3 + 0.05 if stage > 2 else 1)
-
-
-def state_dicts() -> None:
-    dist.init_process_group()
-    for stage in (1, 2, 3):
-        for name, (optimizer_class, options) in OPTIMIZERS.items():
-            reference, optimizer = unsharded(build("mlp"), name)
-            train(reference, optimizer, steps=3)
-            model = build("mlp")
-            sharded = dist.ZeroRedundancyOptimizer(model, optimizer_class, stage=stage, **options)
-            with pytest.raises(
-                RuntimeError, match=r"rank \d: the optimizer's state is still sharded. Call consolidate_state_dict"
-            ):
-                sharded.state_dict()
-            train(model, sharded, steps=3)
-            sharded.consolidate_state_dict(to=1)
-            if dist.get_rank() == 1:
-                torch.testing.assert_close(sharded.state_dict(), optimizer.state_dict())
-                again = optimizer_class(reference.parameters(), **options)
-                again.load_state_dict(sharded.state_dict())
-
-            # The reverse: a new optimizer continues with the unsharded one's state.
-            with sharded.full_parameters():
-                fresh_model = copy.deepcopy(reference.module)
-            fresh = dist.ZeroRedundancyOptimizer(fresh_model, optimizer_class, stage=stage, lr=123.0)
-            fresh.load_state_dict(optimizer.state_dict())
-            assert fresh.param_groups[0]["lr"] == options["lr"]
-            require_close(train(fresh_model, fresh, first=3), train(reference, optimizer, first=3))
-
-
-def test_states_are_exchanged_with_the_unsharded_optimizer(ranks):
-    ranks(2)(state_dicts)
 
 
 Make = Callable[[nn.Module, list[dict[str, object]]], tuple[nn.Module, torch.optim.Optimizer]]

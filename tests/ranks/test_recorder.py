@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 from forked_launcher import run
+from own_recording import mine
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.comm.record.layout import EventKind
-from paceline.comm.record.recorder import directory_of_files
-from paceline.operate.diagnosis.recording import CallStatus, ProcessRecording
-from paceline.operate.diagnosis.recording_reader import read, read_directory
-
-
-def mine() -> ProcessRecording:
-    """Returns the recording of this process so far."""
-    (path,) = Path(directory_of_files()).glob(f"*-{os.getpid()}.record")
-    return read(path)
+from paceline.operate.diagnosis.recording import CallStatus
+from paceline.operate.diagnosis.recording_reader import read_directory
 
 
 def calls_of_each_kind(backend: str) -> None:
@@ -46,10 +39,10 @@ def calls_of_each_kind(backend: str) -> None:
     assert all(call.state is CallStatus.DONE and call.outcome == "ok" for call in made)
     assert all(call.arrived_ns <= call.started_ns <= call.ended_ns for call in made)
     line = calls_of_each_kind.__code__.co_firstlineno
-    lines = [f"test_recorded_calls.py:{line + below}" for below in (4, 5, 7)]
+    lines = [f"test_recorder.py:{line + below}" for below in (4, 5, 7)]
     assert [call.line for call in made[:3]] == lines, "the line that made the call, not the one that waited for it"
     formed = made[3]
-    assert (formed.operation, formed.sequence, formed.line) == ("new_group", 0, f"test_recorded_calls.py:{line + 8}")
+    assert (formed.operation, formed.sequence, formed.line) == ("new_group", 0, f"test_recorder.py:{line + 8}")
     groups = mine().groups
     assert (groups[3].name, groups[3].ranks, groups[3].rank) == ("mine", (0, 1), rank)
     assert groups[formed.group].identity == groups[3].identity

@@ -1,0 +1,68 @@
+"""Rank, world size and address from the variables of a scheduler."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+
+from paceline.comm.rendezvous import environment, shared_store
+from paceline.comm.rendezvous.schedulers import detect
+
+
+def of_slurm(rank: int, tasks: int, nodes: int = 1, **more: str) -> dict[str, str]:
+    """Returns the variables of a task of srun."""
+    return {
+        "SLURM_JOB_ID": f"{os.getpid()}",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_NODEID": "0",
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NODELIST": "h0" if nodes == 1 else f"h[0-{nodes - 1}]",
+        "SLURM_STEP_TASKS_PER_NODE": str(tasks // nodes),
+        **more,
+    }
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """Sets a task's variables in this process instead of a launcher's."""
+
+    def set_them(values: dict[str, str]) -> None:
+        for name in list(os.environ):
+            if name.startswith(("PACELINE_", "MASTER_", "SLURM_")) or name in ("RANK", "WORLD_SIZE"):
+                monkeypatch.delenv(name)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return set_them
+
+
+def test_what_a_launcher_sets_takes_precedence(variables):
+    variables(of_slurm(1, 2) | {"RANK": "3", "WORLD_SIZE": "4"})
+    assert environment.rank_and_world_size(-1, -1) == (3, 4)
+    variables(of_slurm(1, 2))
+    assert environment.rank_and_world_size(-1, -1) == (1, 2)
+
+
+def test_other_ranks_than_the_tasks_need_an_address(variables):
+    variables(of_slurm(1, 2))
+    with pytest.raises(ValueError, match="MASTER_ADDR, which is not set"):
+        environment.open_store(0, 3, timedelta(seconds=1))
+
+
+def test_ranks_of_several_machines_need_to_know_the_first(variables):
+    variables({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    found = detect(os.environ)
+    assert found is not None
+    with pytest.raises(ValueError, match=r"started rank 1 of 4.*do not contain rank 0's address; set MASTER_ADDR"):
+        shared_store.open_scheduler_store(found, 4, timedelta(seconds=1))
+
+
+def test_a_pod_is_no_rank_by_itself(variables):
+    variables({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1", "PACELINE_NODES": "2"})
+    with pytest.raises(ValueError, match="RANK, which is not set"):
+        environment.rank_and_world_size(-1, -1)
