@@ -5,14 +5,12 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from datetime import timedelta
 
 import pytest
 import torch.distributed as torch_dist
 
 import paceline
 from paceline import errors
-from paceline.durations import to_seconds
 
 
 @pytest.mark.parametrize(
@@ -57,14 +55,6 @@ def test_an_empty_queue_is_torchs_error_too():
         paceline.HashStore().queue_pop("q", block=False)
     if hasattr(torch_dist, "QueueEmptyError"):
         assert isinstance(caught.value, torch_dist.QueueEmptyError)
-
-
-def test_a_timeout_is_a_timedelta_or_seconds():
-    assert to_seconds(timedelta(seconds=2)) == to_seconds(2) == to_seconds(2.0) == 2
-    with pytest.raises(TypeError, match="timeout is None; it must be a datetime.timedelta or a number of seconds"):
-        to_seconds(None)
-    with pytest.raises(ValueError, match="timeout is nan"):
-        to_seconds(float("nan"))
 
 
 def test_backends_are_named_as_in_torch():

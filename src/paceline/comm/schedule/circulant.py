@@ -77,7 +77,7 @@ def _rounds_of_radix(n: int, radix: int) -> list[CirculantRound]:
 
 
 def send_order(n: int, me: int, radix: int) -> list[int]:
-    """Returns the blocks in the order in which member `me` sends them in a reduce-scatter; its own block is last."""
+    """Returns the blocks in an order in which those that member `me` sends in the first round come first."""
     first = circulant_rounds(n, radix)[0].width if n > 1 else 0
     return [(me + first + distance) % n for distance in range(n)]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import stat
 from dataclasses import replace
 from datetime import timedelta
@@ -17,14 +15,15 @@ from paceline.comm.rendezvous.shared_store import open_store_at_url
 from paceline.comm.security.own_files import SharedFileError, own_directory, require_own_directory, write_own
 from paceline.comm.security.secret import job_secret
 from paceline.errors import RendezvousError, StoreError
-from paceline.operate.dashboard.server import write_address
 from paceline.operate.launch.job import Command, Job
-from paceline.operate.launch.job_directory import Events, JobDirectory
-from paceline.operate.launch.workers.output import Console, LogFile
+from paceline.operate.launch.job_directory import JobDirectory
 
 pytestmark = pytest.mark.usefixtures("no_secret")
+
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
 SOMEBODY = 12345
+
 JOB = Job(Command(("x.py",)), workers=1, run_id="job")
 
 
@@ -139,19 +138,6 @@ def test_a_directory_for_meetings_is_this_users(tmp_path, monkeypatch):
         own_directory()
 
 
-@only_root
-def test_a_job_is_not_recorded_in_a_directory_of_another_user(tmp_path, monkeypatch):
-    (tmp_path / "runs").mkdir()
-    os.chown(tmp_path / "runs", SOMEBODY, -1)
-    monkeypatch.setenv("PACELINE_RUNS_DIR", str(tmp_path / "runs"))
-    directory = JobDirectory(JOB)
-    assert directory.path is None and os.listdir(tmp_path / "runs") == []
-    assert directory.remark is not None and directory.remark.startswith("`paceline runs` will not list this job: ")
-    assert directory.remark.endswith(
-        f" belongs to user {SOMEBODY}, who could replace its contents; choose a directory of user 0"
-    )
-
-
 def test_logs_do_not_go_where_a_link_leads(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "logs").mkdir()
@@ -159,21 +145,6 @@ def test_logs_do_not_go_where_a_link_leads(tmp_path):
     with pytest.raises(SharedFileError, match=r"is not a directory; remove it"):
         JobDirectory(replace(JOB, output=replace(JOB.output, log_dir=str(tmp_path / "logs"))))
     assert os.listdir(tmp_path / "elsewhere") == []
-
-
-def test_no_file_of_a_job_follows_a_link(tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    for name in ("stdout.log", "events.jsonl", "page.json"):
-        (tmp_path / name).symlink_to(precious)
-    with pytest.raises(OSError, match="cannot hold the workers' output"):
-        LogFile(tmp_path / "stdout.log", print)
-    Events(False, "job", Console(), tmp_path).write("started")
-    with socket.socket() as listener:
-        write_address(tmp_path / "page.json", listener, "token", "")
-    assert precious.read_text() == "precious"
-    assert stat.S_IMODE((tmp_path / "page.json").lstat().st_mode) == 0o600
-    assert json.loads((tmp_path / "page.json").read_text())["token"] == "token"
 
 
 def test_a_written_file_takes_the_place_of_a_readable_one(tmp_path):

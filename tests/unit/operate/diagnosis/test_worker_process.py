@@ -21,6 +21,7 @@ from paceline.operate.diagnosis.job_snapshot import Frame, ProcessState
 from paceline.operate.launch.workers import bootstrap, failures
 
 _SITE = "/usr/lib/python3/dist-packages"
+
 _LOADER = f"""Stack (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
   File "/usr/lib/python3.11/queue.py", line 180 in get
@@ -31,21 +32,25 @@ _LOADER = f"""Stack (most recent call first):
   File "{_SITE}/paceline/operate/launch/workers/bootstrap.py", line 71 in run
   File "{_SITE}/paceline/operate/launch/workers/bootstrap.py", line 171 in <module>
 """
+
 _CALL = f"""Stack (most recent call first):
   File "{_SITE}/paceline/comm/group/process_group.py", line 48 in all_reduce
   File "/home/me/train.py", line 88 in step
   File "/home/me/train.py", line 90 in <module>
 """
+
 _DATASET = f"""Stack (most recent call first):
   File "/home/me/data.py", line 12 in __getitem__
   File "{_SITE}/torch/utils/data/_utils/fetch.py", line 54 in fetch
   File "{_SITE}/torch/utils/data/dataloader.py", line 733 in __next__
   File "/home/me/train.py", line 71 in <module>
 """
+
 _SAVE = """Stack (most recent call first):
   File "/opt/venv/lib/python3.12/site-packages/torch/serialization.py", line 900 in save
   File "/home/me/train.py", line 5 in <module>
 """
+
 _USER = """Stack (most recent call first):
   File "/home/me/train.py", line 5 in <module>
 """
@@ -92,13 +97,6 @@ def test_the_files_by_which_frames_are_recognised_exist(path):
 def test_an_empty_stack_says_nothing():
     assert worker_process.place_of(worker_process.parse("")) is None
     assert not worker_process.is_whole("")
-
-
-def test_the_bootstrap_answers_the_signal_that_is_sent():
-    source = Path(bootstrap.__file__).read_text()
-    assert f'_new_file(f"{worker_process.FILE}-{{os.getpid()}}")' in source
-    assert "faulthandler.register(signal.SIGRTMAX - 7" in source
-    assert worker_process.SIGNAL == signal.SIGRTMAX - 7
 
 
 _PROGRAM = """

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from planned import calibration
 
-from paceline.cli.main import main
 from paceline.operate.plan.calibration import CalibrationError, decode, encode, read, relative_spread
 
 
@@ -41,18 +37,3 @@ def test_the_spread_is_relative_to_the_median():
     assert relative_spread([2.0, 1.0, 4.0]) == [0.5, 1.0, 2.0]
     assert relative_spread([1.0, 3.0, 2.0, 2.0], in_a_row=2) == [1.0, 1.0]
     assert relative_spread([1.0], in_a_row=16) == [1.0]
-
-
-def test_a_plan_without_a_calibration_says_so(capsys, tmp_path):
-    assert main(["plan"]) == 2
-    assert "pass one calibration" in capsys.readouterr().err
-    assert main(["plan", "--measure"]) == 2
-    assert "the script to measure follows the flags" in capsys.readouterr().err
-    assert main(["plan", str(tmp_path / "none.json")]) == 2
-    assert "none.json" in capsys.readouterr().err
-
-
-def test_predicting_needs_no_torch():
-    modules = "paceline.operate.plan.report, paceline.operate.plan.prediction, paceline.cli.plan"
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planned import calibration
 
-from paceline.cli.main import main
-from paceline.operate.plan.calibration import encode
 from paceline.operate.plan.goodput import (
     best_period_s,
     goodput,
@@ -71,16 +67,3 @@ def test_wrong_times_between_failures_are_refused(text, message):
 def test_impossible_times_are_refused():
     with pytest.raises(ValueError, match="slowness is 0.5"):
         goodput(2, 1, replace(TIMES, slowness=0.5), MeanTimesBetweenFailures())
-
-
-def test_the_command_says_what_failures_cost(tmp_path, capsys):
-    path = tmp_path / "calibration.json"
-    path.write_bytes(encode(calibration()))
-    words = ["plan", str(path), "--nodes", "2,4", "--failures", "machine=30d,worker=90d"]
-    assert main(words) == 0
-    assert "If 1 of 4 nodes is cut off, the other 3 continue after" in capsys.readouterr().out
-    assert main([*words, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)["failures"]
-    assert [each["nodes"] for each in facts] == [2, 4] and all(0.9 < each["elastic_share"] <= 1 for each in facts)
-    assert main([*words[:-1], "machine=never"]) == 2
-    assert "is not a duration" in capsys.readouterr().err

@@ -13,14 +13,11 @@ from paceline.train.checks.replica_check import (
     DisagreeingRanks,
     RankDigests,
     ReplicaDifference,
-    StateDigests,
     compare_digests,
     differing_names,
     optimizers_part,
     random_part,
-    tensors_part,
 )
-from paceline.train.module_tensors import digest_of
 
 
 def digests(*totals: int) -> list[RankDigests]:
@@ -66,15 +63,6 @@ def test_the_first_name_that_differs_is_found():
     assert names == ["b", "c"]
     told = ReplicaDifference("parameters", sides, tuple(names), 3).describe([0, 1, 2])
     assert told == "rank 2 differs from ranks 0 and 1 in 2 of 3 parameters, first in b"
-
-
-def test_digests_tell_tensors_apart():
-    grid = torch.arange(6.0).reshape(2, 3)
-    assert digest_of([grid]) == digest_of([grid.t().contiguous().t()])
-    assert digest_of([grid]) != digest_of([grid + 1])
-    part, other = (tensors_part({name: grid}, DeviceDigests()) for name in "ab")
-    assert part.digests() != other.digests()
-    assert StateDigests({}).digests() == RankDigests(0, 0)
 
 
 def stepped(module: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:

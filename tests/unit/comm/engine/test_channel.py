@@ -1,0 +1,25 @@
+"""Codes that the channels of engines share: dtypes, reductions and formats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.comm.engine.channel import DTYPE_CODES, ITEM_SIZES, WIRE_CODES, PremulSum, ReduceOp, dtype_name
+
+
+@pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
+def test_a_dtype_has_its_code_its_name_and_its_size(dtype):
+    code = DTYPE_CODES[dtype]
+    assert getattr(torch, dtype_name(code)) is dtype
+    assert ITEM_SIZES[code] == dtype.itemsize
+
+
+def test_codes_are_not_shared():
+    assert len(set(DTYPE_CODES.values())) == len(DTYPE_CODES)
+    assert 0 not in WIRE_CODES.values() and len(set(WIRE_CODES.values())) == len(WIRE_CODES)
+
+
+def test_reductions_have_the_former_names_of_torch_too():
+    assert ReduceOp.RedOpType.SUM is ReduceOp.SUM
+    assert PremulSum(0.5) == PremulSum(0.5) != PremulSum(2.0)
