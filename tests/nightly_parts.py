@@ -126,7 +126,7 @@ def _properties() -> Part:
 def _encrypted() -> Part:
     left_out = (
         "test_encryption_of_hosts.py",
-        "test_between.py",
+        "test_two_level.py",
     )  # they select a level or another engine
     words = [sys.executable, "-m", "pytest", "-m", "not soak and not gpu", "tests/hosts"]
     return Part(

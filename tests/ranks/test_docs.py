@@ -44,7 +44,7 @@ _RUN_ELSEWHERE = {
     "elastic.md": "tests/elastic/test_elastic_state.py",
     "engines.md": "tests/engines/test_conformance.py",
     "hosts.md": "tests/hosts/test_formation.py",
-    "large-models.md": "tests/ranks/test_tensor_parallel.py",
+    "large-models.md": "tests/ranks/test_parallelize.py",
     "launcher.md": "tests/ranks/test_run.py",
     "nccl.md": "tests/gpu/test_nccl_on_gpus.py",
     "rendezvous.md": "tests/unit/comm/rendezvous/test_rendezvous_handlers.py",

@@ -47,10 +47,10 @@ def mentions(test: Path, module: Path, tree: ast.Module) -> bool:
 def named_after(module: Path) -> list[Path]:
     """Returns the tests that have the module's name.
 
-    For `train/zero/shards.py`, they are `test_shards.py` and `test_shards_*.py` in `tests/unit/train/zero`. In the
-    other folders of `tests`, which do not mirror the source, the name may begin with the module's folder:
-    `tests/ranks/test_zero_shards.py`. If several modules have the name, a test without the folder in its name has to
-    mention this one.
+    For `train/zero/gradient_reducer.py`, they are `test_gradient_reducer.py` and `test_gradient_reducer_*.py` in
+    `tests/unit/train/zero`. In the other folders of `tests`, which do not mirror the source, the name may begin with
+    the module's folder: `tests/ranks/test_zero_gradient_reducer.py`. If several modules have the name, a test without
+    the folder in its name has to mention this one.
     """
     name = re.compile(rf"test_(?P<folder>{module.parent.name}_)?{module.stem}(_\w+)?")
     is_shared = Counter(other.stem for other in modules())[module.stem] > 1

@@ -8,7 +8,7 @@ import pytest
 from migrated_text import migrated
 
 from paceline.interop.migrate.names import MARK, MigrationMode, score
-from paceline.interop.migrate.python_files import choose_mode, migrate_python
+from paceline.interop.migrate.python_files import choose_mode, migrate_python, relevance_of
 from paceline.interop.migrate.python_source import read_source
 
 # By what they show: a program before and after; None if nothing changes. All of these come over by the import.
