@@ -18,7 +18,8 @@ from pathlib import Path
 
 from report import parser, show
 
-from paceline.cli.doctor.command import Confidence, Diagnostic, check_script
+from paceline.cli.doctor import Confidence, Diagnostic
+from paceline.cli.doctor.command import check_script
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from planted_mistakes import HEALTHY, RANK_MISTAKES, TRAINING_MISTAKES

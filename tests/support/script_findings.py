@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.cli.doctor.command import Confidence, Diagnostic, Severity, check_script
+from paceline.cli.doctor import Confidence, Diagnostic, Severity
+from paceline.cli.doctor.command import check_script
 
 
 def findings(text: str, confidence: Confidence = Confidence.HIGH) -> list[Diagnostic]:

@@ -25,9 +25,10 @@ from paceline.train.checkpoint.format.checkpoint import (
     unfinished,
 )
 from paceline.train.checkpoint.format.checkpoint import export as write
+from paceline.train.checkpoint.format.local_storage import open_storage
 from paceline.train.checkpoint.format.manifest import FILE
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, nbytes_of
-from paceline.train.checkpoint.format.storage import ProgressPrinter, Storage, open_storage, size_text
+from paceline.train.checkpoint.format.storage import ProgressPrinter, Storage, size_text
 from paceline.train.checkpoint.format.values import SEPARATOR, Json, encode, unescaped
 
 if TYPE_CHECKING:

@@ -1,58 +1,12 @@
-"""The command line of `paceline doctor`, and `Diagnostic`, the type of its results."""
+"""The command line of `paceline doctor`, and the search of a script for mistakes."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
 
-
-class Severity(Enum):
-    """The severity of a diagnostic."""
-
-    GOOD = "ok"
-    NOTE = "note"
-    BAD = "BAD"
-
-
-class Confidence(Enum):
-    """The confidence level of a diagnostic. Diagnostics with low confidence are shown only on request."""
-
-    HIGH = "high"
-    LOW = "low"
-
-
-@dataclass(frozen=True)
-class Diagnostic:
-    """An observation and, if it is a problem, its consequences and the fix."""
-
-    level: Severity
-    about: str  # the subject
-    seen: str  # the observation
-    reason: str = ""
-    fix: str = ""
-    line: int | None = None  # the line of a script
-    confidence: Confidence = Confidence.HIGH
-
-
-def show(findings: Sequence[Diagnostic], as_json: bool, path: str | None = None) -> int:
-    """Prints the findings; returns 1 if any finding is bad, otherwise 0."""
-    if as_json:
-        values = [{"level": finding.level.value, "confidence": finding.confidence.value} for finding in findings]
-        print(json.dumps([asdict(finding) | value for finding, value in zip(findings, values, strict=True)], indent=2))
-    else:
-        for finding in findings:
-            where = f"{path}:{finding.line}: " if path is not None else ""
-            doubt = " (low confidence)" if finding.confidence is Confidence.LOW else ""
-            print(f"{finding.level.value:>4}  {where}{finding.about}: {finding.seen}{doubt}")
-            for name, text in (("why", finding.reason), ("fix", finding.fix)):
-                if text:
-                    print(f"      {name}: {text}")
-    return int(any(finding.level is Severity.BAD for finding in findings))
+from paceline.cli.doctor import Confidence, Diagnostic, Severity, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

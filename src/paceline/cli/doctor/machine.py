@@ -14,7 +14,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.cli.doctor.command import Diagnostic, Severity
+from paceline.cli.doctor import Diagnostic, Severity
 from paceline.operate.launch.workers.cleanup import MARK, marked
 from paceline.operate.launch.workers.environment import allowed_cores, cpu_quota
 from paceline.operate.launch.workers.placement import count_gpus, domains_of, format_cpulist

@@ -8,7 +8,7 @@ import socket
 import time
 from contextlib import closing
 
-from paceline.cli.doctor.command import Diagnostic, Severity
+from paceline.cli.doctor import Diagnostic, Severity
 from paceline.comm.security.handshake import PeerHello, prove, verify
 from paceline.comm.security.secret import derive_key
 from paceline.comm.security.untrusted_peers import decode_untrusted

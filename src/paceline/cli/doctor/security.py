@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from paceline.cli.doctor.command import Diagnostic, Severity
+from paceline.cli.doctor import Diagnostic, Severity
 from paceline.comm.security.encryption import identity_of
 from paceline.comm.security.secret import (
     INSECURE_VARIABLE,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 from paceline.comm.security.secret import job_secret
 from paceline.comm.store.remote_store import connect_unix
@@ -84,6 +85,15 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
 def is_torch_store(port: int) -> bool:
     """Returns True if the launcher serves torch's store at `port`, in which case no rank can use this port."""
     return os.environ.get(TORCH_STORE, "").rpartition(":")[2] == str(port)
+
+
+def is_served_by_launcher(url: str) -> bool:
+    """Returns True if the URL's port is MASTER_PORT and is already used by the launcher's store."""
+    try:
+        port = urlsplit(url).port
+    except ValueError:
+        return False
+    return port is not None and STORE in os.environ and is_torch_store(port)
 
 
 def _is_without_launcher() -> bool:

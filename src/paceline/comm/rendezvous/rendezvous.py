@@ -124,7 +124,7 @@ def rendezvous(
         from paceline.comm.rendezvous import shared_store
 
         rank, world_size = shared_store.rank_and_world_size_in_url(url, rank, world_size)
-        if shared_store.is_served_by_launcher(url):
+        if environment.is_served_by_launcher(url):
             url = "env://"
         else:
             open_store = partial(shared_store.open_store_at_url, url)

@@ -14,7 +14,6 @@ from datetime import timedelta
 from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 
 from paceline.comm.rendezvous.check_in import close_stores_now
-from paceline.comm.rendezvous.environment import STORE, is_torch_store
 from paceline.comm.rendezvous.schedulers import Scheduler, detect
 from paceline.comm.security.own_files import own_directory
 from paceline.comm.store.file_store import FileStore
@@ -144,15 +143,6 @@ def _whole(value: str, name: str, split: SplitResult) -> int:
         return int(value)
     except ValueError:
         raise ValueError(f"{name} in {split.geturl()!r} is {value!r}; it must be a whole number") from None
-
-
-def is_served_by_launcher(url: str) -> bool:
-    """Returns True if the URL's port is MASTER_PORT and is already used by the launcher's store."""
-    try:
-        port = urlsplit(url).port
-    except ValueError:
-        return False
-    return port is not None and STORE in os.environ and is_torch_store(port)
 
 
 def open_store_at_url(url: str, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -7,8 +7,6 @@
   creates its default group again would find the addresses of earlier processes, so each rendezvous after the first uses
   its own key prefix. The replacement also prevents torch from using the launcher's store for other addresses; for such
   addresses, rank 0 serves a store, as without a launcher.
-- `replace_shrink_group`: `shrink_group` wraps the new backend in a process group, which accepts only instances of the
-  C++ class `Backend`. A Paceline group is itself a process group, and the replacement returns it unchanged.
 """
 
 from __future__ import annotations
@@ -20,19 +18,17 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 _STORE_FACTORY = "_create_c10d_store"
 _LONGEST_PAUSE_S = 0.25
-_SHRINK_FACTORY = "_create_shrunk_process_group"
 _GLOO, _OURS = "gloo", "paceline"
 _MIXES_FROM = (2, 14)  # the first PyTorch release that permits a Python backend in a combination of backends
 _GROUP_FACTORY = "_new_process_group_helper"
@@ -174,28 +170,3 @@ def _await_store(host: str, port: int, timeout: timedelta) -> None:
             return
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def can_replace_shrink_group() -> bool:
-    """Returns True if this PyTorch release has a `shrink_group` that can be replaced."""
-    return hasattr(c10d, "shrink_group") and hasattr(c10d, _SHRINK_FACTORY)
-
-
-def replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
-    """Makes `shrink_group` return groups of class `kind` unchanged. Other groups are not affected."""
-    make = getattr(c10d, _SHRINK_FACTORY)
-    if getattr(make, "kind", None) is kind:
-        return
-
-    def make_or_return(new_backend: Any, ranks: Sequence[int], metadata: Any, is_default_group: bool) -> Any:
-        if not isinstance(new_backend, kind):
-            return make(new_backend, ranks, metadata, is_default_group)
-        former = metadata["original_group_name"]
-        # PyTorch restarts its group numbers afterward; in the old store, new groups would find keys of earlier groups.
-        metadata["store"] = new_backend.get_group_store()
-        new_backend._set_group_name(metadata["new_group_name"])
-        new_backend._set_group_desc("default:shrunken" if is_default_group else f"{former}:shrunk")
-        return new_backend
-
-    make_or_return.kind = kind  # type: ignore[attr-defined]
-    setattr(c10d, _SHRINK_FACTORY, make_or_return)

@@ -27,6 +27,7 @@ import torch.distributed as torch_dist
 from torch._C import _distributed_c10d as torch_core
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import Work as TorchWork
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from paceline.comm.engine.api import choose, staged_types
@@ -47,12 +48,12 @@ from paceline.errors import (
     RendezvousError,
     short_repr,
 )
-from paceline.interop.torch_backend import patches
 from paceline.interop.torch_backend.rendezvous import OTHER_DEVICES, GroupRendezvous, form_group, require_own_device
 from paceline.interop.torch_backend.work import FinishedWork, RunningWork, keep_alive
 
 _CPU = torch.device("cpu")
 _ERRORS = {OutcomeCode.OK: "SUCCESS", OutcomeCode.TIMED_OUT: "TIMEOUT", OutcomeCode.PEER_LOST: "REMOTE_ERROR"}
+_SHRINK_FACTORY = "_create_shrunk_process_group"
 _ABORT = 1  # the value of torch's SHRINK_ABORT
 _HANDLE_PREFIX = "paceline:"
 
@@ -166,6 +167,35 @@ class ClosedReason(Enum):
     NOT_MET = "not met"
 
 
+def _can_replace_shrink_group() -> bool:
+    """Returns True if this PyTorch release has a `shrink_group` that can be replaced."""
+    return hasattr(distributed_c10d, "shrink_group") and hasattr(distributed_c10d, _SHRINK_FACTORY)
+
+
+def _replace_shrink_group(kind: type[torch_dist.ProcessGroup]) -> None:
+    """Makes `shrink_group` return groups of class `kind` unchanged. Other groups are not affected.
+
+    It wraps the new backend in a process group, which accepts only instances of the C++ class `Backend`, and a Paceline
+    group is itself a process group.
+    """
+    make = getattr(distributed_c10d, _SHRINK_FACTORY)
+    if getattr(make, "kind", None) is kind:
+        return
+
+    def make_or_return(new_backend: Any, ranks: Sequence[int], metadata: Any, is_default_group: bool) -> Any:
+        if not isinstance(new_backend, kind):
+            return make(new_backend, ranks, metadata, is_default_group)
+        former = metadata["original_group_name"]
+        # PyTorch restarts its group numbers afterward; in the old store, new groups would find keys of earlier groups.
+        metadata["store"] = new_backend.get_group_store()
+        new_backend._set_group_name(metadata["new_group_name"])
+        new_backend._set_group_desc("default:shrunken" if is_default_group else f"{former}:shrunk")
+        return new_backend
+
+    make_or_return.kind = kind  # type: ignore[attr-defined]
+    setattr(distributed_c10d, _SHRINK_FACTORY, make_or_return)
+
+
 @eager_methods
 class TorchProcessGroup(torch_dist.ProcessGroup):
     """A process group, created by torch.distributed's `init_process_group` and `new_group`.
@@ -185,7 +215,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
     supports_window = False
     supports_reconfigure = True
     supports_abort_hooks = True
-    supports_shrinking = patches.can_replace_shrink_group()
+    supports_shrinking = _can_replace_shrink_group()
     bound_device_id: torch.device | None = None
 
     def __init__(self, meeting: GroupRendezvous, world: World | None) -> None:
@@ -604,7 +634,7 @@ class TorchProcessGroup(torch_dist.ProcessGroup):
         if opts_override is not None:
             raise ValueError(f"the backend 'paceline' has no options; got {type(opts_override).__name__}")
         staying = [rank for rank in range(self._size) if rank not in ranks_to_exclude]
-        patches.replace_shrink_group(type(self))
+        _replace_shrink_group(type(self))
         expected = [self._members[rank] for rank in staying] if self._members else []
         if shrink_flags & _ABORT:
             self.abort()

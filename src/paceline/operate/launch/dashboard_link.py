@@ -66,8 +66,9 @@ class DashboardLink:
             if job.page is not None:
                 from paceline.operate.launch.job_dashboard import JobDashboard
 
-                self._page = JobDashboard(job, "auth" if is_secret else "", directory, say, connection.client.send)
-                self.local = self._page.local
+                self.local = LocalActivity()
+                security = "auth" if is_secret else ""
+                self._page = JobDashboard(job, security, directory, say, connection.client.send, self.local)
         else:
             self.local = LocalActivity(is_observed=False, has_all_events=False)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -33,9 +33,11 @@ from paceline.operate.dashboard.local_collector import LocalCollector
 from paceline.operate.dashboard.server import ADDRESS_FILE, DashboardServer, ListenAddress, lines, write_address
 from paceline.operate.diagnosis.job_snapshot import RankState
 from paceline.operate.diagnosis.stall_detector import WatchedWorker
-from paceline.operate.launch.dashboard_link import LocalActivity
 from paceline.operate.launch.job import Job
 from paceline.operate.launch.multinode.protocol import AskStacks, DashboardUpdate, DashboardWatched, UserMessage
+
+if TYPE_CHECKING:
+    from paceline.operate.launch.dashboard_link import LocalActivity
 
 _SAMPLE_INTERVAL_S = 1.0
 _MOST_LINES = 500  # maximum number of output lines in one update
@@ -55,6 +57,7 @@ class JobDashboard:
         directory: The job's directory, where `paceline top` finds the dashboard's address, or None.
         say: A function that prints a line for the user.
         send: A function that sends a message to the launchers on all machines.
+        local: The activity on this machine.
 
     Raises:
         AddressError: the dashboard cannot listen on the given address.
@@ -68,10 +71,11 @@ class JobDashboard:
         directory: Path | None,
         say: Callable[[str], None],
         send: Callable[[DashboardWatched | AskStacks], None],
+        local: LocalActivity,
     ) -> None:
         options = job.page
         assert options is not None
-        self.local = LocalActivity()
+        self.local = local
         self._next_s = 0.0
         self._send = send
         self._has_others = job.rendezvous.address is not None

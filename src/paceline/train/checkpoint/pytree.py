@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,3 +147,16 @@ def with_classes_of(value: Any, like: Any) -> Any:
     if isinstance(value, str) and isinstance(like, torch.device):
         return torch.device(value)
     return value
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The dtype and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def infos_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    """Returns the dtypes and shapes of tensors, by name."""
+    return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}

@@ -6,8 +6,7 @@ import json
 import socket
 from pathlib import Path
 
-from paceline.cli.doctor import machine
-from paceline.cli.doctor.command import Severity
+from paceline.cli.doctor import Severity, machine
 from paceline.cli.main import main
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from paceline.cli.doctor.command import Severity
+from paceline.cli.doctor import Severity
 from paceline.cli.doctor.network import PAYLOAD, probe, serve
 from paceline.cli.main import main
 from paceline.errors import AuthenticationError

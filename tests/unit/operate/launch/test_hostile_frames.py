@@ -33,7 +33,6 @@ from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.job import Command, Job, RendezvousOptions
 from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay, DiagnosisCollector
 from paceline.operate.launch.multinode.membership import Orders
-from paceline.operate.launch.multinode.node_connection import _controller
 from paceline.operate.launch.multinode.protocol import (
     DashboardUpdate,
     JoinJob,
@@ -48,6 +47,7 @@ from paceline.operate.launch.multinode.protocol import (
 from paceline.operate.launch.multinode.remote_client import connect_client
 from paceline.operate.launch.multinode.server import CHANNEL, MeetingServer
 from paceline.operate.launch.ssh.protocol import MARK, MessageSplitter, decode_to_launcher
+from paceline.operate.launch.worker_group_launcher import _controller
 from paceline.operate.launch.workers.failures import Record, WorkerFailure
 from paceline.train.checkpoint.peer_memory import protocol as copies
 from paceline.train.checkpoint.peer_memory.server import CacheServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from paceline.cli.doctor.command import Confidence, Diagnostic
+from paceline.cli.doctor import Confidence, Diagnostic
 from paceline.cli.doctor.script.trace import JobTrace, PathCondition, TraceEvent, first, found, who
 from paceline.cli.doctor.script.value import Fact
 

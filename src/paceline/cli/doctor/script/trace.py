@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline.cli.doctor.command import Confidence, Diagnostic, Severity
+from paceline.cli.doctor import Confidence, Diagnostic, Severity
 from paceline.cli.doctor.script.value import AbstractValue, Fact
 
 EventKind = Literal[

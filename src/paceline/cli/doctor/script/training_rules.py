@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from paceline.cli.doctor.command import Diagnostic
+from paceline.cli.doctor import Diagnostic
 from paceline.cli.doctor.script import library_call
 from paceline.cli.doctor.script.trace import JobTrace, TraceEvent, first, found
 from paceline.cli.doctor.script.value import AbstractValue, Fact

@@ -10,21 +10,14 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.comm.one_port.dialer import DEFAULT_ROUTE_TARGETS, resolver_name, source_address
-from paceline.comm.security.authenticated_listener import ListeningEndpoint
 from paceline.comm.security.secret import is_loopback
-from paceline.comm.store.tcp_store import PortInUseError, listen
-from paceline.errors import StoreConnectionError
 from paceline.operate.diagnosis.clock_offset import Offset
-from paceline.operate.launch.job import Job, RendezvousOptions
-from paceline.operate.launch.multinode.diagnosis_collector import DashboardRelay, DiagnosisCollector
-from paceline.operate.launch.multinode.membership import JobController, Membership, MembershipPolicy, Orders
+from paceline.operate.launch.multinode.membership import JobController, Orders
 from paceline.operate.launch.multinode.protocol import Order, Report
-from paceline.operate.launch.multinode.remote_client import connect_client
 from paceline.operate.launch.multinode.server import MeetingServer
 
 if TYPE_CHECKING:
@@ -144,94 +137,6 @@ class NodeConnection:
         self.client.close()
         if self.server is not None:
             self.server.close()
-
-
-def open_meeting(
-    job: Job, secret: bytes | None, say: Callable[[str], None], listener: ListeningEndpoint | None = None
-) -> NodeConnection:
-    """Connects this machine to the rendezvous.
-
-    Args:
-        job: The job's description, with the rendezvous address.
-        secret: The job's secret.
-        say: A function that prints a line for the user.
-        listener: The listener for the server if one is already open, or None.
-
-    Raises:
-        StoreConnectionError: This machine should host the rendezvous but cannot.
-        RendezvousTimeoutError: No launcher hosted the rendezvous before the timeout.
-        AuthenticationError: The server does not have the job's secret.
-        ValueError: The address is not a loopback address, and there is no secret.
-    """
-    options = job.rendezvous
-    if options.address is None:
-        return NodeConnection(
-            LocalClient(
-                DashboardRelay(DiagnosisCollector(_controller(job), "rank" if job.elastic is None else "slot"))
-            ),
-            "127.0.0.1",
-        )
-    address = options.address
-    server = None
-    if listener is None and options.serves is not False:
-        listener = _listener(options, address, secret)
-    controller = _controller(job) if listener is not None and options.running is None else None
-    if job.elastic is not None:
-        from paceline.operate.launch.elastic.coordinator_client import join_elastic
-
-        return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), controller)
-    if listener is not None and controller is not None:
-        server = MeetingServer(
-            listener, secret, DashboardRelay(DiagnosisCollector(controller)), options.silence_s, bears_starvation=True
-        )
-        address = server.address
-    try:
-        client = connect_client(address, secret, options.join_timeout_s, options.silence_s, say)
-    except BaseException:
-        if server is not None:
-            server.close(0.0)
-        raise
-    own = options.local_address or client.local_address.partition("%")[0]
-    return NodeConnection(client, own, server, serves=server is not None)
-
-
-def _controller(job: Job) -> JobController:
-    """Creates the controller for this job."""
-    policy, now_s = _policy(job), time.monotonic()
-    if job.elastic is None:
-        return Membership(policy, now_s)
-    from paceline.operate.launch.elastic.elastic_controller import ElasticController
-
-    return ElasticController(policy, job.elastic, now_s)
-
-
-def _policy(job: Job) -> MembershipPolicy:
-    options = job.rendezvous
-    return MembershipPolicy(
-        run_id=job.run_id,
-        min_nodes=options.min_nodes,
-        max_nodes=options.max_nodes,
-        is_static=options.is_static,
-        max_restarts=job.max_restarts,
-        last_call_s=options.last_call_s,
-        join_timeout_s=options.join_timeout_s,
-        port=job.port,
-        return_timeout_s=options.return_timeout_s,
-        meeting_first=job.one_port is not None,
-    )
-
-
-def _listener(options: RendezvousOptions, address: tuple[str, int], secret: bytes | None) -> ListeningEndpoint | None:
-    """Returns a listener if the address belongs to this machine and no other launcher already serves there."""
-    host = host_to_serve_on(address[0], bool(options.serves))
-    try:
-        return None if host is None else listen(host, address[1], secret)
-    except StoreConnectionError as error:
-        if not options.serves and isinstance(error, PortInUseError):
-            return None  # another launcher on this machine already hosts the rendezvous
-        if options.serves:
-            raise
-    return None
 
 
 def host_to_serve_on(name: str, serves: bool) -> str | None:

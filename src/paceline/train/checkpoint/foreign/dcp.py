@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
-from paceline.train.checkpoint.foreign.foreign_file import TensorInfo, infos_of
 from paceline.train.checkpoint.foreign.record_unpickler import (
     Global,
     Make,
@@ -31,7 +30,7 @@ from paceline.train.checkpoint.foreign.record_unpickler import (
 from paceline.train.checkpoint.format.local_storage import open_regular
 from paceline.train.checkpoint.format.regions import Box, boxes_overlap
 from paceline.train.checkpoint.format.values import TensorRef, escaped
-from paceline.train.checkpoint.pytree import take_apart
+from paceline.train.checkpoint.pytree import TensorInfo, infos_of, take_apart
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _INDEX = Global(_METADATA, "MetadataIndex")

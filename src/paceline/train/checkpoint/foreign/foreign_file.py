@@ -12,17 +12,17 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import torch
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.train.checkpoint.foreign.dcp import DcpDirectory
 from paceline.train.checkpoint.format.local_storage import open_regular
 from paceline.train.checkpoint.format.safetensors_header import StoredTensor, length_of, read_header
 from paceline.train.checkpoint.format.values import TensorRef, escaped
-from paceline.train.checkpoint.pytree import put_together, take_apart, type_of
+from paceline.train.checkpoint.pytree import TensorInfo, infos_of, put_together, take_apart, type_of
 
 _ZIP = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80"  # first byte of files written by torch.save before torch 1.6
@@ -38,14 +38,6 @@ _SIZES_OF_STORAGES = {
 }
 # The size of a record's header in a zip file. The lengths of the name and the extra field are at `_LENGTHS_AT`.
 _LOCAL_HEADER_NBYTES, _LENGTHS_AT = 30, 26
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """The dtype and shape of a tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 class ForeignCheckpoint(Protocol):
@@ -71,11 +63,6 @@ class ForeignCheckpoint(Protocol):
         """Returns a tensor on the CPU. The tensor may be mapped from the file and must not be modified."""
 
 
-def infos_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
-    """Returns the dtypes and shapes of tensors, by name."""
-    return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
 def state_of(foreign: ForeignCheckpoint) -> object:
     """Returns the saved state with its tensors, as torch.load would."""
     return put_together(foreign.tree, foreign.read)
@@ -93,8 +80,6 @@ def open_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint | None:
     if where.is_dir():
         if not os.path.lexists(where / ".metadata"):
             return None
-        from paceline.train.checkpoint.foreign.dcp import DcpDirectory
-
         return DcpDirectory(where)
     with open(open_regular(where, follows=True), "rb") as file:
         beginning = file.read(8)

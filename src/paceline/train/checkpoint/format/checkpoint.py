@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
-from paceline.train.checkpoint.format.local_storage import LocalStorage
+from paceline.train.checkpoint.format.local_storage import LocalStorage, open_storage
 from paceline.train.checkpoint.format.manifest import (
     FILE,
     LATEST,
@@ -39,7 +39,6 @@ from paceline.train.checkpoint.format.storage import (
     ReadableStorage,
     Storage,
     check_room,
-    open_storage,
     storage_error,
 )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointDamagedError
 from paceline.train.checkpoint.format.manifest import FILE as MANIFEST
-from paceline.train.checkpoint.format.storage import InputFile, OutputFile
+from paceline.train.checkpoint.format.storage import FsspecStorage, InputFile, OutputFile, Storage
 from paceline.train.elastic.failpoints import failpoint
 
 # Errors from file systems that cannot sync directories, such as some FUSE and CIFS mounts. Such file systems write
@@ -411,3 +411,11 @@ def _require_regular(path: str | os.PathLike[str], found: os.stat_result) -> os.
             f"{os.fspath(path)} is {kind}, but a checkpoint consists of regular files; put the file itself there"
         )
     return found
+
+
+def open_storage(where: str | os.PathLike[str]) -> Storage:
+    """Returns the storage at a path, or at an address such as s3://bucket/run, which needs `paceline[fsspec]`."""
+    text = os.fspath(where)
+    if "://" in text and not text.startswith("file://"):
+        return FsspecStorage(text)
+    return LocalStorage(text.removeprefix("file://"))

@@ -17,6 +17,7 @@ from dataclasses import replace
 from paceline import __version__
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.checkpoint import Checkpoint, Listing, latest_name, listing_of
+from paceline.train.checkpoint.format.local_storage import open_storage
 from paceline.train.checkpoint.format.manifest import (
     FILE,
     LATEST,
@@ -30,7 +31,7 @@ from paceline.train.checkpoint.format.manifest import (
     manifest_to_bytes,
     merged,
 )
-from paceline.train.checkpoint.format.storage import OutputFile, Storage, check_room, open_storage, storage_error
+from paceline.train.checkpoint.format.storage import OutputFile, Storage, check_room, storage_error
 from paceline.train.checkpoint.format.values import Json
 from paceline.train.elastic.failpoints import failpoint
 

@@ -110,16 +110,6 @@ class Storage(ReadableStorage, WritableStorage, Protocol):
         """Returns True if a live process is writing or reading this directory."""
 
 
-def open_storage(where: str | os.PathLike[str]) -> Storage:
-    """Returns the storage at a path, or at an address such as s3://bucket/run, which needs `paceline[fsspec]`."""
-    text = os.fspath(where)
-    if "://" in text and not text.startswith("file://"):
-        return FsspecStorage(text)
-    from paceline.train.checkpoint.format.local_storage import LocalStorage
-
-    return LocalStorage(text.removeprefix("file://"))
-
-
 _ADVICE = {
     errno.ENOSPC: "Free some space there, keep fewer checkpoints (keep=), or save somewhere else",
     errno.EDQUOT: "Free some of your quota there, keep fewer checkpoints (keep=), or save somewhere else",

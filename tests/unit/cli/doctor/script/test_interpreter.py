@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from script_findings import findings
 
-from paceline.cli.doctor.command import Confidence, Severity
+from paceline.cli.doctor import Confidence, Severity
 from paceline.cli.doctor.script import interpreter
 
 

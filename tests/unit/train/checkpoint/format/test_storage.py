@@ -9,8 +9,9 @@ from checkpoint_states import save, steps_in
 
 from paceline.errors import CheckpointError
 from paceline.train.checkpoint.format.checkpoint import open_checkpoint
+from paceline.train.checkpoint.format.local_storage import open_storage
 from paceline.train.checkpoint.format.root import Root
-from paceline.train.checkpoint.format.storage import FsspecStorage, open_storage
+from paceline.train.checkpoint.format.storage import FsspecStorage
 
 
 class Ended(BaseException):
