@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from urllib.parse import urlsplit
 
 from paceline.comm.security.secret import job_secret
 from paceline.comm.store.remote_store import connect_unix
@@ -89,6 +88,8 @@ def is_torch_store(port: int) -> bool:
 
 def is_served_by_launcher(url: str) -> bool:
     """Returns True if the URL's port is MASTER_PORT and is already used by the launcher's store."""
+    from urllib.parse import urlsplit
+
     try:
         port = urlsplit(url).port
     except ValueError:

@@ -15,7 +15,7 @@ def steps_of(operation: Operation, n: int, kind: StepKind, rank: int = 1) -> lis
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_an_all_reduce_sends_every_block_twice_but_one_only_to_the_right(n):
+def test_an_all_reduce_sends_to_the_right_only(n):
     sent = steps_of(Operation.ALL_REDUCE, n, StepKind.SEND)
     assert {step.peer for step in sent} == {2 % n}
     assert sum(step.src.length for step in sent) == 2 * (n - 1)

@@ -17,7 +17,7 @@ def test_every_member_is_a_child_of_its_parent_only(n):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_a_subtree_consists_of_a_member_and_the_subtrees_of_its_children(n):
+def test_a_subtree_consists_of_those_of_the_children(n):
     for member in range(n):
         below = [each for child in children_of(member, n) for each in subtree_of(child, n)]
         assert [member, *below] == list(subtree_of(member, n))

@@ -46,7 +46,7 @@ def test_incomplete_steps_are_not_compared():
     assert miscount({0: steps(1, 2, 2, 2), 1: steps(2, 2, 2, 1)}) is None
 
 
-def test_calls_of_several_ranks_are_matched_in_the_order_of_their_ends():
+def test_calls_are_matched_in_the_order_of_their_ends():
     one = RankState(0, calls=(call(1, at_s=5.0), call(2, at_s=2.0), call(3)))
     other = RankState(1, calls=(call(1, at_s=4.0), call(2, at_s=3.0)))
     matched = match_calls([one, other])

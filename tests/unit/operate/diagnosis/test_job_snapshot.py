@@ -18,7 +18,7 @@ def test_a_call_is_shown_with_the_arguments_that_matter():
     assert str(RankCall("g", 7, CallSignature("barrier"), 0.0)) == "barrier() call 7"
 
 
-def test_a_call_on_a_device_is_ready_once_the_device_has_reached_it():
+def test_a_call_is_ready_once_its_device_has_reached_it():
     header = CallSignature("all_reduce", "float32", 1)
     assert RankCall("g", 1, header, 2.0).ready_s == 2.0
     assert RankCall("g", 1, header, 2.0, device="cuda", reached_s=5.0).ready_s == 5.0

@@ -21,7 +21,7 @@ def test_a_snapshot_comes_back_as_it_was():
     assert decode(encode(snapshot)) == snapshot
 
 
-def test_of_a_long_history_the_latest_and_the_open_calls_are_sent():
+def test_the_latest_and_the_open_calls_are_sent():
     history = (call(1, 0.5), *(call(number, number, number + 0.5) for number in range(2, 100_000)))
     sent = decode(encode(MachineSnapshot(1.0, (rank(0, *history),)))).ranks[0].calls
     assert sent[0] == history[0] and sent[-1] == history[-1]

@@ -33,7 +33,7 @@ def test_of_many_parameters_ten_are_named():
     assert "p9 and 2 more" in text and "p10" not in text
 
 
-def test_the_fix_of_a_late_gradient_is_not_what_is_in_use_already():
+def test_the_fix_of_a_late_gradient_is_not_in_use_already():
     assert "static_graph=True, or" in late_gradient_text("a", False)
     assert "find_unused_parameters=True instead" in late_gradient_text("a", True)
 

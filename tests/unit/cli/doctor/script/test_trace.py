@@ -37,7 +37,7 @@ def test_an_event_has_the_innermost_test_of_the_rank():
     assert path.trace.events[-1].guard() is None
 
 
-def test_calls_are_counted_by_rank_and_without_those_of_other_groups():
+def test_calls_in_other_groups_are_not_counted():
     traces = [RankTrace(rank) for rank in range(2)]
     for trace in traces:
         ExecutionPath(trace).record("collective", "all_reduce", CALL, in_group=trace.rank == 1)
