@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 
-from recording_writer import Writer
+from recording_writer import Writer, writer
 
 from paceline.operate.dashboard.event_queue import EventQueue, WorkerGone, WorkerRunning
 from paceline.operate.dashboard.job_sample import JobEvent, JobInfo, Line, RankActivity, StallNotice
 from paceline.operate.dashboard.local_collector import LocalCollector
+
+__all__ = ["writer"]
 
 
 def test_a_lookout_sees_workers_and_what_is_noted(writer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from recording_writer import writer
 
 from paceline.comm.record.layout import EventKind
 from paceline.operate.dashboard.job_sample import BucketTiming
@@ -17,6 +18,8 @@ from paceline.operate.dashboard.recording_follower import (
     within,
     without,
 )
+
+__all__ = ["writer"]
 
 
 def test_steps_come_when_they_have_ended_and_only_once(writer):

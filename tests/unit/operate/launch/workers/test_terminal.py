@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from shown_terminal import bar, nested
+from shown_terminal import bar, nested, shown
 
 from paceline.operate.launch.workers.output import LinePrefixer, TerminalSink
 from paceline.operate.launch.workers.terminal import Rows
+
+__all__ = ["shown"]
 
 
 def test_a_terminal_shows_a_bar_as_one_row(shown):
