@@ -8,7 +8,7 @@ import pytest
 from migrated_text import migrated
 
 from paceline.interop.migrate.names import MARK, MigrationMode, score
-from paceline.interop.migrate.python_files import choose_mode, migrate_python, relevance_of
+from paceline.interop.migrate.python_files import choose_mode, migrate_python, summary_of
 from paceline.interop.migrate.python_source import read_source
 
 # By what they show: a program before and after; None if nothing changes. All of these come over by the import.
@@ -220,4 +220,4 @@ def test_a_migrated_program_is_not_changed_again():
 
 def test_no_program_of_the_other_tests_is_left_out():
     for before, after in IMPORTS.values():
-        assert relevance_of(before).needs_migration or after is None or before == after
+        assert summary_of(before).needs_migration or after is None or before == after
