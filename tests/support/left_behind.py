@@ -1,21 +1,71 @@
-"""The directory for recordings of jobs and processes during the tests; it is removed at the end of the test run."""
+"""The directory of a test run, which contains every temporary file of its processes.
+
+A run removes its directory at its end. If it is killed, the next run does so: each run holds a lock on its directory,
+which the kernel releases when the run's processes have exited.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
+import getpass
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
-_DIRECTORY = tempfile.mkdtemp(prefix="paceline-tests-")
+PREFIX = "paceline-session-"
 
-os.environ["PACELINE_RUNS_DIR"] = f"{_DIRECTORY}/runs"
-os.environ["PACELINE_RECORD_DIR"] = f"{_DIRECTORY}/records"
-
-
-def _remove(maker: int) -> None:
-    if os.getpid() == maker:
-        shutil.rmtree(_DIRECTORY, ignore_errors=True)
+_VARIABLE = "PACELINE_TESTS_DIRECTORY"  # set in the processes that a test run starts, which share its directory
+_WORKER = "PYTEST_XDIST_WORKER"
 
 
-atexit.register(_remove, os.getpid())
+def make_directory(root: str) -> tuple[str, int]:
+    """Creates a directory for a test run; returns it with the descriptor that holds the lock."""
+    while True:
+        path = tempfile.mkdtemp(prefix=PREFIX, dir=root)
+        with contextlib.suppress(FileNotFoundError):  # another run considered it to be abandoned before it was locked
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.exists(path):
+                return path, lock
+            os.close(lock)
+
+
+def remove_abandoned(root: str) -> None:
+    """Removes the directories of test runs that have been killed. Several processes may do so at the same time."""
+    for path in Path(root).glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # it has been removed, or belongs to another user
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:  # the run has not ended
+            pass
+        finally:
+            os.close(lock)
+
+
+def _begin() -> str:
+    root = tempfile.gettempdir()
+    remove_abandoned(root)
+    path, _ = make_directory(root)
+    atexit.register(_remove, path, os.getpid())
+    os.environ[_VARIABLE] = os.environ["TMPDIR"] = tempfile.tempdir = path
+    # pytest keeps the files of the last runs, and torch the kernels that it has compiled.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", root)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{root}/torchinductor_{getpass.getuser()}")
+    return path
+
+
+def _remove(path: str, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+_directory = Path(os.environ[_VARIABLE] if _VARIABLE in os.environ else _begin(), os.environ.get(_WORKER, "main"))
+os.environ["PACELINE_RUNS_DIR"] = str(_directory / "runs")
+os.environ["PACELINE_RECORD_DIR"] = str(_directory / "records")

@@ -1,6 +1,6 @@
 """Security checks: the security level, the secret, OpenSSL, and the reachability of listening sockets.
 
-The sockets of each process are read from /proc.
+The processes of jobs and their sockets are read from /proc, so a job in another container is not found.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,9 +24,9 @@ from paceline.comm.security.secret import (
     is_loopback,
     job_secret,
 )
-from paceline.linux import process_fields
 from paceline.operate.launch.workers.cleanup import marked
 
+_CORE = b"/paceline/_core."  # in the path of the core, which /proc/PID/maps lists
 _LISTENS = "0A"  # TCP_LISTEN
 _UNIX_LISTENS = 1 << 16  # __SO_ACCEPTCON
 _MEANINGS = {
@@ -92,7 +92,7 @@ def _openssl() -> Diagnostic:
 
 
 def _listeners() -> list[Diagnostic]:
-    jobs = _processes_of_jobs()
+    jobs = processes_of_jobs()
     found = sorted(listening_sockets_of(jobs))
     if not found:
         running = f"none of {len(jobs)} processes of jobs" if jobs else "this user has no running job here"
@@ -100,17 +100,21 @@ def _listeners() -> list[Diagnostic]:
     return [_reach(listener) for listener in found]
 
 
-def _processes_of_jobs() -> list[int]:
-    """Returns the process ids of the current user's workers and launchers."""
-    workers = marked("")
-    return sorted({*workers, *(parent for pid in workers if (parent := _parent(pid)) > 1)})
+def processes_of_jobs() -> list[int]:
+    """Returns the process ids of the current user's jobs.
+
+    They are the processes that have loaded Paceline's core (launchers, ranks and their forks) or were started with the
+    mark of a job in their environment (other programs that a rank started). A program that a rank started without this
+    mark, and that does not import Paceline, is not found.
+    """
+    return sorted({*marked(""), *_with_core()})
 
 
-def _parent(pid: int) -> int:
-    try:
-        return int(process_fields(pid)[1])
-    except OSError:
-        return 0
+def _with_core() -> Iterator[int]:
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has exited or belongs to another user
+            if directory.name != str(os.getpid()) and _CORE in (directory / "maps").read_bytes():
+                yield int(directory.name)
 
 
 def _reach(listener: ListeningSocket) -> Diagnostic:

@@ -161,6 +161,11 @@ class PortMultiplexer:
         self._closed = True
         self._waking.send(b".")
         self._thread.join()
+        for key in self._selector.get_map().values():
+            assert isinstance(key.fileobj, socket.socket)
+            with contextlib.suppress(OSError):  # not connected
+                # A child that has just been forked may not have closed its copies yet, which would keep the port open.
+                key.fileobj.shutdown(socket.SHUT_RDWR)
         self.close_descriptors()
         self._rejected.close()
 

@@ -20,7 +20,7 @@ from store_kinds import exit_code
 from world import reserved_port
 
 from paceline.comm.one_port import dialer, port_multiplexer
-from paceline.comm.one_port.port_multiplexer import listen_at_number
+from paceline.comm.one_port.port_multiplexer import PortMultiplexer, listen_at_number, random_name
 from paceline.comm.security.secret import job_secret
 from paceline.train.checkpoint.peer_memory import client as copies
 from paceline.train.checkpoint.peer_memory.server import CacheServer
@@ -122,6 +122,18 @@ def test_a_forked_child_does_not_keep_the_gate_open(monkeypatch):
         first.close()
         for each in port_multiplexer._multiplexers.values():
             each.close()
+
+
+def test_a_child_that_has_just_been_forked_does_not_keep_the_port_open(monkeypatch):
+    port = reserved_port()
+    copies: list[socket.socket] = []
+    for _ in range(2):  # the second multiplexer takes the place of the first
+        monkeypatch.setenv(dialer.GATE_VARIABLE, random_name())
+        with closing(PortMultiplexer(port, os.environ[dialer.GATE_VARIABLE])) as multiplexer:
+            listen_at_number(HERE, 0, port).close()
+            copies += [key.fileobj.dup() for key in list(multiplexer._selector.get_map().values())]  # as a fork does
+    for copy in copies:
+        copy.close()
 
 
 def test_silent_hosts_are_told_from_those_that_answer(monkeypatch):
