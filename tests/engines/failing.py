@@ -63,6 +63,13 @@ def the_ranks_abort(group: dist.ProcessGroup) -> None:
     dist.barrier()
 
 
-PROGRAMS = [a_rank_stays_away, nobody_sends, the_ranks_abort]
+def groups_wait_for_each_other(group: dist.ProcessGroup) -> None:
+    other = dist.new_group(backend=dist.get_backend(group))
+    with pytest.raises(dist.CollectiveTimeoutError, match="in another call.*The ranks wait for each other"):
+        dist.all_reduce(torch.ones(3), group=other if group.rank() == 1 else group, timeout=_TIMEOUT)
+    dist.barrier()
+
+
+PROGRAMS = [a_rank_stays_away, nobody_sends, groups_wait_for_each_other, the_ranks_abort]
 # Only of engines that compare the ranks' calls.
 COMPARING = [different_calls]

@@ -6,13 +6,13 @@ which the kernel releases when the run's processes have exited.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import getpass
 import os
 import shutil
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 PREFIX = "paceline-session-"
@@ -53,17 +53,13 @@ def _begin() -> str:
     root = tempfile.gettempdir()
     remove_abandoned(root)
     path, _ = make_directory(root)
-    atexit.register(_remove, path, os.getpid())
+    # Finalizers run in the order of their priorities; multiprocessing removes its own directory with priority -100.
+    Finalize(None, shutil.rmtree, [path], {"ignore_errors": True}, exitpriority=-200)
     os.environ[_VARIABLE] = os.environ["TMPDIR"] = tempfile.tempdir = path
     # pytest keeps the files of the last runs, and torch the kernels that it has compiled.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", root)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{root}/torchinductor_{getpass.getuser()}")
     return path
-
-
-def _remove(path: str, owner: int) -> None:
-    if os.getpid() == owner:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 _directory = Path(os.environ[_VARIABLE] if _VARIABLE in os.environ else _begin(), os.environ.get(_WORKER, "main"))

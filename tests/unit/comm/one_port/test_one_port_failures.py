@@ -124,7 +124,7 @@ def test_a_forked_child_does_not_keep_the_gate_open(monkeypatch):
             each.close()
 
 
-def test_a_child_that_has_just_been_forked_does_not_keep_the_port_open(monkeypatch):
+def test_a_child_just_forked_does_not_keep_the_port_open(monkeypatch):
     port = reserved_port()
     copies: list[socket.socket] = []
     for _ in range(2):  # the second multiplexer takes the place of the first

@@ -127,10 +127,65 @@ def _key(rank: int) -> str:
 
 
 _PATIENCE_S = 2.0
+_MESSAGE_PATIENCE_S = 0.5
 _PAUSE_S = 0.02
 _LEFT = "left"
 _ENDED = "ended (it died or left; the store that recorded the reason is no longer available)"
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
+
+
+class _WaitChain:
+    """The ranks for which other ranks wait, in whichever group, as published by the ranks whose calls have timed out.
+
+    A rank publishes for whom it waits only while it looks for the reason why its call timed out. Ranks that wait for
+    each other are found if their calls time out at about the same time.
+
+    Args:
+        store: the store that the ranks share.
+        rank: this process's rank in the default group.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._key = self._key_of(rank)
+        self._seen: dict[int, dict[str, str]] = {}
+
+    @staticmethod
+    def _key_of(rank: int) -> str:
+        return f"waiting/{rank}"
+
+    def publish(self, awaited: Mapping[int, str]) -> None:
+        """Publishes the ranks for which this rank waits, each with the key that it sets once it arrives, or ""."""
+        with contextlib.suppress(StoreError):
+            self._store.set(self._key, json.dumps(awaited))
+
+    def withdraw(self) -> None:
+        """Reports that this rank no longer waits."""
+        with contextlib.suppress(StoreError):
+            self._store.set(self._key, "")  # a deleted key would block a rank that is just reading it
+
+    def follow(self, ranks: Sequence[int]) -> tuple[set[int], set[int]]:
+        """Returns the ranks for which `ranks`, and the ranks for which they wait in turn, are absent: those that wait
+        themselves, and all others.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        waiting, others, pending = set[int](), set[int](), list(ranks)
+        while pending:
+            rank = pending.pop()
+            if rank in waiting or rank in others:
+                continue
+            key = self._key_of(rank)
+            if self._store.check([key]) and (entry := self._store.get(key)):
+                self._seen[rank] = json.loads(entry)
+            if rank not in self._seen:
+                others.add(rank)
+                continue
+            waiting.add(rank)
+            awaited = self._seen[rank].items()
+            pending += [int(rank) for rank, key in awaited if not key or not self._store.check([key])]
+        return waiting, others
 
 
 class FailureDiagnosis:
@@ -157,7 +212,16 @@ class FailureDiagnosis:
             said: the library's message, or "" if the call timed out.
             waited_ns: the time that the call waited, in nanoseconds.
         """
-        answers, is_store_there = self._ask(history)
+        waits = _WaitChain(self._store, self.members[self.rank].rank)
+        if not said:
+            waits.publish(self._by_member({rank: key for rank, key in enumerate(self._keys) if rank != self.rank}))
+        try:
+            return self._diagnose(history, said, waited_ns, waits)
+        finally:
+            waits.withdraw()
+
+    def _diagnose(self, history: Sequence[HeaderFields], said: str, waited_ns: int, waits: _WaitChain) -> CallFailure:
+        answers, is_store_there = self._ask(history, waits)
         silent = [rank for rank in range(len(self.members)) if rank not in answers]
         lost = self._lost(silent, [rank for rank, answer in answers.items() if answer == _LEFT], said, is_store_there)
         if lost is not None:
@@ -165,7 +229,7 @@ class FailureDiagnosis:
         if calls := _first_difference([_calls(answers.get(rank)) for rank in range(len(self.members))]):
             return CallFailure(OutcomeCode.MISMATCH, said, reporter=self.rank, calls=calls, algorithms=[0] * len(calls))
         if not said:
-            return CallFailure(OutcomeCode.TIMED_OUT, missing=silent if is_store_there else (), waited_ns=waited_ns)
+            return self._timed_out(silent if is_store_there else (), waited_ns, waits, patience_s=0.0)
         if silent:
             return CallFailure(OutcomeCode.PEER_LOST, said, gone=silent, seen=_silence(said))
         return CallFailure(OutcomeCode.REFUSED, said)
@@ -183,7 +247,33 @@ class FailureDiagnosis:
             return lost
         if said:
             return CallFailure(OutcomeCode.REFUSED, said)
-        return CallFailure(OutcomeCode.TIMED_OUT, missing=others, waited_ns=waited_ns)
+        waits = _WaitChain(self._store, self.members[self.rank].rank)
+        waits.publish(self._by_member(dict.fromkeys(others, "")))
+        try:
+            return self._timed_out(others, waited_ns, waits, _MESSAGE_PATIENCE_S)
+        finally:
+            waits.withdraw()
+
+    def _by_member(self, entries: Mapping[int, str]) -> dict[int, str]:
+        return {self.members[rank].rank: entry for rank, entry in entries.items()}
+
+    def _timed_out(self, missing: Sequence[int], waited_ns: int, waits: _WaitChain, patience_s: float) -> CallFailure:
+        """Returns the failure for a timeout, which identifies the missing ranks that wait in other calls."""
+        absent = [self.members[rank].rank for rank in missing]
+        until_s = time.monotonic() + patience_s
+        waiting, others = set[int](), set[int]()
+        with contextlib.suppress(StoreError):
+            waiting, others = waits.follow(absent)
+            while others and time.monotonic() < until_s:
+                time.sleep(_PAUSE_S)
+                waiting, others = waits.follow(absent)
+        return CallFailure(
+            OutcomeCode.TIMED_OUT,
+            missing=missing,
+            waited_ns=waited_ns,
+            waiting=[rank for rank in missing if self.members[rank].rank in waiting],
+            held_by=sorted(others - {member.rank for member in self.members}),
+        )
 
     def leave(self) -> None:
         """Reports to the other ranks that this rank has left the group."""
@@ -203,7 +293,7 @@ class FailureDiagnosis:
         left = sorted({*left, *(rank for rank, fate in fates.items() if fate is MemberExit.LEFT)})
         return CallFailure(OutcomeCode.PEER_LOST, said, gone=left, left=left) if left else None
 
-    def _ask(self, history: Sequence[HeaderFields]) -> tuple[dict[int, str], bool]:
+    def _ask(self, history: Sequence[HeaderFields], waits: _WaitChain) -> tuple[dict[int, str], bool]:
         """Returns the answers of all ranks, including this one, and whether the store is still available.
 
         Waits, for at most `_PATIENCE_S`, until every rank has answered or is known to have exited.
@@ -219,6 +309,7 @@ class FailureDiagnosis:
                 silent = [rank for rank in range(len(self._keys)) if rank not in answers]
                 if all(exit_of(self._store, self.members[rank]) for rank in silent) or time.monotonic() > deadline:
                     return answers, True
+                waits.follow([self.members[rank].rank for rank in silent])  # entries are withdrawn later
                 time.sleep(_PAUSE_S)
         except StoreError:
             return answers, False

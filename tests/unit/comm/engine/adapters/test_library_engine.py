@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import paceline as dist
 from paceline.comm.engine.adapters.library_engine import FailureDiagnosis
-from paceline.comm.engine.failures import OutcomeCode, ProcessIdentity, RankIdentity, to_error
+from paceline.comm.engine.failures import CallFailure, OutcomeCode, ProcessIdentity, RankIdentity, to_error
 
 HISTORY = [(7, 2, 11, 0, -1, 3)]
 
@@ -33,7 +34,8 @@ def finds(store: dist.Store, them: list[RankIdentity], said: str = "", rank: int
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr("paceline.comm.engine.adapters.library_engine._PATIENCE_S", 0.05)
+    monkeypatch.setattr("paceline.comm.engine.adapters.library_engine._PATIENCE_S", 0.2)
+    monkeypatch.setattr("paceline.comm.engine.adapters.library_engine._MESSAGE_PATIENCE_S", 0.2)
 
 
 def test_a_silent_rank_elsewhere_did_not_come():
@@ -93,3 +95,34 @@ def test_a_message_to_another_rank_is_given_up_without_verdict():
     them = members(ProcessIdentity.mine(), ELSEWHERE)
     assert FailureDiagnosis(dist.HashStore(), 1, them, 0).about_message(1, "", 10**9).code == OutcomeCode.TIMED_OUT
     assert FailureDiagnosis(Gone(), 1, them, 0).about_message(1, "", 10**9).code == OutcomeCode.TIMED_OUT
+
+
+def at_once(*diagnoses: tuple[FailureDiagnosis, str]) -> list[CallFailure]:
+    """Returns the failures of ranks that time out at the same time, each in a collective or a message."""
+    with ThreadPoolExecutor(len(diagnoses)) as ranks:
+        found = [
+            ranks.submit(each.diagnose, HISTORY, "", 10**9) if kind else ranks.submit(each.about_message, 1, "", 10**9)
+            for each, kind in diagnoses
+        ]
+        return [each.result() for each in found]
+
+
+def test_groups_that_wait_for_each_other_are_followed():
+    store, them = dist.HashStore(), members(ProcessIdentity.mine(), ProcessIdentity.mine())
+    first, second = at_once(*[(FailureDiagnosis(store, group, them, rank), "call") for group, rank in ((1, 0), (2, 1))])
+    assert (first.missing, first.waiting, first.held_by) == ([1], [1], [])
+    assert (second.missing, second.waiting, second.held_by) == ([0], [0], [])
+    assert store.get("waiting/0") == store.get("waiting/1") == b"", "they no longer wait"
+    text = str(to_error(first, them, 0, "barrier()"))
+    assert "rank 1 (host, pid 101) did not reach the call because it waits in another call" in text
+    assert "The ranks wait for each other" in text
+
+
+def test_a_rank_outside_the_group_for_which_its_members_wait_is_at_fault():
+    store, them = dist.HashStore(), members(*[ProcessIdentity.mine()] * 3)
+    message = FailureDiagnosis(store, 1, them[:2], 0), ""
+    first, second = at_once(message, (FailureDiagnosis(store, 2, them[1:], 0), "call"))
+    assert (first.missing, first.waiting, first.held_by) == ([1], [1], [2])
+    assert (second.missing, second.waiting, second.held_by) == ([1], [], [])
+    text = str(to_error(first, them[:2], 0, "recv()", engine_members=them))
+    assert "it waits in another call, which is delayed by rank 2 (host, pid 102)" in text
