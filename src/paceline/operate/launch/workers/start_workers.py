@@ -152,6 +152,9 @@ def start_workers(
     Raises:
         OSError: a process could not be started.
     """
+    # Each generation has a template of its own. A fork shows the environment of its template in /proc/PID/environ for
+    # ever, and `Cleanup` finds what a generation left behind by the mark there: with a template that is kept, the
+    # processes of an earlier generation could not be told from the template and the workers of the next one.
     forker = Forker(
         context.environment, context.pass_fds, allow_descriptors(job.workers), selector, say, modules_to_fork(job)
     )
