@@ -6,14 +6,10 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "bench"))  # behind tests, since both have a module `hosts`
-
-import gpu as bench
+from bench_gpu import gpu as bench
 from gpu_cases.catalogue import Step, steps
 from gpu_cases.collectives import compare
 from gpu_cases.session import Session, Setting, session

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[3] / "bench"))  # behind tests, since both have a module `hosts`
-
-import gpu as bench
+from bench_gpu import gpu as bench
 from gpu_cases.catalogue import steps
 
 RAISED = """rank 1 failed:
