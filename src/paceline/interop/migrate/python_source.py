@@ -6,12 +6,12 @@ Edits are collected first and then applied in a single pass that preserves all o
 from __future__ import annotations
 
 import ast
+import symtable
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
+from typing import TypeVar, cast
 
 import libcst as cst
 from libcst.metadata import (
@@ -24,6 +24,8 @@ from libcst.metadata import (
 )
 
 from paceline.interop.migrate.names import MARK, comment_lines, is_migrated
+
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -100,50 +102,35 @@ def imports_are_unambiguous(text: str) -> bool:
     This is the case if no imported name is bound by another kind of statement, bound in several scopes, or used outside
     the function that imports it. LibCST's analysis of scopes, which takes half of the time, is then unnecessary.
     """
-    tree = syntax_tree(text)
-    if tree is None:
+    module = _without_warnings(lambda: symtable.symtable(text, "", "exec"))
+    if module is None:
         return False
-    scopes: dict[str, set[ast.AST]] = {}
-    others: set[str] = set()
-    _find_bindings(tree, tree, scopes, others)
-    loads = _loads(tree)
-    for name, importers in scopes.items():
-        scope = next(iter(importers))
-        if name in others or len(importers) > 1 or isinstance(scope, ast.ClassDef):
-            return False
-        if scope is not tree and _loads(scope)[name] != loads[name]:
-            return False
-    return True
+    symbols = [(scope, symbol) for scope in _scopes_in(module) for symbol in scope.get_symbols()]
+    importers = {symbol.get_name(): scope for scope, symbol in symbols if symbol.is_imported()}
+    return all(
+        not (symbol.is_assigned() or symbol.is_parameter())
+        and (scope is importer or (symbol.is_global() if importer is module else symbol.is_free()))
+        for scope, symbol in symbols
+        if (importer := importers.get(symbol.get_name())) is not None
+    )
 
 
-def _find_bindings(node: ast.AST, scope: ast.AST, imports: dict[str, set[ast.AST]], others: set[str]) -> None:
-    """Adds the scope of each import below `node` to `imports`, by local name, and all other bound names to `others`."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        for alias in node.names:
-            imports.setdefault((alias.asname or alias.name).partition(".")[0], set()).add(scope)
-        return
-    if isinstance(node, ast.Name):
-        if not isinstance(node.ctx, ast.Load):
-            others.add(node.id)
-        return
-    for name, value in ast.iter_fields(node):
-        if name in ("name", "arg", "rest") and isinstance(value, str):  # functions, classes, handlers, patterns, ...
-            others.add(value)
-    inner = node if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else scope
-    for child in ast.iter_child_nodes(node):
-        _find_bindings(child, inner, imports, others)
-
-
-def _loads(tree: ast.AST) -> Counter[str]:
-    return Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+def _scopes_in(scope: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield scope
+    for child in scope.get_children():
+        yield from _scopes_in(child)
 
 
 def syntax_tree(text: str) -> ast.Module | None:
     """Parses a file with Python's own parser; returns None if this version of Python cannot parse it."""
+    return _without_warnings(lambda: ast.parse(text))
+
+
+def _without_warnings(parse: Callable[[], Parsed]) -> Parsed | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # e.g. invalid escape sequences in the program
-            return ast.parse(text)
+            return parse()
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -154,19 +154,31 @@ class _WaitChain:
     def _key_of(rank: int) -> str:
         return f"waiting/{rank}"
 
-    def publish(self, awaited: Mapping[int, str]) -> None:
-        """Publishes the ranks for which this rank waits, each with the key that it sets once it arrives, or ""."""
-        with contextlib.suppress(StoreError):
-            self._store.set(self._key, json.dumps(awaited))
+    @contextlib.contextmanager
+    def published(self, awaited: Mapping[int, str]) -> Iterator[None]:
+        """Publishes during the block for which ranks this rank waits, if any.
 
-    def withdraw(self) -> None:
-        """Reports that this rank no longer waits."""
+        Args:
+            awaited: for each of these ranks, the key that it sets once it arrives, or "".
+        """
+        if not awaited:
+            yield
+            return
+        self._set(json.dumps(awaited))
+        try:
+            yield
+        finally:
+            self._set("")  # a deleted key would block a rank that is just reading it
+
+    def _set(self, entry: str) -> None:
         with contextlib.suppress(StoreError):
-            self._store.set(self._key, "")  # a deleted key would block a rank that is just reading it
+            self._store.set(self._key, entry)
 
     def follow(self, ranks: Sequence[int]) -> tuple[set[int], set[int]]:
-        """Returns the ranks for which `ranks`, and the ranks for which they wait in turn, are absent: those that wait
-        themselves, and all others.
+        """Follows the waits of `ranks` from rank to rank.
+
+        Returns:
+            Of the ranks that are reached, including `ranks`, those that wait for others, and those that do not.
 
         Raises:
             StoreError: the store does not answer.
@@ -213,12 +225,9 @@ class FailureDiagnosis:
             waited_ns: the time that the call waited, in nanoseconds.
         """
         waits = _WaitChain(self._store, self.members[self.rank].rank)
-        if not said:
-            waits.publish(self._by_member({rank: key for rank, key in enumerate(self._keys) if rank != self.rank}))
-        try:
+        awaited = {rank: key for rank, key in enumerate(self._keys) if rank != self.rank and not said}
+        with waits.published(self._by_member(awaited)):
             return self._diagnose(history, said, waited_ns, waits)
-        finally:
-            waits.withdraw()
 
     def _diagnose(self, history: Sequence[HeaderFields], said: str, waited_ns: int, waits: _WaitChain) -> CallFailure:
         answers, is_store_there = self._ask(history, waits)
@@ -248,11 +257,8 @@ class FailureDiagnosis:
         if said:
             return CallFailure(OutcomeCode.REFUSED, said)
         waits = _WaitChain(self._store, self.members[self.rank].rank)
-        waits.publish(self._by_member(dict.fromkeys(others, "")))
-        try:
+        with waits.published(self._by_member(dict.fromkeys(others, ""))):
             return self._timed_out(others, waited_ns, waits, _MESSAGE_PATIENCE_S)
-        finally:
-            waits.withdraw()
 
     def _by_member(self, entries: Mapping[int, str]) -> dict[int, str]:
         return {self.members[rank].rank: entry for rank, entry in entries.items()}
