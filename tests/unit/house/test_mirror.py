@@ -31,7 +31,7 @@ def modules() -> dict[Path, ast.Module]:
 
 
 @cache
-def test_files() -> list[Path]:
+def files_of_tests() -> list[Path]:
     return sorted((ROOT / "tests").rglob("test_*.py"))
 
 
@@ -56,7 +56,7 @@ def named_after(module: Path) -> list[Path]:
     is_shared = Counter(other.stem for other in modules())[module.stem] > 1
     return [
         test
-        for test in test_files()
+        for test in files_of_tests()
         if (match := name.fullmatch(test.stem))
         and (
             test.parent == UNIT / module.parent
@@ -84,7 +84,7 @@ def test_a_unit_test_stands_in_the_folder_of_what_it_tests():
     layers = {module.parts[0] for module in modules() if len(module.parts) > 1}
     wrong = [
         f"tests/unit/{folder}: there is no folder src/paceline/{folder}"
-        for folder in sorted({test.parent.relative_to(UNIT) for test in test_files() if UNIT in test.parents})
+        for folder in sorted({test.parent.relative_to(UNIT) for test in files_of_tests() if UNIT in test.parents})
         if folder.parts and folder.parts[0] in layers and not (PACKAGE / folder).is_dir()
     ]
     assert not wrong, "\n".join(["", *wrong])
