@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from launching import run
+from launching import run, wait_until
 
 import paceline
 import paceline.horovod as hvd
@@ -74,15 +75,17 @@ def test_another_launcher_is_not_taken_for_a_job_of_one(monkeypatch, no_secret):
         hvd.init()
 
 
-def leaves_a_call_behind() -> str:
+def leaves_a_call_behind(left: Path) -> str:
     hvd.init()
     handle = hvd.allreduce_async(torch.ones(2), name="alone") if hvd.rank() == 0 else None
     hvd.barrier()
     if handle is not None:
         hvd.shutdown()
+        left.touch()
         with pytest.raises(hvd.HorovodInternalError, match=r"(?s)allreduce\(float32 \[2\], op=AVG, name='alone'\)"):
             hvd.synchronize(handle)
     else:
+        wait_until(left.exists)  # otherwise, its call could be completed before that
         with pytest.raises(hvd.HorovodInternalError, match="rank 0"):
             hvd.allreduce(torch.ones(2), name="alone")
         hvd.shutdown()
@@ -91,5 +94,5 @@ def leaves_a_call_behind() -> str:
     return "left"
 
 
-def test_shutdown_ends_calls_under_way(ranks):
-    assert ranks(2)(leaves_a_call_behind) == ["left", "left"]
+def test_shutdown_ends_calls_under_way(ranks, tmp_path):
+    assert ranks(2)(leaves_a_call_behind, tmp_path / "left") == ["left", "left"]
