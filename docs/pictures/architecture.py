@@ -88,7 +88,7 @@ LAYERS = (
 CORE_ALL_REDUCE = (
     Hop("native/call/call_queue.cpp", "CallQueue::run"),
     Hop("native/host/group.cpp", "Group::run"),
-    Hop("native/host/reducing.cpp", "Group::all_reduce"),
+    Hop("native/host/reductions.cpp", "Group::all_reduce"),
     Hop("native/host/group.cpp", "Group::publish"),
     Hop("native/host/group.cpp", "Group::await"),
     Hop("native/reduce/reduce.cpp", "find_reduction"),

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "call/call_queue.hpp"
-#include "shm/mesh.hpp"
+#include "shm/host_mesh.hpp"
 
 namespace paceline::bindings {
 

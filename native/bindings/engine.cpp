@@ -14,7 +14,7 @@
 #include "bindings/tensors.hpp"
 #include "call/completion_counter.hpp"
 #include "host/group.hpp"
-#include "host/regions.hpp"
+#include "host/tensor_regions.hpp"
 #include "reduce/finite.hpp"
 #include "reduce/simd.hpp"
 #include "shm/rank_set.hpp"

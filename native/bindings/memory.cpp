@@ -9,7 +9,7 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
-#include "host/regions.hpp"
+#include "host/tensor_regions.hpp"
 
 namespace nb = nanobind;
 

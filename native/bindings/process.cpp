@@ -6,7 +6,7 @@
 #include "bindings/bindings.hpp"
 #include "process/cgroups.hpp"
 #include "process/cores.hpp"
-#include "process/domain.hpp"
+#include "process/locality_domain.hpp"
 
 namespace paceline::bindings {
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "call/stream.hpp"
+#include "call/byte_stream.hpp"
 #include "reduce/reduce.hpp"
 #include "update/update.hpp"
 

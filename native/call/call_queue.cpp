@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "call/completion_counter.hpp"
-#include "call/turns.hpp"
+#include "call/poll_interval.hpp"
 #include "shm/futex.hpp"
 
 namespace paceline {

@@ -3,7 +3,7 @@
 //
 // With a single thread per process, ranks that use two groups in different orders would deadlock, so each group has its
 // own thread. Waking a thread takes tens of microseconds. If each rank has a spare core, the thread therefore
-// busy-waits for the next call for a while (patience.hpp); at most one thread per process does so at a time.
+// busy-waits for the next call for a while (spin_budget.hpp); at most one thread per process does so at a time.
 #pragma once
 
 #include <atomic>
@@ -15,9 +15,9 @@
 #include <thread>
 
 #include "call/call.hpp"
-#include "call/foresight.hpp"
-#include "call/patience.hpp"
+#include "call/prediction_monitor.hpp"
 #include "call/recorded_call.hpp"
+#include "call/spin_budget.hpp"
 #include "process/fork_guard.hpp"
 
 namespace paceline {

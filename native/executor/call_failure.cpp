@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "call/turns.hpp"
+#include "call/poll_interval.hpp"
 #include "executor/executor.hpp"
 
 namespace paceline::executor {

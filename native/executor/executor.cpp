@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "call/turns.hpp"
+#include "call/poll_interval.hpp"
 
 namespace paceline::executor {
 namespace {

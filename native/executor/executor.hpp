@@ -15,9 +15,9 @@
 
 #include "call/call.hpp"
 #include "call/wait_chain.hpp"
-#include "executor/memory.hpp"
 #include "executor/messenger.hpp"
 #include "executor/schedule.hpp"
+#include "executor/tensor_bytes.hpp"
 #include "link/lane_set.hpp"
 
 namespace paceline::executor {

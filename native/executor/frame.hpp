@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "call/call.hpp"
-#include "call/waits.hpp"
+#include "call/wait_registry.hpp"
 
 namespace paceline::executor {
 

@@ -1,5 +1,5 @@
 // Writes pending frames to the control lanes and reads incoming frames incrementally. The body of a frame is read
-// directly into the memory that matching.cpp chooses.
+// directly into the memory that message_matching.cpp chooses.
 #include <algorithm>
 #include <array>
 #include <cstring>

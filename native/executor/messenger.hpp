@@ -18,7 +18,7 @@
 //   *refuse*, and the send also fails. An eager message is dropped, because its send has already completed. The group
 //   remains usable.
 // - *waiting* contains the call in which the sender is waiting; error messages for timeouts and mismatches use it.
-// - *ask* and *answer* determine which ranks hold up a call that has timed out (inquiry.cpp).
+// - *ask* and *answer* determine which ranks hold up a call that has timed out (wait_queries.cpp).
 // - A *verdict* is the reason why the sender broke the group. A rank adopts the first verdict that it receives, fails
 //   all of its requests with it, and forwards it to all ranks: each must have the reason before it detects that another
 //   rank leaves. Later verdicts are ignored.
@@ -43,9 +43,9 @@
 
 #include "call/recorded_call.hpp"
 #include "call/wait_chain.hpp"
-#include "call/waits.hpp"
+#include "call/wait_registry.hpp"
 #include "executor/frame.hpp"
-#include "executor/memory.hpp"
+#include "executor/tensor_bytes.hpp"
 #include "link/lane_set.hpp"
 
 namespace paceline::executor {

@@ -1,7 +1,7 @@
 // Failures of calls on one host: mismatches, ranks that died or left, timeouts and interrupts.
 #include <algorithm>
 
-#include "call/turns.hpp"
+#include "call/poll_interval.hpp"
 #include "host/group.hpp"
 #include "shm/futex.hpp"
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <new>
 
-#include "call/turns.hpp"
-#include "host/regions.hpp"
+#include "call/poll_interval.hpp"
+#include "host/tensor_regions.hpp"
 #include "process/cores.hpp"
 #include "record/clock.hpp"
 #include "shm/futex.hpp"

@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "call/wait_chain.hpp"
-#include "host/copying.hpp"
 #include "host/layout.hpp"
+#include "host/slot_copier.hpp"
 #include "shm/group_segment.hpp"
-#include "shm/mesh.hpp"
+#include "shm/host_mesh.hpp"
 
 namespace paceline::host {
 

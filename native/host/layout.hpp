@@ -14,7 +14,7 @@
 
 #include "call/call.hpp"
 #include "process/cores.hpp"
-#include "process/domain.hpp"
+#include "process/locality_domain.hpp"
 #include "shm/rank_set.hpp"
 
 namespace paceline::host {

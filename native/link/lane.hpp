@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <span>
 
-#include "call/stream.hpp"
+#include "call/byte_stream.hpp"
 
 namespace paceline::link {
 

@@ -12,7 +12,7 @@
 #include "link/ring_lane.hpp"
 #include "link/waiter.hpp"
 #include "shm/group_segment.hpp"
-#include "shm/mesh.hpp"
+#include "shm/host_mesh.hpp"
 #include "tls/socket.hpp"
 
 namespace paceline::link {

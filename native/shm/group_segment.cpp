@@ -5,7 +5,7 @@
 #include <new>
 #include <system_error>
 
-#include "call/turns.hpp"
+#include "call/poll_interval.hpp"
 #include "shm/futex.hpp"
 
 namespace paceline::shm {

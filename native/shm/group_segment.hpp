@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "shm/mesh.hpp"
+#include "shm/host_mesh.hpp"
 
 namespace paceline::shm {
 

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "call/turns.hpp"
+#include "call/poll_interval.hpp"
 
 namespace paceline::shm {
 namespace {

@@ -1,5 +1,5 @@
-// The progress of a simulated rank in its schedule. Implements the watermarks of executor/progress.cpp with fractional
-// bytes.
+// The progress of a simulated rank in its schedule. Implements the watermarks of executor/watermarks.cpp with
+// fractional bytes.
 //
 // All blocks have the same length here, while the executor's blocks may differ by one element. A message without blocks
 // counts as one byte, which represents its header.

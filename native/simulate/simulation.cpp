@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "simulate/parties.hpp"
+#include "simulate/simulation_state.hpp"
 
 namespace paceline::simulate {
 namespace {

@@ -14,8 +14,8 @@
 #include <thread>
 #include <unordered_map>
 
+#include "store/parked_requests.hpp"
 #include "store/torch_wire.hpp"
-#include "store/waiters.hpp"
 #include "tls/socket.hpp"
 
 namespace paceline::store {

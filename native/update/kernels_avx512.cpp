@@ -2,7 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "update/rule.hpp"
+#include "update/update_rule.hpp"
 
 #define PACELINE_SIMD avx512
 #include "update/kernels.inl"

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "update/rule.hpp"
+#include "update/update_rule.hpp"
 
 namespace paceline::update {
 

@@ -116,7 +116,7 @@ def read_tensors(
     """
 
 class QuickCall:
-    """The fast path of a persistent call; see native/bindings/quick_call.hpp."""
+    """The fast path of a persistent call; see native/bindings/fast_path_call.hpp."""
 
     is_started: bool
 

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "call/turns.hpp"
+#include "call/poll_interval.hpp"
 #include "executor/stripes.hpp"
 #include "ranks.hpp"
 

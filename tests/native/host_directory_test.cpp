@@ -15,9 +15,9 @@
 
 #include "check.hpp"
 #include "link/waiter.hpp"
-#include "shm/death_watch.hpp"
+#include "shm/failure_detector.hpp"
 #include "shm/group_segment.hpp"
-#include "shm/mesh.hpp"
+#include "shm/host_mesh.hpp"
 
 namespace {
 

@@ -6,7 +6,7 @@ messages grows with the world size. Reduce-scatter and all-gather are the bucket
 and Yuan 2009). In operations with a root, the ring is a chain along which long tensors are pipelined.
 
 These schedules are used between hosts, or if an algorithm is forced; the ranks of one host normally reduce directly in
-shared memory (native/host/reducing.cpp).
+shared memory (native/host/reductions.cpp).
 """
 
 from __future__ import annotations

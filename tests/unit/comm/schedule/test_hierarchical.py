@@ -16,7 +16,7 @@ NBYTES = 1 << 20
 
 
 def reduce_in_blocks(rank: int, world_size: int, block: int) -> Schedule:
-    """Returns a rank's schedule of the all-reduce in native/host/reducing.cpp, in blocks of consecutive ranks.
+    """Returns a rank's schedule of the all-reduce in native/host/reductions.cpp, in blocks of consecutive ranks.
 
     Each rank of a block, which is a part of the machine, reduces one slice of the tensor over its block. The ranks
     with the same place in all blocks exchange their slices and reduce them, and each block passes the results around.

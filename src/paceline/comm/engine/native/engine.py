@@ -1,7 +1,7 @@
 """The native engine, which uses shared memory within a host and TCP between hosts.
 
 Between hosts, `ScheduledChannel` runs each collective as a schedule, with the algorithm predicted to be the fastest.
-The core detects calls whose times differ greatly from the prediction (native/call/foresight.hpp); they are logged once.
+The core detects calls whose times differ greatly from the prediction (native/call/prediction_monitor.hpp); they are logged once.
 """
 
 from __future__ import annotations

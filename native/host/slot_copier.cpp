@@ -1,4 +1,4 @@
-#include "host/copying.hpp"
+#include "host/slot_copier.hpp"
 
 #include <bit>
 #include <cstring>

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <set>
 
-#include "call/turns.hpp"
+#include "call/poll_interval.hpp"
 #include "executor/messenger.hpp"
 
 namespace paceline::executor {

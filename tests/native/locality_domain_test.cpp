@@ -1,5 +1,5 @@
 // Tests where processes are found to run on made-up machines, and which ranks reduce among themselves.
-#include "process/domain.hpp"
+#include "process/locality_domain.hpp"
 
 #include <cstdlib>
 #include <filesystem>

@@ -1,5 +1,5 @@
 // Tests which way of copying a group's calls use, on machines whose times are made up, and the copies themselves.
-#include "host/copying.hpp"
+#include "host/slot_copier.hpp"
 
 #include <random>
 #include <vector>

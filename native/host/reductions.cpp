@@ -5,7 +5,7 @@
 // separate input does not modify it; the rank contributes its staged copy.
 #include <algorithm>
 
-#include "call/turns.hpp"
+#include "call/poll_interval.hpp"
 #include "host/pipeline.hpp"
 
 namespace paceline::host {

@@ -1,4 +1,4 @@
-#include "shm/death_watch.hpp"
+#include "shm/failure_detector.hpp"
 
 #include <pthread.h>
 #include <sys/syscall.h>
@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "call/turns.hpp"
+#include "call/poll_interval.hpp"
 #include "process/fork_guard.hpp"
 #include "shm/futex.hpp"
 #include "shm/region_exchange.hpp"

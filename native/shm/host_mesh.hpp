@@ -23,10 +23,10 @@
 #include <vector>
 
 #include "call/call.hpp"
-#include "call/waits.hpp"
+#include "call/wait_registry.hpp"
 #include "process/fork_guard.hpp"
 #include "shm/change_notifier.hpp"
-#include "shm/death_watch.hpp"
+#include "shm/failure_detector.hpp"
 #include "shm/host_directory.hpp"
 #include "shm/region_exchange.hpp"
 #include "shm/segment.hpp"

@@ -1,11 +1,11 @@
-#include "shm/mesh.hpp"
+#include "shm/host_mesh.hpp"
 
 #include <pthread.h>
 
 #include <algorithm>
 #include <cerrno>
 
-#include "call/turns.hpp"
+#include "call/poll_interval.hpp"
 #include "shm/futex.hpp"
 
 namespace paceline::shm {

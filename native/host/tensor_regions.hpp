@@ -8,7 +8,7 @@
 #include <memory>
 
 #include "host/group.hpp"
-#include "shm/mesh.hpp"
+#include "shm/host_mesh.hpp"
 #include "shm/segment.hpp"
 
 namespace paceline::host {

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "call/stream.hpp"
+#include "call/byte_stream.hpp"
 
 namespace paceline::executor {
 

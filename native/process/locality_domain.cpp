@@ -1,4 +1,4 @@
-#include "process/domain.hpp"
+#include "process/locality_domain.hpp"
 
 #include <fstream>
 #include <functional>

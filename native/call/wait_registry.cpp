@@ -1,4 +1,4 @@
-#include "call/waits.hpp"
+#include "call/wait_registry.hpp"
 
 #include <algorithm>
 #include <utility>

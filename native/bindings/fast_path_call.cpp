@@ -1,4 +1,4 @@
-#include "bindings/quick_call.hpp"
+#include "bindings/fast_path_call.hpp"
 
 #include <nanobind/stl/pair.h>
 

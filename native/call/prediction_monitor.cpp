@@ -1,4 +1,4 @@
-#include "call/foresight.hpp"
+#include "call/prediction_monitor.hpp"
 
 #include <algorithm>
 

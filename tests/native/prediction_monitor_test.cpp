@@ -1,5 +1,5 @@
 // Tests which calls are far from their prediction: by the shortest of twenty, and once.
-#include "call/foresight.hpp"
+#include "call/prediction_monitor.hpp"
 
 #include "check.hpp"
 

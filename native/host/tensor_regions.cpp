@@ -1,4 +1,4 @@
-#include "host/regions.hpp"
+#include "host/tensor_regions.hpp"
 
 #include <algorithm>
 #include <map>

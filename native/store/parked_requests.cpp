@@ -1,4 +1,4 @@
-#include "store/waiters.hpp"
+#include "store/parked_requests.hpp"
 
 #include <algorithm>
 
