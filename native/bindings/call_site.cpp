@@ -16,9 +16,9 @@ namespace {
 
 using record::Recorder;
 
-constexpr int kMostFrames = 64;
-constexpr std::size_t kMostCodes = 4096;
-constexpr std::uint32_t kMostLines = std::uint32_t{1} << record::kLineBits;
+constexpr int kMaxFrames = 64;
+constexpr std::size_t kMaxCodes = 4096;
+constexpr std::uint32_t kMaxLines = std::uint32_t{1} << record::kLineBits;
 
 // The recorded data of a function or module: the number of its file's name in the recording (0 if the file is not the
 // user's), and the call site of each of its instructions that has made a call.
@@ -63,7 +63,7 @@ CodeLines& known(PyObject* code) {
         if (const auto found = codes.find(code); found != codes.end()) return found->second;
     const std::uint32_t file = file_of(code);
     Codes dropped;  // freed after `codes` is valid again, since freeing a code object may run Python code
-    if (recorder != Recorder::active() || codes.size() >= kMostCodes) dropped.swap(codes);
+    if (recorder != Recorder::active() || codes.size() >= kMaxCodes) dropped.swap(codes);
     recorder = Recorder::active();
     return codes.try_emplace(code, CodeLines{nb::borrow(code), file, {}}).first->second;
 }
@@ -74,7 +74,7 @@ std::uint32_t site_in(CodeLines& code, PyFrameObject* frame) {
     const auto [found, is_new] = code.sites.try_emplace(nb::cast<long>(instruction), 0);
     if (!is_new) return found->second;
     const int line = PyFrame_GetLineNumber(frame);
-    if (line > 0 && static_cast<std::uint32_t>(line) < kMostLines)
+    if (line > 0 && static_cast<std::uint32_t>(line) < kMaxLines)
         found->second = code.file << record::kLineBits | static_cast<std::uint32_t>(line);
     return found->second;
 }
@@ -82,7 +82,7 @@ std::uint32_t site_in(CodeLines& code, PyFrameObject* frame) {
 std::uint32_t find_site() {
     static PyObject* const back = PyUnicode_InternFromString("f_back");
     nb::object frame = nb::steal(reinterpret_cast<PyObject*>(PyThreadState_GetFrame(PyThreadState_Get())));
-    for (int depth = 0; depth < kMostFrames && frame.is_valid() && !frame.is_none(); ++depth) {
+    for (int depth = 0; depth < kMaxFrames && frame.is_valid() && !frame.is_none(); ++depth) {
         auto* const at = reinterpret_cast<PyFrameObject*>(frame.ptr());
         const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(at)));
         if (CodeLines& own = known(code.ptr()); own.file != 0) return site_in(own, at);

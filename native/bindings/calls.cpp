@@ -12,10 +12,10 @@ namespace nb = nanobind;
 namespace paceline::bindings {
 namespace {
 
-std::vector<Stream> to_streams(const std::vector<FlatPieces>& flat) {
-    std::vector<Stream> streams;
+std::vector<ByteStream> to_streams(const std::vector<FlatRanges>& flat) {
+    std::vector<ByteStream> streams;
     streams.reserve(flat.size());
-    for (const FlatPieces& each : flat) streams.push_back(to_stream(each));
+    for (const FlatRanges& each : flat) streams.push_back(to_stream(each));
     return streams;
 }
 
@@ -40,11 +40,11 @@ bool has_root(Operation operation) {
            operation == Operation::scatter;
 }
 
-void require_streams(const std::vector<Stream>& streams, std::size_t count, std::optional<std::uint64_t> nbytes,
+void require_streams(const std::vector<ByteStream>& streams, std::size_t count, std::optional<std::uint64_t> nbytes,
                      const char* what) {
     if (streams.size() != count)
         refuse("the call has " + std::to_string(streams.size()) + " " + what + "; it needs " + std::to_string(count));
-    for (const Stream& each : streams)
+    for (const ByteStream& each : streams)
         if (nbytes && each.nbytes() != *nbytes)
             refuse("one of the call's " + std::string(what) + " has " + std::to_string(each.nbytes()) +
                    " bytes; each needs " + std::to_string(*nbytes));
@@ -135,23 +135,23 @@ void require_sound(const Call& call, int rank, int size, bool is_exact) {
         refuse("the reduction is not defined for the type");
     std::uint64_t nbytes = 0;
     std::uint64_t most = 0;
-    for (const std::vector<Stream>* streams : {&call.inputs, &call.outputs})
-        for (const Stream& each : *streams) most = std::max<std::uint64_t>(most, each.nbytes());
+    for (const std::vector<ByteStream>* streams : {&call.inputs, &call.outputs})
+        for (const ByteStream& each : *streams) most = std::max<std::uint64_t>(most, each.nbytes());
     if (__builtin_mul_overflow(call.count, item_size(call.dtype), &nbytes) || nbytes > most)
         refuse("the call has " + std::to_string(call.count) + " elements, and no tensor with room for them");
     if (is_exact) require_tensors(call, call.root == rank, static_cast<std::size_t>(size), nbytes);
 }
 
-Stream to_stream(const FlatPieces& flat) {
-    std::vector<Piece> pieces;
-    pieces.reserve(flat.size() / 2);
+ByteStream to_stream(const FlatRanges& flat) {
+    std::vector<ByteRange> ranges;
+    ranges.reserve(flat.size() / 2);
     std::uint64_t nbytes = 0;
     for (std::size_t i = 0; i + 1 < flat.size(); i += 2) {
         if (__builtin_add_overflow(nbytes, flat[i + 1], &nbytes))
             refuse("the tensors have more bytes than 64 bits say");
-        pieces.push_back({reinterpret_cast<std::uint8_t*>(flat[i]), static_cast<std::size_t>(flat[i + 1])});
+        ranges.push_back({reinterpret_cast<std::uint8_t*>(flat[i]), static_cast<std::size_t>(flat[i + 1])});
     }
-    return Stream(std::move(pieces));
+    return ByteStream(std::move(ranges));
 }
 
 Call to_call(nb::handle fields) {
@@ -163,12 +163,12 @@ Call to_call(nb::handle fields) {
     call.root = nb::cast<int>(field(fields, names.root));
     call.count = nb::cast<std::uint64_t>(field(fields, names.count));
     call.timeout_ns = nb::cast<std::int64_t>(field(fields, names.timeout_ns));
-    call.inputs = to_streams(nb::cast<std::vector<FlatPieces>>(field(fields, names.inputs)));
-    call.outputs = to_streams(nb::cast<std::vector<FlatPieces>>(field(fields, names.outputs)));
+    call.inputs = to_streams(nb::cast<std::vector<FlatRanges>>(field(fields, names.inputs)));
+    call.outputs = to_streams(nb::cast<std::vector<FlatRanges>>(field(fields, names.outputs)));
     if (const int wire = nb::cast<int>(field(fields, names.wire)); wire != 0) {
         if (wire < 0 || wire > static_cast<int>(Wire::int4)) refuse("there is no wire " + std::to_string(wire));
-        call.algorithm = static_cast<std::uint8_t>(kQuantised + wire);
-        const auto residual = nb::cast<FlatPieces>(field(fields, names.residual));
+        call.algorithm = static_cast<std::uint8_t>(kQuantized + wire);
+        const auto residual = nb::cast<FlatRanges>(field(fields, names.residual));
         if (!residual.empty()) {
             call.residual = reinterpret_cast<float*>(residual.at(0));
             call.residual_count = residual.at(1) / sizeof(float);
@@ -210,8 +210,8 @@ std::shared_ptr<CallQueue> usable(std::shared_ptr<CallQueue> queue) {
 bool is_small(const Call& call) {
     constexpr std::size_t kSmall = 4096;
     std::size_t nbytes = 0;
-    for (const Stream& each : call.inputs) nbytes += each.nbytes();
-    for (const Stream& each : call.outputs) nbytes += each.nbytes();
+    for (const ByteStream& each : call.inputs) nbytes += each.nbytes();
+    for (const ByteStream& each : call.outputs) nbytes += each.nbytes();
     return nbytes <= kSmall;
 }
 
@@ -227,7 +227,7 @@ nb::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once) {
         std::optional<nb::gil_scoped_release> released;
         const std::function<void()> release = [&released] { released.emplace(); };
         call.before_waiting = &release;
-        if (!may_be_over_at_once) will_wait(call);
+        if (!may_be_over_at_once) notify_before_waiting(call);
         outcome = queue.run(call, python_interrupted);
         call.before_waiting = nullptr;
     }
@@ -255,9 +255,9 @@ int failure_of(std::shared_ptr<CallQueue> queue) {
 }
 
 std::chrono::nanoseconds to_duration(double timeout_s) {
-    constexpr double kLongestS = 100 * 365.25 * 86'400;
+    constexpr double kMaxDurationS = 100 * 365.25 * 86'400;
     if (!(timeout_s > 0)) return {};
-    const std::chrono::duration<double> timeout(std::min(timeout_s, kLongestS));
+    const std::chrono::duration<double> timeout(std::min(timeout_s, kMaxDurationS));
     return std::chrono::duration_cast<std::chrono::nanoseconds>(timeout);
 }
 

@@ -15,10 +15,10 @@
 namespace paceline::bindings {
 
 // A list of tensors: address, number of bytes, address, number of bytes, ...
-using FlatPieces = std::vector<std::uint64_t>;
+using FlatRanges = std::vector<std::uint64_t>;
 
 // Throws nb::value_error if the total number of bytes overflows 64 bits.
-Stream to_stream(const FlatPieces& flat);
+ByteStream to_stream(const FlatRanges& flat);
 
 // These functions convert Python's codes to enumerators; they throw nb::value_error for an unknown code.
 Operation to_operation(int code);

@@ -145,8 +145,8 @@ class HostGroup {
         call.dtype = tensor.dtype;
         call.count = tensor.count;
         call.timeout_ns = timeout_ns;
-        const Piece whole{reinterpret_cast<std::uint8_t*>(tensor.address), nbytes_of(tensor.count, tensor.dtype)};
-        call.outputs.emplace_back(std::vector<Piece>{whole});
+        const ByteRange whole{reinterpret_cast<std::uint8_t*>(tensor.address), nbytes_of(tensor.count, tensor.dtype)};
+        call.outputs.emplace_back(std::vector<ByteRange>{whole});
         return call;
     }
 
@@ -157,11 +157,11 @@ class HostGroup {
         return nbytes;
     }
 
-    static std::vector<Stream> dense(const std::vector<std::uint64_t>& addresses, std::size_t nbytes) {
-        std::vector<Stream> streams;
+    static std::vector<ByteStream> dense(const std::vector<std::uint64_t>& addresses, std::size_t nbytes) {
+        std::vector<ByteStream> streams;
         streams.reserve(addresses.size());
         for (const std::uint64_t address : addresses)
-            streams.emplace_back(std::vector<Piece>{{reinterpret_cast<std::uint8_t*>(address), nbytes}});
+            streams.emplace_back(std::vector<ByteRange>{{reinterpret_cast<std::uint8_t*>(address), nbytes}});
         return streams;
     }
 
@@ -177,15 +177,15 @@ class HostGroup {
     std::size_t slot_bytes_;
 };
 
-constexpr int kMostThreads = 1 << 16;
-constexpr std::size_t kLeastSlotBytes = 4 << 10;
-constexpr std::size_t kMostSlotBytes = std::size_t{1} << 30;
+constexpr int kMaxThreads = 1 << 16;
+constexpr std::size_t kMinSlotBytes = 4 << 10;
+constexpr std::size_t kMaxSlotBytes = std::size_t{1} << 30;
 
 HostGroup* create_host_group(std::shared_ptr<shm::Mesh> mesh, std::vector<int> members, std::uint64_t id,
                              std::size_t slot_bytes, double timeout_s, int threads) {
-    if (slot_bytes < kLeastSlotBytes || slot_bytes > kMostSlotBytes || slot_bytes % kLeastSlotBytes != 0)
+    if (slot_bytes < kMinSlotBytes || slot_bytes > kMaxSlotBytes || slot_bytes % kMinSlotBytes != 0)
         throw nb::value_error("a slot has a multiple of 4 KiB, up to 1 GiB");
-    if (threads < 1 || threads > kMostThreads) throw nb::value_error("a rank computes on 1 to 65536 threads");
+    if (threads < 1 || threads > kMaxThreads) throw nb::value_error("a rank computes on 1 to 65536 threads");
     const int rank = place_among(members, *mesh);
     const int size = static_cast<int>(members.size());
     const auto deadline = deadline_in(timeout_s);
@@ -288,13 +288,13 @@ void reduce(std::uintptr_t out, const std::vector<std::uintptr_t>& sources, std:
     kernel(reinterpret_cast<void*>(out), from.data(), static_cast<int>(from.size()), count, divisor);
 }
 
-// Returns the index of the first piece with NaN or infinity in its first `most_bytes` bytes, or -1.
-int first_not_finite(const FlatPieces& pieces, int dtype, std::size_t most_bytes) {
+// Returns the index of the first range with NaN or infinity in its first `max_bytes` bytes, or -1.
+int first_not_finite(const FlatRanges& ranges, int dtype, std::size_t max_bytes) {
     const DType type = to_dtype(dtype);
     const nb::gil_scoped_release release;
-    for (std::size_t i = 0; i + 1 < pieces.size(); i += 2) {
-        const std::size_t nbytes = std::min(static_cast<std::size_t>(pieces[i + 1]), most_bytes);
-        if (!are_finite(reinterpret_cast<const void*>(pieces[i]), nbytes, type)) return static_cast<int>(i / 2);
+    for (std::size_t i = 0; i + 1 < ranges.size(); i += 2) {
+        const std::size_t nbytes = std::min(static_cast<std::size_t>(ranges[i + 1]), max_bytes);
+        if (!are_finite(reinterpret_cast<const void*>(ranges[i]), nbytes, type)) return static_cast<int>(i / 2);
     }
     return -1;
 }
@@ -370,7 +370,7 @@ void register_engine(nb::module_& module) {
     module.def("simd_level", [] { return name_of(best_simd()); });
     module.def("reduce", &reduce, nb::arg("out"), nb::arg("sources"), nb::arg("count"), nb::arg("dtype"),
                nb::arg("reduce_op"), nb::arg("divisor"));
-    module.def("first_not_finite", &first_not_finite, nb::arg("pieces"), nb::arg("dtype"), nb::arg("most_bytes"));
+    module.def("first_not_finite", &first_not_finite, nb::arg("ranges"), nb::arg("dtype"), nb::arg("max_bytes"));
     module.def("reduces", [](int dtype, int reduce_op) {
         return find_reduction(to_dtype(dtype), to_reduce_op(reduce_op)) != nullptr;
     });

@@ -94,18 +94,18 @@ class ScheduleGroup {
         return submit_call(queue(), std::move(call));
     }
 
-    Message send(int peer, int tag, int dtype, const FlatPieces& tensor, std::int64_t timeout_ns, bool background) {
+    Message send(int peer, int tag, int dtype, const FlatRanges& tensor, std::int64_t timeout_ns, bool background) {
         const DType type = to_dtype(dtype);
-        return start(background, peer, tensor, [&](Messenger& messenger, const Stream& stream) {
+        return start(background, peer, tensor, [&](Messenger& messenger, const ByteStream& stream) {
             return messenger.send(peer, tag, type, stream, timeout_ns);
         });
     }
 
-    Message receive(int peer, int tag, int dtype, const FlatPieces& tensor, std::int64_t timeout_ns, bool background) {
+    Message receive(int peer, int tag, int dtype, const FlatRanges& tensor, std::int64_t timeout_ns, bool background) {
         const DType type = to_dtype(dtype);
         const bool is_any = peer == executor::kAnySource;
         return start(background, is_any ? std::nullopt : std::optional(peer), tensor,
-                     [&](Messenger& messenger, const Stream& stream) {
+                     [&](Messenger& messenger, const ByteStream& stream) {
                          return messenger.receive(peer, tag, type, stream, timeout_ns);
                      });
     }
@@ -138,8 +138,8 @@ class ScheduleGroup {
 
     // Returns, only once, the first kind of call whose duration differed greatly from its prediction: operation,
     // algorithm, dtype, number of elements, number of calls, shortest duration and predicted duration (both in ns).
-    nb::object surprise() const {
-        const auto found = queue_ ? queue_->surprise() : std::nullopt;
+    nb::object prediction_miss() const {
+        const auto found = queue_ ? queue_->prediction_miss() : std::nullopt;
         if (!found) return nb::none();
         return nb::make_tuple(static_cast<int>(found->operation), found->algorithm, static_cast<int>(found->dtype),
                               found->count, found->calls, found->least_ns, found->predicted_ns);
@@ -167,11 +167,11 @@ class ScheduleGroup {
     }
 
     template <class Start>
-    Message start(bool background, std::optional<int> peer, const FlatPieces& tensor, Start begin) {
+    Message start(bool background, std::optional<int> peer, const FlatRanges& tensor, Start begin) {
         if (!messenger_) throw nb::value_error("the group is closed");
         if (peer && (*peer < 0 || *peer >= lanes_->size() || *peer == lanes_->rank()))
             throw nb::value_error("the other end of a message is another rank of the group");
-        const Stream stream = to_stream(tensor);
+        const ByteStream stream = to_stream(tensor);
         std::shared_ptr<Messenger> messenger = messenger_;
         std::shared_ptr<Request> request;
         note_call_site();
@@ -190,7 +190,7 @@ class ScheduleGroup {
     std::shared_ptr<CallQueue> queue_;
 };
 
-constexpr std::size_t kLeastConnections = 2;  // one for control and at least one for data
+constexpr std::size_t kMinConnections = 2;  // one for control and at least one for data
 
 ScheduleGroup* create_schedule_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
                                      const std::vector<int>& mesh_ranks, const std::vector<nb::list>& connections,
@@ -205,7 +205,7 @@ ScheduleGroup* create_schedule_group(std::shared_ptr<shm::Mesh> mesh, std::uint6
     if (connections.size() != size || (!names.empty() && names.size() != size))
         throw nb::value_error("each rank of a group needs a list of connections, and a name if one has a name");
     for (std::size_t r = 0; r < size; ++r)
-        if (mesh_ranks[r] < 0 && connections[r].size() < kLeastConnections)
+        if (mesh_ranks[r] < 0 && connections[r].size() < kMinConnections)
             throw nb::value_error("a rank of another host needs two connections or more");
     const auto deadline = deadline_in(timeout_s);
     std::vector<std::vector<tls::Socket>> sockets(connections.size());
@@ -222,7 +222,7 @@ ScheduleGroup* create_schedule_group(std::shared_ptr<shm::Mesh> mesh, std::uint6
 
 std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int rank, int size, const nb::bytes& steps,
                                         int wire) {
-    constexpr int last = kQuantised + static_cast<int>(Wire::int4);
+    constexpr int last = kQuantized + static_cast<int>(Wire::int4);
     if (algorithm < 0 || algorithm > last) throw nb::value_error("there is no such algorithm");
     if (wire < 0 || wire > static_cast<int>(Wire::int4)) throw nb::value_error("there is no such wire");
     const std::span numbers(reinterpret_cast<const std::int32_t*>(steps.c_str()), steps.size() / sizeof(std::int32_t));
@@ -270,7 +270,7 @@ void register_links(nb::module_& module) {
         .def("submit", &ScheduleGroup::submit, nb::arg("schedule"), nb::arg("call"), nb::arg("predicted_ns") = 0)
         .def("prepare", &ScheduleGroup::prepare, nb::arg("schedule"), nb::arg("call"), nb::arg("predicted_ns") = 0,
              nb::rv_policy::take_ownership)
-        .def("surprise", &ScheduleGroup::surprise)
+        .def("prediction_miss", &ScheduleGroup::prediction_miss)
         .def("send", &ScheduleGroup::send)
         .def("receive", &ScheduleGroup::receive)
         .def("gone", &ScheduleGroup::gone)

@@ -9,8 +9,8 @@ namespace paceline::bindings {
 std::shared_ptr<CallQueue> PreparedCall::begin(std::int64_t timeout_ns) {
     std::shared_ptr<CallQueue> queue = usable(queue_.lock());
     if (is_running_) throw nb::value_error("another thread is making this call");
-    for (Stream& each : call_.inputs) each.rewind();
-    for (Stream& each : call_.outputs) each.rewind();
+    for (ByteStream& each : call_.inputs) each.rewind();
+    for (ByteStream& each : call_.outputs) each.rewind();
     call_.timeout_ns = timeout_ns;
     call_.observed = {};
     if (complete_) complete_(call_);

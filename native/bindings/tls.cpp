@@ -106,7 +106,7 @@ class TlsConnection {
     // Returns -1 if the other end must act first; throws if the connection is broken.
     template <class Step>
     ssize_t exchange(Step step) {
-        const std::lock_guard hold(using_);
+        const std::lock_guard lock(using_);
         const ssize_t n = step(session());
         if (n < 0 && errno != EAGAIN) {
             const std::string& reason = session().reason();

@@ -10,36 +10,36 @@
 
 namespace paceline {
 
-struct Piece {
+struct ByteRange {
     std::uint8_t* data;
     std::size_t nbytes;
 };
 
-class Stream {
+class ByteStream {
   public:
-    Stream() = default;
-    explicit Stream(std::vector<Piece> pieces) : pieces_(std::move(pieces)) {
-        for (const Piece& piece : pieces_) nbytes_ += piece.nbytes;
+    ByteStream() = default;
+    explicit ByteStream(std::vector<ByteRange> ranges) : ranges_(std::move(ranges)) {
+        for (const ByteRange& range : ranges_) nbytes_ += range.nbytes;
     }
 
     std::size_t nbytes() const { return nbytes_; }
-    const std::vector<Piece>& pieces() const { return pieces_; }
-    // Returns to the front, so that another call can use the same pieces.
+    const std::vector<ByteRange>& ranges() const { return ranges_; }
+    // Returns to the front, so that another call can use the same ranges.
     void rewind() { index_ = within_ = 0; }
 
-    // Calls visit(data, n, done) for each piece of the next `count` bytes. `done` is the number of bytes that have
+    // Calls visit(data, n, done) for each range of the next `count` bytes. `done` is the number of bytes that have
     // already been visited.
     template <class Visit>
     void next(std::size_t count, Visit visit) {
         std::size_t done = 0;
         while (done < count) {
-            const Piece& piece = pieces_[index_];
-            const std::size_t rest = piece.nbytes - within_;
+            const ByteRange& range = ranges_[index_];
+            const std::size_t rest = range.nbytes - within_;
             const std::size_t n = rest < count - done ? rest : count - done;
-            if (n != 0) visit(piece.data + within_, n, done);
+            if (n != 0) visit(range.data + within_, n, done);
             done += n;
             within_ += n;
-            if (within_ == piece.nbytes) {
+            if (within_ == range.nbytes) {
                 ++index_;
                 within_ = 0;
             }
@@ -53,21 +53,21 @@ class Stream {
     // Copies the next `count` bytes without advancing.
     void peek_to(std::uint8_t* to, std::size_t count) const {
         if (count == 0) return;
-        if (pieces_.size() == 1) {
-            std::memcpy(to, pieces_[0].data + within_, count);
+        if (ranges_.size() == 1) {
+            std::memcpy(to, ranges_[0].data + within_, count);
         } else {
-            Stream(*this).copy_to(to, count);
+            ByteStream(*this).copy_to(to, count);
         }
     }
     void copy_from(const std::uint8_t* from, std::size_t count) {
         next(count, [from](std::uint8_t* data, std::size_t n, std::size_t done) { std::memcpy(data, from + done, n); });
     }
-    void copy_from(Stream& from, std::size_t count) {
+    void copy_from(ByteStream& from, std::size_t count) {
         next(count, [&from](std::uint8_t* data, std::size_t n, std::size_t) { from.copy_to(data, n); });
     }
 
   private:
-    std::vector<Piece> pieces_;
+    std::vector<ByteRange> ranges_;
     std::size_t nbytes_ = 0;
     std::size_t index_ = 0;
     std::size_t within_ = 0;

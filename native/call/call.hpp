@@ -31,7 +31,7 @@ enum class Operation : std::uint8_t {
 
 // For a call that quantizes tensors between hosts, the algorithm number is this constant plus its Wire. On one host
 // nothing is quantized, but the ranks still compare the number.
-constexpr std::uint8_t kQuantised = 64;
+constexpr std::uint8_t kQuantized = 64;
 
 // Returns true if no rank can complete the operation before every rank has begun it.
 constexpr bool needs_all(Operation operation) {
@@ -51,7 +51,7 @@ struct CallHeader {
     std::uint8_t shared;     // on one host: the tensor is in the shared region described below; not compared
     std::uint64_t region;    // not compared
     std::uint64_t offset;    // not compared
-    std::uint8_t algorithm;  // the schedule's algorithm, or 0; see kQuantised
+    std::uint8_t algorithm;  // the schedule's algorithm, or 0; see kQuantized
     std::uint8_t reserved[7];
 
     bool fits(const CallHeader& other) const {
@@ -91,7 +91,7 @@ struct Cause {
 // The values are those of paceline.comm.engine.failures.OutcomeCode, where 6 means an error from another library.
 // schedule_unfit: the schedule uses blocks that the call does not have. Nothing was started; the group remains usable.
 // starved: the rank in `missing` ran out of descriptors or memory when it mapped another rank's tensor.
-// too_many_offers: kMostOffers messages are already waiting for receives on the rank in `missing`. The message was not
+// too_many_offers: kMaxOffers messages are already waiting for receives on the rank in `missing`. The message was not
 // sent; the group remains usable. aborted: `reporter` called `Collectives::abort`.
 enum class Code {
     ok,
@@ -143,8 +143,8 @@ struct Call {
     std::uint64_t count = 0;
     // A single stream, or one per rank (scatter, reduce_scatter, all_to_all). all_reduce accepts an input only on one
     // host; the input is as long as the output and is not modified.
-    std::vector<Stream> inputs;
-    std::vector<Stream> outputs;  // a single stream, or one per rank (gather, all_gather, all_to_all)
+    std::vector<ByteStream> inputs;
+    std::vector<ByteStream> outputs;  // a single stream, or one per rank (gather, all_gather, all_to_all)
     // An optimizer update to apply to the results of reduce_scatter, which then needs no output; supported only on one
     // host.
     std::shared_ptr<update::Update> update;
@@ -152,7 +152,7 @@ struct Call {
     std::uint64_t region = 0;  // 0: the tensor is not in a shared region
     std::uint64_t offset = 0;
     std::shared_ptr<const executor::Schedule> schedule;  // used only by groups that run schedules
-    std::uint8_t algorithm = 0;                          // the schedule's algorithm, or kQuantised plus the wire format
+    std::uint8_t algorithm = 0;                          // the schedule's algorithm, or kQuantized plus the wire format
     std::int64_t predicted_ns = 0;                       // the predicted duration; 0: no prediction
     float* residual = nullptr;                           // rounding errors for error feedback (wire/wire.hpp), or null
     std::size_t residual_count = 0;
@@ -165,12 +165,12 @@ struct Call {
 };
 
 // Returns true if a thread other than the background thread is waiting for the call.
-inline bool holds_program(const Call& call, bool background) {
+inline bool blocks_program(const Call& call, bool background) {
     return !background || (call.is_awaited != nullptr && (*call.is_awaited)());
 }
 
 // Runs `before_waiting` unless it has already run.
-inline void will_wait(Call& call) {
+inline void notify_before_waiting(Call& call) {
     if (call.before_waiting != nullptr) (*call.before_waiting)();
     call.before_waiting = nullptr;
 }
@@ -179,7 +179,7 @@ inline void will_wait(Call& call) {
 inline std::uint64_t count_in_header(const Call& call) {
     if (call.operation != Operation::all_to_all) return call.count;
     std::uint64_t nbytes = 0;
-    for (const Stream& each : call.inputs) nbytes += each.nbytes();
+    for (const ByteStream& each : call.inputs) nbytes += each.nbytes();
     return nbytes / item_size(call.dtype);
 }
 

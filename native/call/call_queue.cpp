@@ -12,34 +12,35 @@ namespace paceline {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr std::int64_t kInterruptCheckNs = std::chrono::nanoseconds(kTurnsPerInterruptCheck * kTurn).count();
-constexpr int kSpinsPerLook = 16;  // spins between two clock reads; on some processors one spin takes a microsecond
+constexpr std::int64_t kInterruptCheckNs = std::chrono::nanoseconds(kPollsPerInterruptCheck * kPollInterval).count();
+constexpr int kSpinsPerClockRead =
+    16;  // spins between two clock reads; on some processors one spin takes a microsecond
 
 // Nonzero while a thread of this process busy-waits for a call. The value is `forks_from_members()` plus 1, so that a
 // value inherited from the parent process is invalid in a forked child.
-std::atomic<std::uint32_t> lingering{0};
+std::atomic<std::uint32_t> spinning_process{0};
 
-bool may_linger() {
-    std::uint32_t seen = lingering.load(std::memory_order_relaxed);
+bool claim_spinning() {
+    std::uint32_t seen = spinning_process.load(std::memory_order_relaxed);
     const std::uint32_t mine = 1 + forks_from_members();
-    return seen != mine && lingering.compare_exchange_strong(seen, mine, std::memory_order_relaxed);
+    return seen != mine && spinning_process.compare_exchange_strong(seen, mine, std::memory_order_relaxed);
 }
 
-enum class Spun { over, too_long, lost_core };
+enum class SpinResult { over, too_long, lost_core };
 
 // Busy-waits until `is_over` returns true, the time `until` is reached, or another thread has used the core.
 template <class IsOver>
-Spun spin(Clock::time_point until, IsOver is_over) {
+SpinResult spin(Clock::time_point until, IsOver is_over) {
     for (auto before = Clock::now(); before < until;) {
-        for (int i = 0; i < kSpinsPerLook; ++i) {
-            if (is_over()) return Spun::over;
+        for (int i = 0; i < kSpinsPerClockRead; ++i) {
+            if (is_over()) return SpinResult::over;
             shm::relax_cpu();
         }
         const auto now = Clock::now();
-        if (now - before > Patience::kLostCore) return Spun::lost_core;
+        if (now - before > SpinBudget::kLostCore) return SpinResult::lost_core;
         before = now;
     }
-    return is_over() ? Spun::over : Spun::too_long;
+    return is_over() ? SpinResult::over : SpinResult::too_long;
 }
 
 }  // namespace
@@ -47,7 +48,8 @@ Spun spin(Clock::time_point until, IsOver is_over) {
 bool Work::wait(std::int64_t timeout_ns) const {
     const auto started = Clock::now();
     const auto deadline = started + std::chrono::nanoseconds(timeout_ns);
-    if (spins_ && spin(std::min(started + kSpin, deadline), [this] { return done(); }) == Spun::over) return true;
+    if (spins_ && spin(std::min(started + kMaxSpin, deadline), [this] { return done(); }) == SpinResult::over)
+        return true;
     while (!done()) {
         const std::int64_t remaining_ns = std::chrono::nanoseconds(deadline - Clock::now()).count();
         if (remaining_ns <= 0) return done();
@@ -68,17 +70,17 @@ void Work::finish(Outcome outcome) {
 
 void CallQueue::close() {
     {
-        const std::lock_guard hold(queueing_);
+        const std::lock_guard lock(queueing_);
         closing_ = true;
-        cancelled_.store(true, std::memory_order_relaxed);
+        canceled_.store(true, std::memory_order_relaxed);
     }
-    news_.fetch_add(1, std::memory_order_relaxed);
+    queue_version_.fetch_add(1, std::memory_order_relaxed);
     queued_.notify_all();
     {
-        const std::lock_guard hold(joining_);
+        const std::lock_guard lock(joining_);
         if (thread_.joinable()) thread_.join();
     }
-    const std::lock_guard hold(running_);  // waits until a call on another thread is complete
+    const std::lock_guard lock(running_);  // waits until a call on another thread is complete
 }
 
 void CallQueue::arrive(RecordedCall& recorded, const Call& call, bool is_async) {
@@ -94,34 +96,34 @@ Outcome CallQueue::perform(Call& call, RecordedCall& recorded, const Interrupted
     Outcome outcome = group_->run(call, interrupted, background);
     recorded.end(call.observed, outcome);
     if (is_predicted && outcome.code == Code::ok)
-        foresight_.note(call, std::chrono::nanoseconds(Clock::now() - began).count());
+        prediction_monitor_.note(call, std::chrono::nanoseconds(Clock::now() - began).count());
     return outcome;
 }
 
 Outcome CallQueue::run(Call& call, const Interrupted& interrupted) {
     if (pending_.load(std::memory_order_acquire) == 0) {
-        std::unique_lock hold(running_, std::try_to_lock);
-        if (!hold.owns_lock()) {
-            will_wait(call);
-            hold.lock();
+        std::unique_lock lock(running_, std::try_to_lock);
+        if (!lock.owns_lock()) {
+            notify_before_waiting(call);
+            lock.lock();
         }
-        const Interrupted stopped = [&] { return cancelled_.load(std::memory_order_relaxed) || interrupted(); };
+        const Interrupted stopped = [&] { return canceled_.load(std::memory_order_relaxed) || interrupted(); };
         RecordedCall recorded;
         arrive(recorded, call, false);
         return perform(call, recorded, stopped, false);
     }
-    will_wait(call);
+    notify_before_waiting(call);
     const std::shared_ptr<Work> work = submit(call);
     while (!work->wait(kInterruptCheckNs))
-        if (interrupted()) cancelled_.store(true, std::memory_order_relaxed);
+        if (interrupted()) canceled_.store(true, std::memory_order_relaxed);
     return work->outcome();
 }
 
 std::shared_ptr<Work> CallQueue::submit(Call call) {
     call.before_waiting = nullptr;  // only valid on the caller's thread
-    auto work = std::make_shared<Work>(std::move(call), lingers_);
+    auto work = std::make_shared<Work>(std::move(call), spins_when_idle_);
     {
-        const std::lock_guard hold(queueing_);
+        const std::lock_guard lock(queueing_);
         if (closing_) {
             Outcome outcome;
             outcome.code = Code::interrupted;
@@ -133,46 +135,47 @@ std::shared_ptr<Work> CallQueue::submit(Call call) {
         queue_.push_back(work);
         if (!thread_.joinable()) thread_ = std::thread([this] { this->work(); });
     }
-    news_.fetch_add(1, std::memory_order_relaxed);
+    queue_version_.fetch_add(1, std::memory_order_relaxed);
     queued_.notify_one();
     return work;
 }
 
-// Busy-waits for a call as long as `patience_` allows; the lock is held on entry and on return. Callers increment
-// `news_` after they have released the lock, so this thread does not have to wait for the lock when it detects a call.
-void CallQueue::linger(std::unique_lock<std::mutex>& hold) {
-    if (patience_.left() == Patience::Duration{0} || !may_linger()) return;
-    const auto until = Clock::now() + patience_.left();
-    auto spun = Spun::over;
-    while (spun == Spun::over && !closing_ && queue_.empty()) {
-        const std::uint32_t seen = news_.load(std::memory_order_relaxed);
-        hold.unlock();
-        spun = spin(until, [this, seen] { return news_.load(std::memory_order_relaxed) != seen; });
-        hold.lock();
+// Busy-waits for a call as long as `spin_budget_` allows; the lock is held on entry and on return. Callers increment
+// `queue_version_` after they have released the lock, so this thread does not have to wait for the lock when it detects
+// a call.
+void CallQueue::spin_for_call(std::unique_lock<std::mutex>& lock) {
+    if (spin_budget_.left() == SpinBudget::Duration{0} || !claim_spinning()) return;
+    const auto until = Clock::now() + spin_budget_.left();
+    auto result = SpinResult::over;
+    while (result == SpinResult::over && !closing_ && queue_.empty()) {
+        const std::uint32_t seen = queue_version_.load(std::memory_order_relaxed);
+        lock.unlock();
+        result = spin(until, [this, seen] { return queue_version_.load(std::memory_order_relaxed) != seen; });
+        lock.lock();
     }
-    if (spun == Spun::lost_core) patience_.lost_core();
-    lingering.store(0, std::memory_order_relaxed);
+    if (result == SpinResult::lost_core) spin_budget_.lost_core();
+    spinning_process.store(0, std::memory_order_relaxed);
 }
 
 void CallQueue::work() {
     pthread_setname_np(pthread_self(), "paceline-work");
-    const Interrupted interrupted = [this] { return cancelled_.load(std::memory_order_relaxed); };
+    const Interrupted interrupted = [this] { return canceled_.load(std::memory_order_relaxed); };
     std::shared_ptr<Work> next;
     const std::function<bool()> is_awaited = [this, &next] {
         const std::lock_guard looking(queueing_);
         return next->is_awaited() ||
                std::any_of(queue_.begin(), queue_.end(), [](const auto& later) { return later->is_awaited(); });
     };
-    std::unique_lock hold(queueing_);
+    std::unique_lock lock(queueing_);
     for (;;) {
         const auto idle_since = Clock::now();
-        if (lingers_) linger(hold);
-        queued_.wait(hold, [this] { return closing_ || !queue_.empty(); });
-        patience_.learn(Clock::now() - idle_since);
+        if (spins_when_idle_) spin_for_call(lock);
+        queued_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+        spin_budget_.record_wait(Clock::now() - idle_since);
         if (queue_.empty()) return;
         next = std::move(queue_.front());
         queue_.pop_front();
-        hold.unlock();
+        lock.unlock();
         Outcome outcome;
         {
             const std::lock_guard run(running_);
@@ -184,7 +187,7 @@ void CallQueue::work() {
         pending_.fetch_sub(1, std::memory_order_release);
         next->finish(std::move(outcome));
         next.reset();
-        hold.lock();
+        lock.lock();
     }
 }
 

@@ -73,29 +73,29 @@ class CallQueue {
     void abort() { group_->abort(); }
     Code failure() { return group_->failure(); }
 
-    // See `Foresight::take`. Any thread may call this.
-    std::optional<Surprise> surprise() { return foresight_.take(); }
+    // See `PredictionMonitor::take`. Any thread may call this.
+    std::optional<PredictionMiss> prediction_miss() { return prediction_monitor_.take(); }
 
   private:
     Outcome perform(Call& call, RecordedCall& recorded, const Interrupted& interrupted, bool background);
     void work();
-    void linger(std::unique_lock<std::mutex>& hold);
+    void spin_for_call(std::unique_lock<std::mutex>& lock);
     void arrive(RecordedCall& recorded, const Call& call, bool is_async);
 
     std::unique_ptr<Collectives> group_;
-    const bool lingers_ = group_->has_spare_core();
+    const bool spins_when_idle_ = group_->has_spare_core();
     const std::uint32_t forks_ = forks_from_members();  // the value when the queue was created
     std::atomic<std::uint32_t> recorded_as_{0};
     std::atomic<std::uint64_t> arrived_{0};  // the sequence number of the latest call
     std::mutex running_;
-    Foresight foresight_;  // guarded by running_, except for `take`
+    PredictionMonitor prediction_monitor_;  // guarded by running_, except for `take`
     std::mutex queueing_;
     std::condition_variable queued_;
     std::deque<std::shared_ptr<Work>> queue_;
     std::atomic<std::uint64_t> pending_{0};
-    std::atomic<std::uint32_t> news_{0};  // incremented without the lock after a call is queued and on close
-    Patience patience_;                   // used only by `thread_`
-    std::atomic<bool> cancelled_{false};
+    std::atomic<std::uint32_t> queue_version_{0};  // incremented without the lock after a call is queued and on close
+    SpinBudget spin_budget_;                       // used only by `thread_`
+    std::atomic<bool> canceled_{false};
     bool closing_ = false;
     std::mutex joining_;
     std::thread thread_;

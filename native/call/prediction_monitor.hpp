@@ -15,43 +15,44 @@
 namespace paceline {
 
 // A kind of call whose duration differed greatly from its prediction, and the measurements.
-struct Surprise {
+struct PredictionMiss {
     Operation operation = Operation::none;
     std::uint8_t algorithm = 0;
     DType dtype = DType::u8;
     std::uint64_t count = 0;
     std::uint32_t calls = 0;
-    std::int64_t least_ns = 0;
+    std::int64_t min_ns = 0;
     std::int64_t predicted_ns = 0;
 };
 
-class Foresight {
+class PredictionMonitor {
   public:
-    static constexpr std::uint32_t kCalls = 20;  // number of calls of a kind before the comparison
-    static constexpr double kFar = 1.2;          // the largest acceptable ratio between duration and prediction
+    static constexpr std::uint32_t kCallsPerKind = 20;  // number of calls of a kind before the comparison
+    static constexpr double kMaxRatio = 1.2;            // the largest acceptable ratio between duration and prediction
 
     // Adds a successful call, and ignores calls without a prediction. Not thread-safe.
     void note(const Call& call, std::int64_t took_ns);
 
     // Returns the kind of call that differed greatly, only once. Any thread may call this.
-    std::optional<Surprise> take();
+    std::optional<PredictionMiss> take();
 
   private:
-    using Kind = std::tuple<Operation, std::uint8_t, DType, std::uint64_t>;
+    using CallKind = std::tuple<Operation, std::uint8_t, DType, std::uint64_t>;
 
-    static constexpr std::size_t kMostKinds = 1024;
+    static constexpr std::size_t kMaxKinds = 1024;
 
-    struct Seen {
+    struct Measurements {
         std::uint32_t calls = 0;
-        std::int64_t least_ns = 0;
+        std::int64_t min_ns = 0;
     };
 
-    enum class Progress : std::uint8_t { watching, found, told };
+    enum class Stage : std::uint8_t { watching, found, reported };
 
-    std::map<Kind, Seen> seen_;
-    Surprise surprise_;
-    // Set to `found` with release after `surprise_` is written; loaded with acquire before `surprise_` is read.
-    std::atomic<Progress> progress_{Progress::watching};
+    std::map<CallKind, Measurements> measured_;
+    PredictionMiss prediction_miss_;
+    // Set to `found` with release after `prediction_miss_` is written; loaded with acquire before `prediction_miss_` is
+    // read.
+    std::atomic<Stage> stage_{Stage::watching};
 };
 
 }  // namespace paceline

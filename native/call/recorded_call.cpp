@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::uint8_t kSend = 32;
 constexpr std::uint8_t kReceive = 33;
-constexpr int kMostMissing = 64;
+constexpr int kMaxMissing = 64;
 
 }  // namespace
 
@@ -72,7 +72,7 @@ void RecordedCall::end(const Observed& observed, const Outcome& outcome) {
         first != outcome.missing.end()) {
         fields_.first_missing = static_cast<std::uint32_t>(*first);
         for (const int rank : outcome.missing)
-            if (rank - *first < kMostMissing) fields_.missing |= std::uint64_t{1} << (rank - *first);
+            if (rank - *first < kMaxMissing) fields_.missing |= std::uint64_t{1} << (rank - *first);
     }
     recorder->change(written_, fields_, true);
 }

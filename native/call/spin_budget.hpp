@@ -11,30 +11,30 @@
 
 namespace paceline {
 
-class Patience {
+class SpinBudget {
   public:
     using Duration = std::chrono::nanoseconds;
-    static constexpr Duration kLeast = std::chrono::microseconds(100);
-    static constexpr Duration kMost = std::chrono::milliseconds(2);
+    static constexpr Duration kMin = std::chrono::microseconds(100);
+    static constexpr Duration kMax = std::chrono::milliseconds(2);
 
     // A gap of this length between clock reads means that the thread lost its core; it normally reads the clock every
     // one or two microseconds.
     static constexpr Duration kLostCore = std::chrono::microseconds(100);
-    static constexpr int kCallsWithout = 100;
+    static constexpr int kCallsWithoutSpin = 100;
 
     // Returns the maximum time to busy-wait for the next call.
-    Duration left() const { return calls_without_ > 0 ? Duration{0} : left_; }
+    Duration left() const { return calls_without_spin_ > 0 ? Duration{0} : left_; }
     // Records how long the thread waited for a call.
-    void learn(Duration waited) {
-        left_ = waited > kMost ? kLeast : std::clamp(2 * waited, kLeast, kMost);
-        calls_without_ = std::max(0, calls_without_ - 1);
+    void record_wait(Duration waited) {
+        left_ = waited > kMax ? kMin : std::clamp(2 * waited, kMin, kMax);
+        calls_without_spin_ = std::max(0, calls_without_spin_ - 1);
     }
-    // Disables busy-waiting for the next `kCallsWithout` calls because the thread lost its core.
-    void lost_core() { calls_without_ = kCallsWithout; }
+    // Disables busy-waiting for the next `kCallsWithoutSpin` calls because the thread lost its core.
+    void lost_core() { calls_without_spin_ = kCallsWithoutSpin; }
 
   private:
-    Duration left_ = kLeast;
-    int calls_without_ = 0;
+    Duration left_ = kMin;
+    int calls_without_spin_ = 0;
 };
 
 }  // namespace paceline

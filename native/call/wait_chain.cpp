@@ -7,31 +7,31 @@ namespace paceline {
 namespace {
 
 // The least and greatest times to wait for an answer. A waiting rank reads queries several times per second.
-constexpr std::chrono::nanoseconds kLeastPatience = std::chrono::milliseconds(300);
-constexpr std::chrono::nanoseconds kMostPatience = std::chrono::seconds(1);
-constexpr int kLongest = 3;          // the search ends after this multiple of the patience, even if it is incomplete
-constexpr std::size_t kMost = 8192;  // maximum number of queries, a bound for malformed answers
+constexpr std::chrono::nanoseconds kMinAnswerTimeout = std::chrono::milliseconds(300);
+constexpr std::chrono::nanoseconds kMaxAnswerTimeout = std::chrono::seconds(1);
+constexpr int kMaxTimeouts = 3;  // the search ends after this multiple of the answer timeout, even if it is incomplete
+constexpr std::size_t kMax = 8192;  // maximum number of queries, a bound for malformed answers
 // The time for which a rank continues to answer queries after its search is complete. Ranks that wait for each other
 // often time out together, and the first one to finish must not appear to hold up the others.
 constexpr std::chrono::milliseconds kStays{300};
 
 }  // namespace
 
-WaitChainSearch::WaitChainSearch(Waits& waits, Occasion in, std::int64_t timeout_ns, std::int64_t waited_ns)
+WaitChainSearch::WaitChainSearch(Waits& waits, CallId in, std::int64_t timeout_ns, std::int64_t waited_ns)
     : waits_(waits),
       in_(in),
       waited_ns_(waited_ns),
-      patience_(std::clamp(std::chrono::nanoseconds(timeout_ns), kLeastPatience, kMostPatience)) {
-    const std::lock_guard hold(waits_.mutex_);
+      answer_timeout_(std::clamp(std::chrono::nanoseconds(timeout_ns), kMinAnswerTimeout, kMaxAnswerTimeout)) {
+    const std::lock_guard lock(waits_.mutex_);
     waits_.searches_.push_back(this);
 }
 
 WaitChainSearch::~WaitChainSearch() {
-    const std::lock_guard hold(waits_.mutex_);
+    const std::lock_guard lock(waits_.mutex_);
     std::erase(waits_.searches_, this);
 }
 
-void WaitChainSearch::hear(int name, const Occasion& in, const Answer& answer) {
+void WaitChainSearch::hear(int name, const CallId& in, const Answer& answer) {
     if (const auto found = asked_.find({name, in}); found != asked_.end()) found->second.answer = answer;
 }
 
@@ -65,7 +65,7 @@ std::set<int> WaitChainSearch::held_up_locked(const std::vector<Key>& reached, c
 
 std::optional<Finding> WaitChainSearch::look(const std::vector<int>& awaited) {
     const auto now = Clock::now();
-    const bool ends = now - begun_ > kLongest * patience_;
+    const bool ends = now - begun_ > kMaxTimeouts * answer_timeout_;
     std::vector<Key> reached;
     std::vector<Key> to_ask;
     std::set<int> holding_up;
@@ -74,10 +74,10 @@ std::optional<Finding> WaitChainSearch::look(const std::vector<int>& awaited) {
     bool open = false;
     bool under_way = false;  // a rank has finished its part, but its data has not arrived yet
     {
-        const std::lock_guard hold(waits_.mutex_);
+        const std::lock_guard lock(waits_.mutex_);
         std::set<Key> seen;
-        const auto reach = [&](int name, const Occasion& in) {
-            if (seen.size() < kMost && seen.insert({name, in}).second) reached.emplace_back(name, in);
+        const auto reach = [&](int name, const CallId& in) {
+            if (seen.size() < kMax && seen.insert({name, in}).second) reached.emplace_back(name, in);
         };
         const auto follow = [&](const Answer& answer) {
             for (const Awaited& each : answer.awaited) reach(each.name, each.in);
@@ -99,7 +99,7 @@ std::optional<Finding> WaitChainSearch::look(const std::vector<int>& awaited) {
                 continue;
             }
             if (!asked.sent) to_ask.push_back(key);
-            if (!ends && now - asked.since < patience_)
+            if (!ends && now - asked.since < answer_timeout_)
                 open = true;
             else
                 holding_up.insert(key.first);
@@ -111,7 +111,7 @@ std::optional<Finding> WaitChainSearch::look(const std::vector<int>& awaited) {
     }
     for (const Key& key : to_ask) {
         if (!waits_.ask(key.first, key.second)) continue;
-        const std::lock_guard hold(waits_.mutex_);
+        const std::lock_guard lock(waits_.mutex_);
         asked_.at(key).sent = true;
     }
     if (open) return std::nullopt;

@@ -28,7 +28,7 @@ struct Finding {
 class WaitChainSearch {
   public:
     // Starts a search for the call `in`, which has waited for `waited_ns`; `timeout_ns` is its timeout.
-    WaitChainSearch(Waits& waits, Occasion in, std::int64_t timeout_ns, std::int64_t waited_ns);
+    WaitChainSearch(Waits& waits, CallId in, std::int64_t timeout_ns, std::int64_t waited_ns);
     WaitChainSearch(const WaitChainSearch&) = delete;
     WaitChainSearch& operator=(const WaitChainSearch&) = delete;
     ~WaitChainSearch();
@@ -42,7 +42,7 @@ class WaitChainSearch {
   private:
     friend class Waits;
     using Clock = std::chrono::steady_clock;
-    using Key = std::pair<int, Occasion>;
+    using Key = std::pair<int, CallId>;
 
     struct Asked {
         Clock::time_point since;
@@ -50,14 +50,14 @@ class WaitChainSearch {
         std::optional<Answer> answer;
     };
 
-    void hear(int name, const Occasion& in, const Answer& answer);
+    void hear(int name, const CallId& in, const Answer& answer);
     Answer known_locked(const Key& key) const;
     std::set<int> held_up_locked(const std::vector<Key>& reached, const std::set<int>& holding_up) const;
 
     Waits& waits_;
-    const Occasion in_;
+    const CallId in_;
     const std::int64_t waited_ns_;
-    const Clock::duration patience_;
+    const Clock::duration answer_timeout_;
     const Clock::time_point begun_ = Clock::now();
     std::optional<Clock::time_point> decided_;  // when the ranks to blame were first determined
     std::map<Key, Asked> asked_;                // guarded by the lock of `waits_`

@@ -15,7 +15,7 @@ constexpr int kShare = 50;  // a waiting thread spends about 1/kShare of its tim
 }  // namespace
 
 void Waits::Entry::say(Waits& waits, Wait wait) {
-    const std::lock_guard hold(waits.mutex_);
+    const std::lock_guard lock(waits.mutex_);
     if (waits_ == nullptr) {
         waits_ = &waits;
         place_ = waits.waiting_.insert(waits.waiting_.end(), std::move(wait));
@@ -25,44 +25,44 @@ void Waits::Entry::say(Waits& waits, Wait wait) {
 }
 
 void Waits::Entry::end() {
-    const std::lock_guard hold(waits_->mutex_);
+    const std::lock_guard lock(waits_->mutex_);
     waits_->waiting_.erase(place_);
 }
 
 void Waits::add(Link& link) {
-    const std::lock_guard hold(linking_);
+    const std::lock_guard lock(linking_);
     links_.push_back(&link);
 }
 
 void Waits::remove(Link& link) {
-    const std::lock_guard hold(linking_);
+    const std::lock_guard lock(linking_);
     std::erase(links_, &link);
 }
 
 void Waits::serve() {
     const auto now = Clock::now();
     if (now.time_since_epoch().count() < serves_again_.load(std::memory_order_relaxed)) return;
-    const std::unique_lock hold(linking_, std::try_to_lock);
-    if (!hold.owns_lock()) return;
+    const std::unique_lock lock(linking_, std::try_to_lock);
+    if (!lock.owns_lock()) return;
     for (Link* const link : links_) link->serve();
     const auto done = Clock::now();
     const auto pause = std::clamp<Clock::duration>(kShare * (done - now), kServes, kServesAtLeast);
     serves_again_.store((done + pause).time_since_epoch().count(), std::memory_order_relaxed);
 }
 
-bool Waits::ask(int name, const Occasion& in) {
-    const std::lock_guard hold(linking_);
+bool Waits::ask(int name, const CallId& in) {
+    const std::lock_guard lock(linking_);
     return std::any_of(links_.begin(), links_.end(), [&](Link* link) { return link->ask(name, in); });
 }
 
-Answer Waits::about(const Occasion& in) const {
-    const std::lock_guard hold(mutex_);
+Answer Waits::about(const CallId& in) const {
+    const std::lock_guard lock(mutex_);
     return about_locked(in);
 }
 
 // If a thread is waiting in the group of the queried call, only that call or an earlier one can hold up this rank.
 // Otherwise, any call in which the program is waiting can hold it up.
-Answer Waits::about_locked(const Occasion& in) const {
+Answer Waits::about_locked(const CallId& in) const {
     Answer answer;
     const auto add = [&answer](const Wait& wait) {
         answer.kind = Answer::Kind::waits;
@@ -84,8 +84,8 @@ Answer Waits::about_locked(const Occasion& in) const {
     return answer;
 }
 
-void Waits::heard(int name, const Occasion& in, Answer answer) {
-    const std::lock_guard hold(mutex_);
+void Waits::heard(int name, const CallId& in, Answer answer) {
+    const std::lock_guard lock(mutex_);
     for (WaitChainSearch* const each : searches_) each->hear(name, in, answer);
 }
 

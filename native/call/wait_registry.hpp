@@ -22,11 +22,11 @@ namespace paceline {
 class WaitChainSearch;
 
 // A group's call or, if `sequence` is 0, a point-to-point message in the group.
-struct Occasion {
+struct CallId {
     std::uint64_t group = 0;
     std::uint64_t sequence = 0;
 
-    auto operator<=>(const Occasion&) const = default;
+    auto operator<=>(const CallId&) const = default;
 };
 
 // Returns the id of the group that uses rings with this id; see _LINKS in comm/engine/native/engine.py.
@@ -38,7 +38,7 @@ constexpr std::uint64_t group_of(std::uint64_t id) {
 struct Awaited {
     std::int32_t name;
     std::uint32_t reserved = 0;
-    Occasion in;
+    CallId in;
 };
 
 // A rank's answer to the question of why it has not finished its part of a call or message. waits: the rank itself is
@@ -53,7 +53,7 @@ struct Answer {
 
 // The wait of one thread. `by_program` is false if only the thread for asynchronous calls is waiting.
 struct Wait {
-    Occasion in;
+    CallId in;
     bool by_program = true;
     std::vector<int> names;
 };
@@ -72,7 +72,7 @@ class Waits {
         // Reads and answers the queries that have arrived.
         virtual void serve() = 0;
         // Sends a query to a rank; returns false if this link does not reach the rank or cannot be used at the moment.
-        virtual bool ask(int name, const Occasion& in) = 0;
+        virtual bool ask(int name, const CallId& in) = 0;
     };
 
     // Registers the wait of one thread from the first call of `say` until destruction.
@@ -107,16 +107,16 @@ class Waits {
     // Serves all links, unless they were served very recently or another thread is serving them.
     void serve();
     // Sends a query to a rank over any link; returns false if no link reaches the rank.
-    bool ask(int name, const Occasion& in);
+    bool ask(int name, const CallId& in);
     // Returns this rank's answer to a query about `in`.
-    Answer about(const Occasion& in) const;
+    Answer about(const CallId& in) const;
     // Passes another rank's answer to the searches in progress.
-    void heard(int name, const Occasion& in, Answer answer);
+    void heard(int name, const CallId& in, Answer answer);
 
   private:
     friend class WaitChainSearch;
 
-    Answer about_locked(const Occasion& in) const;
+    Answer about_locked(const CallId& in) const;
 
     const int name_;
     std::mutex linking_;

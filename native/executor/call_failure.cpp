@@ -37,14 +37,14 @@ std::vector<int> Executor::awaited() const {
 }
 
 // Called after each iteration of the wait loop. Returns false if the call must fail.
-bool Executor::look_around(int turn, const Interrupted& interrupted, bool holds_program, Waits::Entry& entry) {
+bool Executor::look_around(int iteration, const Interrupted& interrupted, bool blocks_program, Waits::Entry& entry) {
     hear();
     lanes_.meter().measure_if_due(Clock::now());
     if (broken_at_) return true;
-    if (turn == kAnnounceInTurn) messenger_.announce(header_);
-    entry.say(lanes_.waits(), {{lanes_.group(), header_.sequence}, holds_program, lanes_.names_of(awaited())});
+    if (iteration == kAnnounceInTurn) messenger_.announce(header_);
+    entry.say(lanes_.waits(), {{lanes_.group(), header_.sequence}, blocks_program, lanes_.names_of(awaited())});
     messenger_.answer();
-    if (turn * kTurn > Waits::kServesAfter) lanes_.waits().serve();
+    if (iteration * kPollInterval > Waits::kServesAfter) lanes_.waits().serve();
     const std::vector<CallHeader> announced = messenger_.announced();
     Outcome outcome;
     for (std::size_t r = 0; r < announced.size(); ++r) {
@@ -56,9 +56,9 @@ bool Executor::look_around(int turn, const Interrupted& interrupted, bool holds_
     const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started_).count();
     for (const int peer : awaited()) {
         if (outcome.code != Code::ok) break;
-        bool silent = turn % kTurnsPerSilenceCheck == 0 && lanes_.peer(peer).control->silent();
+        bool silent = iteration % kPollsPerSilenceCheck == 0 && lanes_.peer(peer).control->silent();
         for (const auto& lane : lanes_.peer(peer).bulk)
-            silent = silent || (turn % kTurnsPerSilenceCheck == 0 && lane->silent());
+            silent = silent || (iteration % kPollsPerSilenceCheck == 0 && lane->silent());
         if (!silent) continue;
         outcome.code = Code::peer_lost;
         outcome.missing = outcome.gone = {peer};
@@ -67,7 +67,7 @@ bool Executor::look_around(int turn, const Interrupted& interrupted, bool holds_
         outcome.code = Code::timed_out;
         outcome.calls = messenger_.latest();
     }
-    if (outcome.code == Code::ok && turn % kTurnsPerInterruptCheck == 0 && interrupted && interrupted()) {
+    if (outcome.code == Code::ok && iteration % kPollsPerInterruptCheck == 0 && interrupted && interrupted()) {
         outcome.code = Code::interrupted;
         outcome.missing = absent();
         outcome.came = outcome.missing.empty();

@@ -75,11 +75,11 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
         const std::uint64_t longer = call.count % cut_blocks;
         for (std::uint64_t b = 0; b <= cut_blocks; ++b) starts.push_back((each * b + std::min(b, longer)) * item_);
     };
-    const auto lay = [&](Buffer buffer, const std::vector<Stream>& streams) {
+    const auto lay = [&](Buffer buffer, const std::vector<ByteStream>& streams) {
         auto& starts = starts_[static_cast<std::size_t>(buffer)];
         Memory& memory = buffers_[static_cast<std::size_t>(buffer)];
         starts.push_back(0);
-        for (const Stream& stream : streams) {
+        for (const ByteStream& stream : streams) {
             memory.append(stream);
             starts.push_back(memory.nbytes());
         }
@@ -92,7 +92,7 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     // On a rank that is not the root of a reduce, the schedule reads the tensor as its input and must not change it.
     const bool reads_only = call.operation == Operation::reduce && lanes_.rank() != call.root;
     lay(Buffer::input, reads_only ? call.outputs : call.inputs);
-    lay(Buffer::output, reads_only ? std::vector<Stream>{} : call.outputs);
+    lay(Buffer::output, reads_only ? std::vector<ByteStream>{} : call.outputs);
 
     auto& scratch_starts = starts_[static_cast<std::size_t>(Buffer::scratch)];
     if (one_tensor) {
@@ -104,7 +104,7 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
         scratch_starts[std::min<std::size_t>(schedule_->scratch_blocks, scratch_starts.size() - 1)];
     if (scratch_.size() < scratch_bytes) scratch_.resize(scratch_bytes);
     if (scratch_bytes != 0)
-        buffers_[static_cast<std::size_t>(Buffer::scratch)].append(Piece{scratch_.data(), scratch_bytes});
+        buffers_[static_cast<std::size_t>(Buffer::scratch)].append(ByteRange{scratch_.data(), scratch_bytes});
 
     states_.assign(schedule_->steps.size(), {});
     if (const auto step = lay_out_wire(call)) return step;
@@ -151,7 +151,7 @@ std::optional<std::uint32_t> Executor::lay_out_wire(const Call& call) {
         wire_ = std::make_unique_for_overwrite<std::uint8_t[]>(starts.back());
         wire_room_ = starts.back();
     }
-    buffers_[static_cast<std::size_t>(Buffer::wire)].append(Piece{wire_.get(), starts.back()});
+    buffers_[static_cast<std::size_t>(Buffer::wire)].append(ByteRange{wire_.get(), starts.back()});
     return std::nullopt;
 }
 
@@ -178,7 +178,7 @@ void Executor::hear() {
 Outcome Executor::run(Call& call, const Interrupted& interrupted, bool background) {
     started_ = Clock::now();
     // A rank that only sends never waits, so this is its only check for failures.
-    if (started_ - polled_ > kTurn) poll();
+    if (started_ - polled_ > kPollInterval) poll();
     lanes_.meter().measure_if_due(started_);
     if (auto failure = messenger_.failure()) return *failure;
     outcome_ = {};
@@ -202,19 +202,19 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     header_ = {++sequence_, count_in_header(call), call.root, call.operation, call.dtype, call.reduce_op, 0, 0,
                0,           schedule_->algorithm,  {}};
 
-    const auto spin = background ? kBackgroundSpin : kSpin;
+    const auto spin = background ? kBackgroundSpin : kMaxSpin;
     auto idle_since = started_;
     auto looked = started_;
-    int turn = 0;
+    int iteration = 0;
     Waits::Entry entry;
     while (!over()) {
         const bool moved = progress();
         if (failed_) return outcome_;
         const auto now = Clock::now();
         if (broken_at_ && now - *broken_at_ > kLastMoves) return *messenger_.failure();
-        if (now - looked > kTurn) {
+        if (now - looked > kPollInterval) {
             looked = now;
-            if (!look_around(++turn, interrupted, holds_program(call, background), entry)) return outcome_;
+            if (!look_around(++iteration, interrupted, blocks_program(call, background), entry)) return outcome_;
         }
         if (moved) {
             idle_since = now;
@@ -228,7 +228,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
         for (const FlowState& state : flows_)
             for (const auto& lane : *state.lanes) more |= lane->arm();
         if (more && progress()) continue;
-        const bool alerted = waiter_.sleep(broken_at_ ? kLastMoves : kTurn);
+        const bool alerted = waiter_.sleep(broken_at_ ? kLastMoves : kPollInterval);
         if (alerted || lanes_.changes() != seen_changes_) hear();
     }
     if (needs_all(call.operation)) messenger_.saw_all(header_);

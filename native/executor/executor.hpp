@@ -110,7 +110,7 @@ class Executor final : public Collectives {
     void lost(int peer);
     void poll();
     void hear();
-    bool look_around(int turn, const Interrupted& interrupted, bool holds_program, Waits::Entry& entry);
+    bool look_around(int iteration, const Interrupted& interrupted, bool blocks_program, Waits::Entry& entry);
     std::vector<int> awaited() const;
     std::function<bool(int)> has_come() const;
     std::vector<int> absent() const;

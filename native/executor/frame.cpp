@@ -7,10 +7,10 @@
 namespace paceline::executor {
 namespace {
 
-constexpr std::uint32_t kMostListed = 1024;  // maximum length of each list in a verdict
+constexpr std::uint32_t kMaxListed = 1024;  // maximum length of each list in a verdict
 // A verdict contains five lists of ranks and one list of calls.
-static_assert(kMostListed * (5 * sizeof(int) + sizeof(CallHeader)) + 128 <= kMostVerdictBytes);
-static_assert(kMostListed * sizeof(Awaited) + 128 <= kMostVerdictBytes);
+static_assert(kMaxListed * (5 * sizeof(int) + sizeof(CallHeader)) + 128 <= kMaxFailureBytes);
+static_assert(kMaxListed * sizeof(Awaited) + 128 <= kMaxFailureBytes);
 
 class Writer {
   public:
@@ -22,7 +22,7 @@ class Writer {
     }
     template <class T>
     void put_list(const std::vector<T>& values) {
-        const auto n = static_cast<std::uint32_t>(values.size() < kMostListed ? values.size() : kMostListed);
+        const auto n = static_cast<std::uint32_t>(values.size() < kMaxListed ? values.size() : kMaxListed);
         put(n);
         for (std::uint32_t i = 0; i < n; ++i) put(values[i]);
     }
@@ -44,7 +44,7 @@ class Reader {
     template <class T>
     bool get_list(std::vector<T>& values) {
         std::uint32_t n = 0;
-        if (!get(n) || n > kMostListed || bytes_.size() < n * sizeof(T)) return false;
+        if (!get(n) || n > kMaxListed || bytes_.size() < n * sizeof(T)) return false;
         values.resize(n);
         for (T& value : values)
             if (!get(value)) return false;
@@ -69,7 +69,7 @@ bool is_verdict(Code code) {
 
 // Returns true if the outcome contains all data required for its error message.
 bool is_complete(const Outcome& outcome, int size) {
-    const std::size_t calls = std::min(static_cast<std::size_t>(size), std::size_t{kMostListed});
+    const std::size_t calls = std::min(static_cast<std::size_t>(size), std::size_t{kMaxListed});
     switch (outcome.code) {
         case Code::mismatch:
             return outcome.calls.size() == calls && (outcome.split_from < 0) == (outcome.split_to < 0);
@@ -148,7 +148,7 @@ bool is_sound(const Frame& frame) {
     if (frame.magic != Frame::kMagic || frame.kind < FrameKind::eager || frame.kind > FrameKind::answer) return false;
     if (frame.dtype > DType::c32) return false;
     if (frame.kind == FrameKind::waiting) return frame.nbytes == sizeof(CallHeader);
-    if (frame.kind == FrameKind::verdict || frame.kind == FrameKind::answer) return frame.nbytes <= kMostVerdictBytes;
+    if (frame.kind == FrameKind::verdict || frame.kind == FrameKind::answer) return frame.nbytes <= kMaxFailureBytes;
     return true;
 }
 

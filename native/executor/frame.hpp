@@ -41,7 +41,7 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 48);
 
-constexpr std::size_t kMostVerdictBytes = 96 << 10;
+constexpr std::size_t kMaxFailureBytes = 96 << 10;
 
 // These functions convert a verdict to bytes and back. `decode` returns nullopt if the bytes are not a valid verdict.
 std::vector<std::uint8_t> encode(const Outcome& outcome);

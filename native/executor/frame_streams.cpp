@@ -21,9 +21,9 @@ void Messenger::copy_body(Outgoing& outgoing) {
     const std::size_t from = in_parts ? outgoing.frame.offset : 0;
     outgoing.own.resize(in_parts ? outgoing.frame.part : outgoing.frame.nbytes);
     for (std::size_t at = 0; at < outgoing.own.size();) {
-        const Piece piece = outgoing.request->memory_.run(from + at, outgoing.own.size() - at);
-        std::memcpy(outgoing.own.data() + at, piece.data, piece.nbytes);
-        at += piece.nbytes;
+        const ByteRange range = outgoing.request->memory_.run(from + at, outgoing.own.size() - at);
+        std::memcpy(outgoing.own.data() + at, range.data, range.nbytes);
+        at += range.nbytes;
     }
     outgoing.request = nullptr;
 }
@@ -36,20 +36,20 @@ bool Messenger::flush(int peer) {
         Outgoing& next = to.outgoing.front();
         const bool in_parts = next.frame.kind == FrameKind::data;
         const std::size_t body = in_parts ? next.frame.part : next.request ? next.frame.nbytes : next.own.size();
-        std::array<Piece, link::kMostPieces> pieces;
+        std::array<ByteRange, link::kMaxRanges> ranges;
         std::size_t used = 0;
         const std::size_t head = sizeof(Frame);
         if (next.sent < head)
-            pieces[used++] = {reinterpret_cast<std::uint8_t*>(&next.frame) + next.sent, head - next.sent};
+            ranges[used++] = {reinterpret_cast<std::uint8_t*>(&next.frame) + next.sent, head - next.sent};
         const std::size_t at = next.sent < head ? 0 : next.sent - head;
         if (at < body) {
             if (next.request)
-                used += next.request->memory_.slice(next.frame.offset + at, body - at, pieces.data() + used,
-                                                    pieces.size() - used);
+                used += next.request->memory_.slice(next.frame.offset + at, body - at, ranges.data() + used,
+                                                    ranges.size() - used);
             else
-                pieces[used++] = {next.own.data() + at, body - at};
+                ranges[used++] = {next.own.data() + at, body - at};
         }
-        const std::ptrdiff_t n = lanes_.peer(peer).control->write({pieces.data(), used});
+        const std::ptrdiff_t n = lanes_.peer(peer).control->write({ranges.data(), used});
         if (n == link::kClosed) {
             // Frames that the peer sent before it exited may still be unread and may contain the reason.
             to.deaf = true;
@@ -83,7 +83,7 @@ bool Messenger::receive_from(int peer) {
     for (;;) {
         // After a failure the tensors must not be written to, because the program may use them again.
         if (from.left || from.lost || failure_) return moved;
-        std::array<Piece, link::kMostPieces> pieces;
+        std::array<ByteRange, link::kMaxRanges> ranges;
         std::size_t used = 0;
         const std::size_t body = from.frame_read < sizeof(Frame)      ? 0
                                  : from.frame.kind == FrameKind::data ? from.frame.part
@@ -92,14 +92,14 @@ bool Messenger::receive_from(int peer) {
                                      ? from.frame.nbytes
                                      : 0;
         if (from.frame_read < sizeof(Frame)) {
-            pieces[used++] = {reinterpret_cast<std::uint8_t*>(&from.frame) + from.frame_read,
+            ranges[used++] = {reinterpret_cast<std::uint8_t*>(&from.frame) + from.frame_read,
                               sizeof(Frame) - from.frame_read};
         } else if (from.body_read < body) {
             if (from.body_for)
                 used = from.body_for->memory_.slice(from.frame.offset + from.body_read, body - from.body_read,
-                                                    pieces.data(), pieces.size());
+                                                    ranges.data(), ranges.size());
             else
-                pieces[used++] = {from.body.data() + from.body_read, body - from.body_read};
+                ranges[used++] = {from.body.data() + from.body_read, body - from.body_read};
         } else {
             end_body(peer);
             from.frame_read = from.body_read = 0;
@@ -107,7 +107,7 @@ bool Messenger::receive_from(int peer) {
             from.body.clear();
             continue;
         }
-        const std::ptrdiff_t n = lane.read({pieces.data(), used});
+        const std::ptrdiff_t n = lane.read({ranges.data(), used});
         if (n == link::kClosed) {
             closed(peer);
             return true;

@@ -40,8 +40,8 @@ bool Executor::copy(std::uint32_t step, std::size_t until) {
     const Step& what = schedule_->steps[step];
     const bool moves = step_state.done < until;
     while (step_state.done < until) {
-        const Piece to = buffer(what.dst).run(step_state.dst_offset + step_state.done, until - step_state.done);
-        const Piece from = buffer(what.src).run(step_state.src_offset + step_state.done, to.nbytes);
+        const ByteRange to = buffer(what.dst).run(step_state.dst_offset + step_state.done, until - step_state.done);
+        const ByteRange from = buffer(what.src).run(step_state.src_offset + step_state.done, to.nbytes);
         std::memmove(to.data, from.data, from.nbytes);
         step_state.done += from.nbytes;
     }
@@ -60,7 +60,7 @@ bool Executor::convert(std::uint32_t step, std::size_t until) {
     const bool moves = step_state.done < until;
     while (step_state.done < until) {
         const std::size_t left = until - step_state.done;
-        const Piece run = floats.run(offset + step_state.done, left);
+        const ByteRange run = floats.run(offset + step_state.done, left);
         const std::size_t whole = run.nbytes == left ? left : run.nbytes / group * group;
         if (whole != 0)
             convert_run(step, run.data, whole);
@@ -95,15 +95,15 @@ void Executor::convert_split_group(std::uint32_t step, const Memory& floats, std
     alignas(8) std::uint8_t group[kWireGroup * sizeof(float)];
     const auto each_piece = [&](auto visit) {
         for (std::size_t done = 0; done < nbytes;) {
-            const Piece piece = floats.run(at + done, nbytes - done);
-            visit(piece, group + done);
-            done += piece.nbytes;
+            const ByteRange range = floats.run(at + done, nbytes - done);
+            visit(range, group + done);
+            done += range.nbytes;
         }
     };
-    each_piece([](const Piece& piece, std::uint8_t* copy) { std::memcpy(copy, piece.data, piece.nbytes); });
+    each_piece([](const ByteRange& range, std::uint8_t* copy) { std::memcpy(copy, range.data, range.nbytes); });
     convert_run(step, group, nbytes);
     if (schedule_->steps[step].kind == Kind::pack) return;
-    each_piece([](const Piece& piece, const std::uint8_t* copy) { std::memcpy(piece.data, copy, piece.nbytes); });
+    each_piece([](const ByteRange& range, const std::uint8_t* copy) { std::memcpy(range.data, copy, range.nbytes); });
 }
 
 }  // namespace paceline::executor

@@ -20,9 +20,9 @@ void Messenger::take(Arrival& arrival, const std::shared_ptr<Request>& request) 
     credit(arrival.peer, frame.nbytes);
     if (!fits(frame, *request)) return misfit(frame, arrival.peer, request);
     for (std::size_t at = 0; at < arrival.bytes.size();) {
-        const Piece piece = request->memory_.run(at, arrival.bytes.size() - at);
-        std::memcpy(piece.data, arrival.bytes.data() + at, piece.nbytes);
-        at += piece.nbytes;
+        const ByteRange range = request->memory_.run(at, arrival.bytes.size() - at);
+        std::memcpy(range.data, arrival.bytes.data() + at, range.nbytes);
+        at += range.nbytes;
     }
     finish(request, {});
 }
@@ -137,7 +137,7 @@ bool Messenger::begin_body(int peer) {
             from.body.resize(frame.nbytes);
             return true;
         case FrameKind::offer:
-            return is_next(peer) && from.offers_held < kMostOffers;
+            return is_next(peer) && from.offers_held < kMaxOffers;
         default:
             return true;
     }

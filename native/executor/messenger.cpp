@@ -22,15 +22,15 @@ Messenger::Messenger(link::LaneSet& lanes)
 
 void Messenger::close() {
     lanes_.waits().remove(*this);  // acquires `linking_`, so `mutex_` must not be held
-    std::unique_lock hold(mutex_);
+    std::unique_lock lock(mutex_);
     if (closing_) return;
     closing_ = true;
     changed_.notify_all();
     waiter_.wake();
     if (thread_.joinable()) {
-        hold.unlock();
+        lock.unlock();
         thread_.join();
-        hold.lock();
+        lock.lock();
     }
     if (!open_.empty() && !failure_) {
         Outcome outcome;
@@ -53,41 +53,41 @@ void Messenger::close() {
         if (lanes_.peer(peer).control) lanes_.peer(peer).control->finish();
         for (const auto& lane : lanes_.peer(peer).bulk) lane->finish();
     }
-    if (!failure_) await_delivery(hold);
+    if (!failure_) await_delivery(lock);
 }
 
 // Waits until the peers' machines have received the goodbyes. A peer in its last call may still send an announcement.
 // If that frame arrived after this rank closed the lane, the kernel would answer with a reset, which could overtake the
 // goodbye and make this rank appear dead.
-void Messenger::await_delivery(std::unique_lock<std::mutex>& hold) {
+void Messenger::await_delivery(std::unique_lock<std::mutex>& lock) {
     std::vector<const link::Lane*> awaited;
     for (int peer = 0; peer < lanes_.size(); ++peer) {
         const PeerState& to = state(peer);
         if (lanes_.peer(peer).control && !to.left && !to.lost && !to.deaf)
             awaited.push_back(lanes_.peer(peer).control.get());
     }
-    hold.unlock();
+    lock.unlock();
     const auto until = Clock::now() + kDelivery;
     const auto delivered = [](const link::Lane* lane) { return lane->delivered(); };
     while (!std::all_of(awaited.begin(), awaited.end(), delivered) && Clock::now() < until)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype, const Stream& tensor,
+std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype, const ByteStream& tensor,
                                          std::int64_t timeout_ns) {
     auto request = std::make_shared<Request>();
     request->peer_ = peer;
     request->tag_ = tag;
     request->dtype_ = dtype;
     request->memory_.append(tensor);
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     open(request, timeout_ns);
     PeerState& to = state(peer);
     if (failure_) {
         finish(request, *failure_);
     } else if (to.left || to.lost) {
         finish(request, without_locked(peer));
-    } else if (to.offered.size() >= kMostOffers) {
+    } else if (to.offered.size() >= kMaxOffers) {
         Outcome outcome;
         outcome.code = Code::too_many_offers;
         outcome.missing = {peer};
@@ -108,7 +108,7 @@ std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype
     return request;
 }
 
-std::shared_ptr<Request> Messenger::receive(int peer, std::int32_t tag, DType dtype, const Stream& tensor,
+std::shared_ptr<Request> Messenger::receive(int peer, std::int32_t tag, DType dtype, const ByteStream& tensor,
                                             std::int64_t timeout_ns) {
     auto request = std::make_shared<Request>();
     request->receiving_ = true;
@@ -116,7 +116,7 @@ std::shared_ptr<Request> Messenger::receive(int peer, std::int32_t tag, DType dt
     request->tag_ = tag;
     request->dtype_ = dtype;
     request->memory_.append(tensor);
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     open(request, timeout_ns);
     if (failure_) {
         finish(request, *failure_);
@@ -147,7 +147,7 @@ void Messenger::open(const std::shared_ptr<Request>& request, std::int64_t timeo
 }
 
 Outcome Messenger::without(int peer) {
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     return without_locked(peer);
 }
 
@@ -235,18 +235,18 @@ void Messenger::break_group(Outcome outcome, bool notifies_others) {
 }
 
 void Messenger::on_failure(link::Waiter* waiter) {
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     told_ = waiter;
 }
 
 std::optional<Outcome> Messenger::failure() {
     if (!failed_.load(std::memory_order_acquire)) return std::nullopt;
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     return failure_;
 }
 
 Outcome Messenger::fail(Outcome outcome) {
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     if (!failure_) break_group(std::move(outcome), true);
     return *failure_;
 }
@@ -255,7 +255,7 @@ void Messenger::abort() {
     abort_asked_.store(true, std::memory_order_release);
     waiter_.wake();
     // The driving thread may hold the lock as long as data is moving. In that case, that thread breaks the group.
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     heed_abort();
 }
 
@@ -267,7 +267,7 @@ void Messenger::heed_abort() {
 }
 
 void Messenger::announce(const CallHeader& header) {
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     state(lanes_.rank()).announced = header;
     const auto* from = reinterpret_cast<const std::uint8_t*>(&header);
     for (int peer = 0; peer < lanes_.size(); ++peer) {
@@ -282,29 +282,29 @@ void Messenger::announce(const CallHeader& header) {
 }
 
 std::vector<CallHeader> Messenger::announced() {
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     std::vector<CallHeader> headers;
     for (const PeerState& each : states_) headers.push_back(each.announced);
     return headers;
 }
 
 void Messenger::saw(int peer, const CallHeader& header) {
-    const std::lock_guard hold(seeing_);
+    const std::lock_guard lock(seeing_);
     seen_[static_cast<std::size_t>(peer)] = header;
 }
 
 void Messenger::saw_all(const CallHeader& header) {
-    const std::lock_guard hold(seeing_);
+    const std::lock_guard lock(seeing_);
     seen_of_all_ = header;
 }
 
 std::vector<CallHeader> Messenger::latest() {
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     return latest_locked();
 }
 
 std::vector<CallHeader> Messenger::latest_locked() {
-    const std::lock_guard hold(seeing_);
+    const std::lock_guard lock(seeing_);
     std::vector<CallHeader> headers;
     for (std::size_t r = 0; r < states_.size(); ++r)
         headers.push_back(std::max({states_[r].announced, seen_[r], seen_of_all_},
@@ -313,12 +313,12 @@ std::vector<CallHeader> Messenger::latest_locked() {
 }
 
 std::size_t Messenger::queued(int peer) {
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     return state(peer).outgoing.size();
 }
 
 std::vector<int> Messenger::left() {
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     std::vector<int> ranks;
     for (int peer = 0; peer < lanes_.size(); ++peer)
         if (state(peer).left) ranks.push_back(peer);

@@ -12,7 +12,7 @@
 //   a window. A message that would exceed the window is offered instead, so a send never waits for credits.
 // - A longer message is an *offer*: the frame is sent alone, and the receiver answers with *accept* once a receive
 //   matches. Then the bytes follow as *data* frames of at most kPartBytes, directly from tensor to tensor; other
-//   frames may be sent between them. Each offer takes a frame at the receiver, so at most kMostOffers to one rank may
+//   frames may be sent between them. Each offer takes a frame at the receiver, so at most kMaxOffers to one rank may
 //   be pending; a further send fails as `too_many_offers`.
 // - A receive whose size or dtype differs from its message's fails as a mismatch. The receiver answers an offer with
 //   *refuse*, and the send also fails. An eager message is dropped, because its send has already completed. The group
@@ -54,7 +54,7 @@ constexpr int kAnySource = -1;
 constexpr std::size_t kEagerBytes = 16 << 10;    // longer messages are offered
 constexpr std::size_t kEagerWindow = 512 << 10;  // eager bytes to one rank without a credit
 constexpr std::size_t kPartBytes = 1 << 20;      // maximum data per frame, which bounds the delay of other frames
-constexpr std::size_t kMostOffers = 1 << 16;     // maximum number of offers that await receives on one rank
+constexpr std::size_t kMaxOffers = 1 << 16;      // maximum number of offers that await receives on one rank
 
 // Returns the part of the window that an eager message uses. Even an empty message counts, because the receiver stores
 // its frame.
@@ -96,9 +96,9 @@ class Messenger final : public Waits::Link {
     // been delivered. Idempotent.
     void close();
 
-    std::shared_ptr<Request> send(int peer, std::int32_t tag, DType dtype, const Stream& tensor,
+    std::shared_ptr<Request> send(int peer, std::int32_t tag, DType dtype, const ByteStream& tensor,
                                   std::int64_t timeout_ns);
-    std::shared_ptr<Request> receive(int peer, std::int32_t tag, DType dtype, const Stream& tensor,
+    std::shared_ptr<Request> receive(int peer, std::int32_t tag, DType dtype, const ByteStream& tensor,
                                      std::int64_t timeout_ns);
     // Waits for a request. Returns true once it is done, or false after `timeout_ns`. Fails the request if
     // `interrupted` returns true.
@@ -133,7 +133,7 @@ class Messenger final : public Waits::Link {
     // Answers the queries from peers for which this rank already has the answer.
     void answer();
     void serve() override;
-    bool ask(int name, const Occasion& in) override;
+    bool ask(int name, const CallId& in) override;
     // Returns the number of frames pending for `peer`.
     std::size_t queued(int peer);
     // Returns the ranks that have sent a goodbye.
@@ -154,7 +154,7 @@ class Messenger final : public Waits::Link {
         std::vector<std::uint8_t> bytes;
     };
     struct Question {
-        Occasion in;
+        CallId in;
         std::chrono::steady_clock::time_point came;
     };
     struct PeerState {
@@ -207,20 +207,20 @@ class Messenger final : public Waits::Link {
     Outcome without_locked(int peer);
     void note(const Outcome& outcome);
     void closed(int peer);
-    void await_delivery(std::unique_lock<std::mutex>& hold);
+    void await_delivery(std::unique_lock<std::mutex>& lock);
     void break_group(Outcome outcome, bool notifies_others);
     void heed_abort();
-    void take_question(int peer, const Occasion& in);
+    void take_question(int peer, const CallId& in);
     void answer_locked();
     std::vector<int> peers_of(const Request& request) const;
     Wait wait_for(const Request& request) const;
-    void expire(std::unique_lock<std::mutex>& hold);
+    void expire(std::unique_lock<std::mutex>& lock);
     std::shared_ptr<Request> expired();
-    std::optional<Outcome> time_out(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& request);
+    std::optional<Outcome> time_out(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Request>& request);
     void look_for_silence();
-    void look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int turn,
+    void look_around(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Request>& until, int iteration,
                      const Interrupted& interrupted);
-    void drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
+    void drive(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Request>& until,
                std::chrono::steady_clock::time_point deadline, const Interrupted& interrupted);
     void background();
 

@@ -27,7 +27,7 @@ bool Messenger::progress() {
 }
 
 // Breaks the group if a request has timed out and the ranks to blame have been determined.
-void Messenger::expire(std::unique_lock<std::mutex>& hold) {
+void Messenger::expire(std::unique_lock<std::mutex>& lock) {
     lanes_.meter().measure_if_due(Clock::now());
     const std::shared_ptr<Request> late = expired();
     if (inquiring_) return;
@@ -36,7 +36,7 @@ void Messenger::expire(std::unique_lock<std::mutex>& hold) {
         search_about_.reset();
         return;
     }
-    if (std::optional<Outcome> outcome = time_out(hold, late); outcome && !failure_ && !late->done())
+    if (std::optional<Outcome> outcome = time_out(lock, late); outcome && !failure_ && !late->done())
         break_group(std::move(*outcome), true);
 }
 
@@ -60,20 +60,20 @@ void Messenger::look_for_silence() {
 
 // Checks for expired deadlines, silent peers, queries and interrupts. Runs in every iteration of the wait loop, even
 // while data is moving.
-void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int turn,
+void Messenger::look_around(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Request>& until, int iteration,
                             const Interrupted& interrupted) {
-    expire(hold);
-    if (turn % kTurnsPerSilenceCheck == 0) look_for_silence();
+    expire(lock);
+    if (iteration % kPollsPerSilenceCheck == 0) look_for_silence();
     answer_locked();
-    if (turn * kTurn > Waits::kServesAfter) {
-        hold.unlock();
+    if (iteration * kPollInterval > Waits::kServesAfter) {
+        lock.unlock();
         lanes_.waits().serve();
-        hold.lock();
+        lock.lock();
     }
-    if (turn % kTurnsPerInterruptCheck != 0 || !interrupted) return;
-    hold.unlock();
+    if (iteration % kPollsPerInterruptCheck != 0 || !interrupted) return;
+    lock.unlock();
     const bool stop = interrupted();
-    hold.lock();
+    lock.lock();
     if (!stop || !until || until->done()) return;
     Outcome outcome;
     outcome.code = Code::interrupted;
@@ -83,12 +83,12 @@ void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::share
 
 // Drives the lanes until the request `until` is done. On the messenger's own thread, where `until` is null, drives them
 // until no work remains or another thread is waiting to drive them.
-void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
+void Messenger::drive(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Request>& until,
                       Clock::time_point deadline, const Interrupted& interrupted) {
     driving_ = true;
     auto idle_since = Clock::now();
     auto looked = idle_since;
-    int turn = 0;
+    int iteration = 0;
     Waits::Entry entry;
     for (;;) {
         const bool moved = progress();
@@ -96,20 +96,20 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
         if (until ? until->done() : (open_.empty() || urgent_ > 0 || closing_)) break;
         const auto now = Clock::now();
         if (now > deadline) break;
-        if (now - looked >= kTurn) {
+        if (now - looked >= kPollInterval) {
             looked = now;
             if (until) entry.say(lanes_.waits(), wait_for(*until));
-            look_around(hold, until, ++turn, interrupted);
+            look_around(lock, until, ++iteration, interrupted);
             continue;
         }
         if (moved) {
             idle_since = now;
             continue;
         }
-        if (until && now - idle_since < kSpin) {
-            hold.unlock();
+        if (until && now - idle_since < kMaxSpin) {
+            lock.unlock();
             sched_yield();
-            hold.lock();
+            lock.lock();
             continue;
         }
         bool more = false;
@@ -117,9 +117,9 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
             if (lanes_.peer(peer).control && !state(peer).lost && !state(peer).left)
                 more |= lanes_.peer(peer).control->arm();
         if (more) continue;
-        hold.unlock();
-        waiter_.sleep(kTurn);
-        hold.lock();
+        lock.unlock();
+        waiter_.sleep(kPollInterval);
+        lock.lock();
     }
     driving_ = false;
     changed_.notify_all();
@@ -131,20 +131,20 @@ bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeo
     lanes_.meter().measure_if_due(looked);
     const auto most = std::chrono::nanoseconds(Clock::time_point::max() - looked).count();
     const auto deadline = looked + std::chrono::nanoseconds(std::min(timeout_ns, most / 2));
-    std::unique_lock hold(mutex_);
+    std::unique_lock lock(mutex_);
     ++urgent_;
     if (driving_) waiter_.wake();
     Waits::Entry entry;
-    for (int turn = 0; !request->done() && Clock::now() <= deadline;) {
+    for (int iteration = 0; !request->done() && Clock::now() <= deadline;) {
         if (!driving_) {
-            drive(hold, request, deadline, interrupted);
+            drive(lock, request, deadline, interrupted);
             continue;
         }
-        changed_.wait_for(hold, kTurn);
-        if (Clock::now() - looked < kTurn) continue;
+        changed_.wait_for(lock, kPollInterval);
+        if (Clock::now() - looked < kPollInterval) continue;
         looked = Clock::now();
         entry.say(lanes_.waits(), wait_for(*request));
-        look_around(hold, request, ++turn, interrupted);
+        look_around(lock, request, ++iteration, interrupted);
     }
     --urgent_;
     changed_.notify_all();
@@ -152,24 +152,24 @@ bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeo
 }
 
 void Messenger::run_in_background() {
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     if (!thread_.joinable()) thread_ = std::thread([this] { background(); });
     changed_.notify_all();
 }
 
 void Messenger::background() {
     pthread_setname_np(pthread_self(), "paceline-messages");
-    std::unique_lock hold(mutex_);
+    std::unique_lock lock(mutex_);
     for (;;) {
-        changed_.wait(hold, [this] { return closing_ || (!open_.empty() && !driving_ && urgent_ == 0); });
+        changed_.wait(lock, [this] { return closing_ || (!open_.empty() && !driving_ && urgent_ == 0); });
         if (closing_) return;
-        drive(hold, nullptr, Clock::time_point::max(), nullptr);
+        drive(lock, nullptr, Clock::time_point::max(), nullptr);
     }
 }
 
 void Messenger::poll() {
-    std::unique_lock hold(mutex_, std::try_to_lock);
-    if (hold.owns_lock() && !driving_) progress();
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock() && !driving_) progress();
 }
 
 }  // namespace paceline::executor

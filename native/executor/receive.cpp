@@ -45,8 +45,8 @@ bool Executor::receive(FlowState& state) {
         link::Lane& first = *(*state.lanes)[0];
         if (direction.padding != 0) {
             std::array<std::uint8_t, link::kMemoryAlignment> unused;
-            const Piece piece{unused.data(), direction.padding};
-            const std::ptrdiff_t n = first.read({&piece, 1});
+            const ByteRange range{unused.data(), direction.padding};
+            const std::ptrdiff_t n = first.read({&range, 1});
             if (n == link::kClosed) return lost(state.flow->peer), true;
             if (n == 0) return moved;
             direction.padding -= static_cast<std::size_t>(n);
@@ -57,9 +57,9 @@ bool Executor::receive(FlowState& state) {
         const std::uint32_t step = state.flow->receives[direction.next];
         StepState& step_state = states_[step];
         if (direction.begun < sizeof(Header)) {
-            const Piece piece{reinterpret_cast<std::uint8_t*>(&direction.header) + direction.begun,
-                              sizeof(Header) - direction.begun};
-            const std::ptrdiff_t n = first.read({&piece, 1});
+            const ByteRange range{reinterpret_cast<std::uint8_t*>(&direction.header) + direction.begun,
+                                  sizeof(Header) - direction.begun};
+            const std::ptrdiff_t n = first.read({&range, 1});
             if (n == link::kClosed) return lost(state.flow->peer), true;
             if (n == 0) return moved;
             direction.begun += static_cast<std::size_t>(n);
@@ -97,9 +97,9 @@ bool Executor::receive(FlowState& state) {
 bool Executor::receive_lane(FlowState& state, std::size_t lane, std::uint32_t step, std::size_t offset,
                             std::size_t count) {
     const Memory& memory = buffer(schedule_->steps[step].dst);
-    std::array<Piece, link::kMostPieces> pieces;
-    const std::size_t used = memory.slice(states_[step].dst_offset + offset, count, pieces.data(), pieces.size());
-    const std::ptrdiff_t n = (*state.lanes)[lane]->read({pieces.data(), used});
+    std::array<ByteRange, link::kMaxRanges> ranges;
+    const std::size_t used = memory.slice(states_[step].dst_offset + offset, count, ranges.data(), ranges.size());
+    const std::ptrdiff_t n = (*state.lanes)[lane]->read({ranges.data(), used});
     if (n == link::kClosed) lost(state.flow->peer);
     if (n <= 0) return false;
     state.receiving.lanes[lane].moved += static_cast<std::size_t>(n);
@@ -125,8 +125,8 @@ bool Executor::reduce_lane(FlowState& state, std::size_t lane, std::uint32_t ste
     }
     if (at.staging.empty()) at.staging.resize(kStaging);
     const std::size_t room = std::min(kStaging, count) - at.carried;
-    const Piece piece{at.staging.data() + at.carried, room};
-    const std::ptrdiff_t n = from.read({&piece, 1});
+    const ByteRange range{at.staging.data() + at.carried, room};
+    const std::ptrdiff_t n = from.read({&range, 1});
     if (n == link::kClosed) lost(state.flow->peer);
     if (n <= 0) return false;
     const std::size_t have = at.carried + static_cast<std::size_t>(n);
@@ -143,8 +143,8 @@ void Executor::reduce_bytes(std::uint32_t step, std::size_t offset, const std::u
     const StepState& step_state = states_[step];
     const ReduceFn kernel = what.final ? reduce_last_ : reduce_;
     for (std::size_t done = 0; done < nbytes;) {
-        const Piece to = buffer(what.dst).run(step_state.dst_offset + offset + done, nbytes - done);
-        const Piece from = buffer(what.src).run(step_state.src_offset + offset + done, to.nbytes);
+        const ByteRange to = buffer(what.dst).run(step_state.dst_offset + offset + done, nbytes - done);
+        const ByteRange from = buffer(what.src).run(step_state.src_offset + offset + done, to.nbytes);
         const void* sources[2] = {from.data, received + done};
         kernel(to.data, sources, 2, from.nbytes / item_, lanes_.size());
         done += from.nbytes;

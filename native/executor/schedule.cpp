@@ -8,7 +8,7 @@ namespace paceline::executor {
 namespace {
 
 constexpr std::size_t kNumbersPerStep = 9;
-constexpr std::uint32_t kMostBlocks = 1 << 20;
+constexpr std::uint32_t kMaxBlocks = 1 << 20;
 
 // The step that last wrote a block, and the steps that have read it since then.
 struct Touched {
@@ -20,7 +20,7 @@ bool to_slice(const std::int32_t* numbers, Slice& slice) {
     if (numbers[0] < 0 || numbers[0] > 3 || numbers[1] < 0 || numbers[2] < 0) return false;
     slice = {static_cast<Buffer>(numbers[0]), static_cast<std::uint32_t>(numbers[1]),
              static_cast<std::uint32_t>(numbers[2])};
-    return slice.first <= kMostBlocks && slice.length <= kMostBlocks;
+    return slice.first <= kMaxBlocks && slice.length <= kMaxBlocks;
 }
 
 // Sends and receives transfer packed blocks unchanged. Only conversions read or write their contents, one block per
@@ -95,7 +95,7 @@ class DependencyFinder {
 std::shared_ptr<const Schedule> Schedule::make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
                                                std::span<const std::int32_t> flat, std::size_t* bad_step, Wire wire) {
     if (bad_step != nullptr) *bad_step = 0;
-    if (flat.size() % kNumbersPerStep != 0 || blocks > kMostBlocks || rank < 0 || rank >= size) return nullptr;
+    if (flat.size() % kNumbersPerStep != 0 || blocks > kMaxBlocks || rank < 0 || rank >= size) return nullptr;
     auto schedule = std::make_shared<Schedule>();
     schedule->algorithm = algorithm;
     schedule->blocks = blocks;

@@ -13,8 +13,8 @@ bool Executor::send(FlowState& state) {
         FlowDirection& direction = state.sending;
         if (direction.padding != 0) {
             static const std::array<std::uint8_t, link::kMemoryAlignment> zeros{};
-            const Piece piece{const_cast<std::uint8_t*>(zeros.data()), direction.padding};
-            const std::ptrdiff_t n = (*state.lanes)[0]->write({&piece, 1});
+            const ByteRange range{const_cast<std::uint8_t*>(zeros.data()), direction.padding};
+            const std::ptrdiff_t n = (*state.lanes)[0]->write({&range, 1});
             if (n == link::kClosed) return lost(state.flow->peer), true;
             if (n == 0) return moved;
             direction.padding -= static_cast<std::size_t>(n);
@@ -37,18 +37,18 @@ bool Executor::send(FlowState& state) {
             LaneState& lane = direction.lanes[l];
             for (;;) {
                 const Range next = next_range(lane.moved, l, lanes, until);
-                std::array<Piece, link::kMostPieces> pieces;
+                std::array<ByteRange, link::kMaxRanges> ranges;
                 std::size_t used = 0;
                 std::size_t head = 0;
                 if (l == 0 && direction.begun < sizeof(Header)) {
                     head = sizeof(Header) - direction.begun;
-                    pieces[used++] = {reinterpret_cast<std::uint8_t*>(&direction.header) + direction.begun, head};
+                    ranges[used++] = {reinterpret_cast<std::uint8_t*>(&direction.header) + direction.begun, head};
                 }
                 if (next.from < next.to)
-                    used += memory.slice(step_state.src_offset + next.from, next.to - next.from, pieces.data() + used,
-                                         pieces.size() - used);
+                    used += memory.slice(step_state.src_offset + next.from, next.to - next.from, ranges.data() + used,
+                                         ranges.size() - used);
                 if (used == 0) break;
-                const std::ptrdiff_t n = (*state.lanes)[l]->write({pieces.data(), used});
+                const std::ptrdiff_t n = (*state.lanes)[l]->write({ranges.data(), used});
                 if (n == link::kClosed) return lost(state.flow->peer), true;
                 if (n == 0) {
                     blocked = lanes == 1 || direction.begun < sizeof(Header);

@@ -12,15 +12,15 @@ using Clock = std::chrono::steady_clock;
 // A rank records its call only after one iteration of the wait loop, so a query is answered with "not in a call" only
 // after this delay.
 constexpr auto kDenies = std::chrono::milliseconds(100);
-constexpr std::size_t kMostQuestions = 64;  // per peer
+constexpr std::size_t kMaxQuestions = 64;  // per peer
 
 }  // namespace
 
-void Messenger::take_question(int peer, const Occasion& in) {
+void Messenger::take_question(int peer, const CallId& in) {
     std::vector<Question>& questions = state(peer).questions;
     const auto same = [&in](const Question& question) { return question.in == in; };
     if (std::any_of(questions.begin(), questions.end(), same)) return;
-    if (questions.size() == kMostQuestions) questions.erase(questions.begin());
+    if (questions.size() == kMaxQuestions) questions.erase(questions.begin());
     questions.push_back({in, Clock::now()});
 }
 
@@ -45,20 +45,20 @@ void Messenger::answer_locked() {
 }
 
 void Messenger::answer() {
-    const std::unique_lock hold(mutex_, std::try_to_lock);
-    if (hold.owns_lock()) answer_locked();
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) answer_locked();
 }
 
 void Messenger::serve() {
-    const std::unique_lock hold(mutex_, std::try_to_lock);
-    if (!hold.owns_lock()) return;
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return;
     if (!driving_) progress();
     answer_locked();
 }
 
-bool Messenger::ask(int name, const Occasion& in) {
-    const std::unique_lock hold(mutex_, std::try_to_lock);
-    if (!hold.owns_lock() || failure_) return false;
+bool Messenger::ask(int name, const CallId& in) {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock() || failure_) return false;
     for (int peer = 0; peer < lanes_.size(); ++peer) {
         const PeerState& to = state(peer);
         if (lanes_.name(peer) != name || !lanes_.peer(peer).control || to.left || to.lost || to.deaf) continue;
@@ -84,18 +84,18 @@ Wait Messenger::wait_for(const Request& request) const {
 
 // Searches for the ranks that hold up a timed-out request; returns nullopt while they are unknown. Releases the lock
 // during the search, because the queries may be sent over other groups.
-std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& hold,
+std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& lock,
                                            const std::shared_ptr<Request>& request) {
     const std::vector<int> peers = peers_of(*request);
     if (search_about_ != request) {
         const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - request->started_).count();
-        search_.emplace(lanes_.waits(), Occasion{lanes_.group(), 0}, waited_ns, waited_ns);
+        search_.emplace(lanes_.waits(), CallId{lanes_.group(), 0}, waited_ns, waited_ns);
         search_about_ = request;
     }
     inquiring_ = true;
-    hold.unlock();
+    lock.unlock();
     const auto found = search_->look(lanes_.names_of(peers));
-    hold.lock();
+    lock.lock();
     inquiring_ = false;
     if (!found) return std::nullopt;
     Outcome outcome;
@@ -136,7 +136,7 @@ std::vector<int> Executor::absent() const {
 bool Executor::blame(Outcome& outcome, std::int64_t waited_ns) {
     const std::vector<int> mine = awaited();
     std::vector<int> missing = absent();
-    if (!search_) search_.emplace(lanes_.waits(), Occasion{lanes_.group(), header_.sequence}, timeout_ns_, waited_ns);
+    if (!search_) search_.emplace(lanes_.waits(), CallId{lanes_.group(), header_.sequence}, timeout_ns_, waited_ns);
     std::vector<int> first = missing;
     first.insert(first.end(), mine.begin(), mine.end());
     const auto found = search_->look(lanes_.names_of(first));

@@ -19,7 +19,7 @@ constexpr std::int64_t kServesAfterNs = std::chrono::nanoseconds(Waits::kServesA
 // The function checks for verdicts from other ranks, aborts, ranks that died or left, the deadline and interrupts, in
 // this order: a rank that gave up or aborted usually leaves soon afterward, and its verdict or abort is the more
 // precise reason.
-bool Group::look_around(int turn, Clock::time_point since, const std::function<RankSet()>& missing,
+bool Group::look_around(int iteration, Clock::time_point since, const std::function<RankSet()>& missing,
                         Waits::Entry& entry) {
     const RankSet lost = this->lost();
     const RankSet left = this->left();
@@ -39,19 +39,21 @@ bool Group::look_around(int turn, Clock::time_point since, const std::function<R
     if (waited_ns > kServesAfterNs) mesh_.waits().serve();
     if (waited_ns > timeout_ns_)
         if (const auto verdict = look_for_the_cause(ranks, waited_ns)) return give_up(GaveUp::timed_out, *verdict);
-    if (turn % std::max(1, kTurnsPerInterruptCheck / turn_length_) == 0 && *interrupted_ && (*interrupted_)())
+    if (iteration % std::max(1, kPollsPerInterruptCheck / poll_interval_factor_) == 0 && *interrupted_ &&
+        (*interrupted_)())
         return give_up(GaveUp::interrupted, {.missing = ranks, .waited_ns = waited_ns, .came = have_begun(ranks)});
     return true;
 }
 
 void Group::say_whom_it_awaits(const RankSet& ranks, Waits::Entry& entry) const {
-    entry.say(mesh_.waits(), {{group_of(id_), sequence_}, holds_program(*call_, background_), names_of(ranks.ranks())});
+    entry.say(mesh_.waits(),
+              {{group_of(id_), sequence_}, blocks_program(*call_, background_), names_of(ranks.ranks())});
 }
 
 // Returns the verdict on a timed-out call that is waiting for `missing`, or nullopt while the ranks to blame are
 // unknown.
 std::optional<Verdict> Group::look_for_the_cause(const RankSet& missing, std::int64_t waited_ns) {
-    if (!search_) search_.emplace(mesh_.waits(), Occasion{group_of(id_), sequence_}, timeout_ns_, waited_ns);
+    if (!search_) search_.emplace(mesh_.waits(), CallId{group_of(id_), sequence_}, timeout_ns_, waited_ns);
     const std::vector<int> awaited = missing.ranks();
     const auto found = search_->look(names_of(awaited));
     if (!found) return std::nullopt;
@@ -66,7 +68,7 @@ std::optional<Verdict> Group::look_for_the_cause(const RankSet& missing, std::in
     for (const int rank : outcome.missing) verdict.missing.add(rank);
     for (const int rank : outcome.waiting) verdict.waiting.add(rank);
     for (const int name : outcome.held_by)
-        if (verdict.held_by_count < kMostHeldBy) verdict.held_by[verdict.held_by_count++] = name;
+        if (verdict.held_by_count < kMaxHeldBy) verdict.held_by[verdict.held_by_count++] = name;
     verdict.cause = cause_of_time_out(outcome, members).pack();
     return verdict;
 }
@@ -147,7 +149,7 @@ bool Group::give_up(GaveUp reason, const Verdict& verdict) {
     outcome_.gone = verdict.gone.ranks();
     outcome_.left = verdict.left.ranks();
     outcome_.waiting = verdict.waiting.ranks();
-    outcome_.held_by.assign(verdict.held_by, verdict.held_by + std::min(verdict.held_by_count, kMostHeldBy));
+    outcome_.held_by.assign(verdict.held_by, verdict.held_by + std::min(verdict.held_by_count, kMaxHeldBy));
     outcome_.cause = Cause::unpack(verdict.cause);
     outcome_.waited_ns = verdict.waited_ns;
     // A missing rank's latest call shows which call it made instead.

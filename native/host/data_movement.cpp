@@ -8,7 +8,7 @@ namespace paceline::host {
 bool Group::broadcast(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     if (size_ == 1) return true;
-    Stream& tensor = call.outputs[0];
+    ByteStream& tensor = call.outputs[0];
     const Parts parts{tensor.nbytes(), slot_bytes_};
     stage_in(parts.largest());
     const bool root = rank_ == call.root;
@@ -25,8 +25,8 @@ bool Group::broadcast(Call& call) {
 // Runs gather (`receives_result` on the root only) and all_gather.
 bool Group::gather(Call& call, bool receives_result) {
     if (!begin(call, nullptr, 0)) return false;
-    Stream& input = call.inputs[0];
-    Stream own = input;
+    ByteStream& input = call.inputs[0];
+    ByteStream own = input;
     const Parts parts{input.nbytes(), slot_bytes_};
     stage_in(parts.largest());
     const bool stages = call.operation == Operation::all_gather || !receives_result;
@@ -38,7 +38,7 @@ bool Group::gather(Call& call, bool receives_result) {
         [&](std::size_t part, std::uint32_t round) {
             if (!receives_result) return;
             for (int r = 0; r < size_; ++r) {
-                Stream& output = call.outputs[static_cast<std::size_t>(r)];
+                ByteStream& output = call.outputs[static_cast<std::size_t>(r)];
                 if (r == rank_)
                     output.copy_from(own, parts.size(part));
                 else
@@ -49,7 +49,7 @@ bool Group::gather(Call& call, bool receives_result) {
 
 bool Group::scatter(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
-    Stream& output = call.outputs[0];
+    ByteStream& output = call.outputs[0];
     const auto ranks = static_cast<std::size_t>(size_);
     const std::size_t part_bytes = staged(output.nbytes(), slot_bytes_ / ranks);
     const Parts parts{output.nbytes(), part_bytes};
@@ -105,7 +105,7 @@ bool Group::all_to_all(Call& call) {
     const std::size_t part_bytes = staged(largest, slot_bytes_ / ranks);
     const Parts parts{largest, part_bytes};
     stage_in(ranks * part_bytes);
-    const auto size_of = [&](const Stream& stream, std::size_t part) {
+    const auto size_of = [&](const ByteStream& stream, std::size_t part) {
         const std::size_t from = part * part_bytes;
         return stream.nbytes() <= from ? std::size_t{0} : std::min(part_bytes, stream.nbytes() - from);
     };
@@ -117,7 +117,7 @@ bool Group::all_to_all(Call& call) {
         },
         [&](std::size_t part, std::uint32_t round) {
             for (int r = 0; r < size_; ++r) {
-                Stream& output = call.outputs[static_cast<std::size_t>(r)];
+                ByteStream& output = call.outputs[static_cast<std::size_t>(r)];
                 output.copy_from(slot(r, round) + static_cast<std::size_t>(rank_) * part_bytes, size_of(output, part));
             }
         });

@@ -23,16 +23,17 @@ constexpr int kBackgroundSpins = 100;
 constexpr int kMoment = 50;  // number of spins in a brief wait, about one or two microseconds
 constexpr int kYields = 20;
 constexpr double kManyYielding = 4;  // ranks per core above which yielding takes longer than sleeping
-constexpr double kManyLooking = 8;   // ranks per core above which a wait iteration lasts longer than kTurn
-constexpr int kLongestTurn = 10;     // in units of kTurn
+constexpr double kManyLooking = 8;   // ranks per core above which a wait iteration lasts longer than kPollInterval
+constexpr int kMaxPollIntervalFactor = 10;  // in units of kPollInterval
 // A yield that took this long gave the core to a computing thread. Yielding again would cost another time slice,
 // whereas the scheduler soon runs a thread that is woken from sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);
-constexpr std::int64_t kTurnNs = std::chrono::nanoseconds(kTurn).count();  // a death ends the sleep early
+constexpr std::int64_t kPollIntervalNs =
+    std::chrono::nanoseconds(kPollInterval).count();  // a death ends the sleep early
 
-std::uint64_t total_nbytes(const std::vector<Stream>& streams) {
+std::uint64_t total_nbytes(const std::vector<ByteStream>& streams) {
     std::uint64_t nbytes = 0;
-    for (const Stream& each : streams) nbytes += each.nbytes();
+    for (const ByteStream& each : streams) nbytes += each.nbytes();
     return nbytes;
 }
 
@@ -78,7 +79,8 @@ void Group::learn_of_cores() {
     const double crowd = crowding(everyones, mine);
     crowded_ = crowd > 1;
     yields_ = std::max(1, static_cast<int>(kYields * std::min(1.0, kManyYielding / crowd)));
-    turn_length_ = static_cast<int>(std::clamp(crowd / kManyLooking, 1.0, static_cast<double>(kLongestTurn)));
+    poll_interval_factor_ =
+        static_cast<int>(std::clamp(crowd / kManyLooking, 1.0, static_cast<double>(kMaxPollIntervalFactor)));
     has_spare_core_ = paceline::has_spare_core(everyones, mine, static_cast<std::size_t>(mesh_.size() - size_));
     block_ = block_of(domains);
 }
@@ -124,7 +126,7 @@ bool Group::await(std::uint32_t round) {
 bool Group::await_slowly(int peer, std::uint32_t round) {
     const std::atomic<std::uint32_t>& word = cell(peer, round).round;
     if (crowded_) {
-        will_wait(*call_);
+        notify_before_waiting(*call_);
         auto before = Clock::now();
         for (int i = 0; i < yields_; ++i) {
             sched_yield();
@@ -138,7 +140,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
         for (int i = 0; i < spins; ++i) {
             shm::relax_cpu();
             if (word.load(std::memory_order_acquire) == round) return true;
-            if (i == kMoment) will_wait(*call_);
+            if (i == kMoment) notify_before_waiting(*call_);
         }
     }
     if (!clock_started_) {
@@ -154,13 +156,13 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
     search_.reset();
     // If the group has already been aborted, no rank will wake this thread.
     if (aborted_by() >= 0 && !look_around(1, started_, missing, entry)) return false;
-    for (int turn = 1;; ++turn) {
+    for (int iteration = 1;; ++iteration) {
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         const std::uint32_t seen = word.load(std::memory_order_seq_cst);
-        if (seen != round) sleeper_.sleep(word, seen, turn_length_ * kTurnNs);
+        if (seen != round) sleeper_.sleep(word, seen, poll_interval_factor_ * kPollIntervalNs);
         sleepers.fetch_sub(1, std::memory_order_relaxed);
         if (word.load(std::memory_order_acquire) == round) return true;
-        if (!look_around(turn, started_, missing, entry)) return false;
+        if (!look_around(iteration, started_, missing, entry)) return false;
     }
 }
 

@@ -58,8 +58,8 @@ class Group final : public Collectives {
     void publish(std::uint32_t round);
     bool await(std::uint32_t round);
     bool await_slowly(int peer, std::uint32_t round);
-    bool look_around(int turn, std::chrono::steady_clock::time_point since, const std::function<RankSet()>& missing,
-                     Waits::Entry& entry);
+    bool look_around(int iteration, std::chrono::steady_clock::time_point since,
+                     const std::function<RankSet()>& missing, Waits::Entry& entry);
     void say_whom_it_awaits(const RankSet& ranks, Waits::Entry& entry) const;
     std::optional<Verdict> look_for_the_cause(const RankSet& missing, std::int64_t waited_ns);
     bool give_up(GaveUp reason, const Verdict& verdict);
@@ -89,7 +89,7 @@ class Group final : public Collectives {
     std::shared_ptr<shm::Segment> region_of(int rank, shm::RegionId id);
     bool all_reduce_shared(Call& call, std::uint32_t first);
     bool reduce(Call& call);
-    void reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nbytes, std::uint32_t round);
+    void reduce_out_of_slots(const Call& call, ByteStream& tensor, std::size_t nbytes, std::uint32_t round);
     bool reduce_flat(Call& call, bool receives_result);
     bool reduce_large(Call& call, bool receives_result);
     bool reduce_in_slices(Call& call, bool receives_result);
@@ -122,10 +122,10 @@ class Group final : public Collectives {
     CallHeader header_{};
     Outcome outcome_;
     bool broken_ = false;
-    std::size_t block_ = 0;  // see `block_of`
-    bool crowded_ = false;   // a busy-waiting rank may take processor time from another rank
-    int yields_ = 0;         // the number of yields if `crowded_`
-    int turn_length_ = 1;    // in units of kTurn; longer if many ranks share a core
+    std::size_t block_ = 0;         // see `block_of`
+    bool crowded_ = false;          // a busy-waiting rank may take processor time from another rank
+    int yields_ = 0;                // the number of yields if `crowded_`
+    int poll_interval_factor_ = 1;  // in units of kPollInterval; longer if many ranks share a core
     bool has_spare_core_ = false;
 
     Call* call_ = nullptr;  // the current call

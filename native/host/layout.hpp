@@ -71,7 +71,7 @@ constexpr std::uint32_t kSlots = 4;
 // reuses a cache line; doubling this was no faster.
 constexpr std::size_t kRoomOfTwo = 3;
 
-constexpr std::uint32_t kMostHeldBy = 16;
+constexpr std::uint32_t kMaxHeldBy = 16;
 
 // The reason why a rank gave up.
 struct Verdict {
@@ -83,7 +83,7 @@ struct Verdict {
     std::uint32_t cause = 0;  // a packed `Cause`: why the ranks in `gone`, or this rank, gave up
     bool came = false;        // see `Outcome`
     std::uint32_t held_by_count = 0;
-    std::int32_t held_by[kMostHeldBy] = {};  // see `Outcome`
+    std::int32_t held_by[kMaxHeldBy] = {};  // see `Outcome`
 };
 
 struct Control {

@@ -41,7 +41,7 @@ struct Slices {
 };
 
 // Returns this rank's contribution to a reduction with one output.
-const Stream& contribution(const Call& call) {
+const ByteStream& contribution(const Call& call) {
     return call.inputs.empty() ? call.outputs[0] : call.inputs[0];
 }
 
@@ -66,7 +66,7 @@ bool Group::all_reduce(Call& call) {
 }
 
 bool Group::all_reduce_inline(Call& call) {
-    Stream& tensor = call.outputs[0];
+    ByteStream& tensor = call.outputs[0];
     const std::size_t nbytes = tensor.nbytes();
     alignas(16) std::uint8_t mine[kInline];
     contribution(call).peek_to(mine, nbytes);
@@ -81,7 +81,7 @@ bool Group::all_reduce_inline(Call& call) {
 }
 
 bool Group::all_reduce_in_one_round(Call& call) {
-    Stream& tensor = call.outputs[0];
+    ByteStream& tensor = call.outputs[0];
     const std::size_t nbytes = tensor.nbytes();
     const std::uint32_t round = round_;
     stage_in(nbytes);
@@ -93,7 +93,7 @@ bool Group::all_reduce_in_one_round(Call& call) {
 
 // Reduces this rank's contribution (`tensor` itself, or its copy in this rank's slot) with the peers' slots into the
 // next `nbytes` of `tensor`.
-void Group::reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nbytes, std::uint32_t round) {
+void Group::reduce_out_of_slots(const Call& call, ByteStream& tensor, std::size_t nbytes, std::uint32_t round) {
     const std::size_t item = item_size(call.dtype);
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
     const bool in_place = call.inputs.empty();
@@ -114,8 +114,8 @@ bool Group::reduce(Call& call) {
 }
 
 bool Group::reduce_flat(Call& call, bool receives_result) {
-    Stream& tensor = call.outputs[0];
-    Stream input = contribution(call);
+    ByteStream& tensor = call.outputs[0];
+    ByteStream input = contribution(call);
     // Data that would fit into one large part is divided into several parts: one is reduced while the next is staged.
     const Parts parts{tensor.nbytes(), tensor.nbytes() > room_ ? room_ : slot_bytes_};
     const bool stages = call.operation != Operation::reduce || !receives_result;
@@ -138,8 +138,8 @@ bool Group::reduce_large(Call& call, bool receives_result) {
 
 // In round j, a slot contains part j followed by this rank's reduced slice of part j - 1.
 bool Group::reduce_in_slices(Call& call, bool receives_result) {
-    Stream& tensor = call.outputs[0];
-    Stream input = contribution(call);
+    ByteStream& tensor = call.outputs[0];
+    ByteStream input = contribution(call);
     const Slices slices(tensor.nbytes(), slot_bytes_, static_cast<std::size_t>(size_), 1);
     stage_in(slices.after(1));
     const std::size_t item = item_size(call.dtype);
@@ -170,8 +170,8 @@ bool Group::reduce_in_slices(Call& call, bool receives_result) {
 // 2 reduced over all blocks. Data crosses between blocks only when ranks at the same position in their blocks exchange
 // slices. comm/schedule/hierarchical.py implements the same algorithm as a schedule.
 bool Group::reduce_in_blocks(Call& call, bool receives_result) {
-    Stream& tensor = call.outputs[0];
-    Stream input = contribution(call);
+    ByteStream& tensor = call.outputs[0];
+    ByteStream input = contribution(call);
     const Slices slices(tensor.nbytes(), slot_bytes_, block_, 2);
     stage_in(slices.after(2));
     const std::size_t parts = slices.parts.count();
@@ -217,15 +217,15 @@ std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     const auto started = Clock::now();
     Waits::Entry entry;
     search_.reset();
-    for (int turn = 1;; ++turn) {
-        shm::Found found = mesh_.region(member, id, Clock::now() + kTurn);
+    for (int iteration = 1;; ++iteration) {
+        shm::Found found = mesh_.region(member, id, Clock::now() + kPollInterval);
         if (found.segment) return std::move(found.segment);
         if (found.shortage != 0) {
             const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started).count();
             give_up(GaveUp::starved, {.missing = RankSet::of(rank_), .waited_ns = waited_ns});
             return nullptr;
         }
-        if (!look_around(turn, started, [rank] { return RankSet::of(rank); }, entry)) return nullptr;
+        if (!look_around(iteration, started, [rank] { return RankSet::of(rank); }, entry)) return nullptr;
     }
 }
 
@@ -239,7 +239,7 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
     for (int r = 0; r < size_; ++r) {
         const auto at = static_cast<std::size_t>(r);
         if (r == rank_) {
-            tensors[at] = call.outputs[0].pieces()[0].data;
+            tensors[at] = call.outputs[0].ranges()[0].data;
             continue;
         }
         const CallHeader& header = cell(r, first).header;

@@ -66,8 +66,8 @@ void Copying::begin(Operation operation, std::size_t nbytes) {
     way_ = Way::cached;
     is_measured_ = false;
     const std::size_t number = number_of(operation);
-    if (!kCanStream || nbytes < kLeast || number >= kOperations) return;
-    const auto size = static_cast<std::size_t>(std::bit_width(nbytes / kLeast)) - 1;
+    if (!kCanStream || nbytes < kMin || number >= kOperations) return;
+    const auto size = static_cast<std::size_t>(std::bit_width(nbytes / kMin)) - 1;
     experience_ = &experiences_[number][std::min(size, kSizes - 1)];
     std::tie(way_, is_measured_) = experience_->next();
     nbytes_ = nbytes;
@@ -79,7 +79,7 @@ void Copying::end() {
     is_measured_ = false;
 }
 
-void Copying::stage_next(Stream& from, std::uint8_t* slot, std::size_t nbytes) const {
+void Copying::stage_next(ByteStream& from, std::uint8_t* slot, std::size_t nbytes) const {
     if (way_ == Way::cached) {
         from.copy_to(slot, nbytes);
         return;
@@ -89,11 +89,11 @@ void Copying::stage_next(Stream& from, std::uint8_t* slot, std::size_t nbytes) c
     });
 }
 
-void Copying::stage(const Stream& from, std::uint8_t* slot, std::size_t nbytes) const {
+void Copying::stage(const ByteStream& from, std::uint8_t* slot, std::size_t nbytes) const {
     if (way_ == Way::cached) {
         from.peek_to(slot, nbytes);
     } else {
-        Stream copy = from;
+        ByteStream copy = from;
         stage_next(copy, slot, nbytes);
     }
 }

@@ -68,9 +68,9 @@ class Copying {
     void end();
 
     // Copies the next `nbytes` of a stream into a slot.
-    void stage_next(Stream& from, std::uint8_t* slot, std::size_t nbytes) const;
+    void stage_next(ByteStream& from, std::uint8_t* slot, std::size_t nbytes) const;
     // Copies the next `nbytes` of a stream into a slot without advancing the stream.
-    void stage(const Stream& from, std::uint8_t* slot, std::size_t nbytes) const;
+    void stage(const ByteStream& from, std::uint8_t* slot, std::size_t nbytes) const;
 
     // Runs and times a part of a call in which this rank does not wait for others.
     template <class Work>
@@ -85,9 +85,9 @@ class Copying {
     }
 
   private:
-    static constexpr std::size_t kLeast = 2 << 10;  // bytes per call below which the methods hardly differ
-    static constexpr std::size_t kSizes = 22;       // number of size classes: `kLeast`, then powers of two times it
-    static constexpr std::size_t kOperations = 3;   // operations in which all ranks stage and read in the same way
+    static constexpr std::size_t kMin = 2 << 10;   // bytes per call below which the methods hardly differ
+    static constexpr std::size_t kSizes = 22;      // number of size classes: `kMin`, then powers of two times it
+    static constexpr std::size_t kOperations = 3;  // operations in which all ranks stage and read in the same way
 
     std::array<std::array<Experience, kSizes>, kOperations> experiences_;
     Experience* experience_ = nullptr;  // for the current call; null if such calls are never measured

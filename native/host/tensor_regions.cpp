@@ -29,7 +29,7 @@ Registry& registry() {
 }
 
 // Returns the region that contains the entire tensor, or nullptr. The caller holds the mutex.
-Region* region_around(Registry& all, const Piece& tensor) {
+Region* region_around(Registry& all, const ByteRange& tensor) {
     auto found = all.by_address.upper_bound(tensor.data);
     if (found == all.by_address.begin()) return nullptr;
     Region& region = (--found)->second;
@@ -44,14 +44,14 @@ std::shared_ptr<shm::Segment> create_region(std::size_t nbytes) {
     auto segment = shm::Segment::create(nbytes);
     if (!segment) return nullptr;
     Registry& all = registry();
-    const std::lock_guard hold(all.mutex);
+    const std::lock_guard lock(all.mutex);
     all.by_address.emplace(segment->data(), Region{all.next++, segment, {}});
     return segment;
 }
 
 void forget_region(const shm::Segment& segment) {
     Registry& all = registry();
-    const std::lock_guard hold(all.mutex);
+    const std::lock_guard lock(all.mutex);
     const auto found = all.by_address.find(segment.data());
     if (found == all.by_address.end()) return;
     for (const std::weak_ptr<shm::Mesh>& each : found->second.offered_to)
@@ -65,7 +65,7 @@ SharedMemory share(shm::Mesh& mesh, std::size_t nbytes) {
     Registry& all = registry();
     shm::RegionId id = 0;
     {
-        const std::lock_guard hold(all.mutex);
+        const std::lock_guard lock(all.mutex);
         id = all.next++;
     }
     mesh.offer(id, segment);
@@ -77,10 +77,10 @@ void end_sharing(shm::Mesh& mesh, shm::RegionId id) {
 }
 
 void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh) {
-    if (call.outputs[0].pieces().size() != 1) return;
-    const Piece& tensor = call.outputs[0].pieces()[0];
+    if (call.outputs[0].ranges().size() != 1) return;
+    const ByteRange& tensor = call.outputs[0].ranges()[0];
     Registry& all = registry();
-    const std::lock_guard hold(all.mutex);
+    const std::lock_guard lock(all.mutex);
     Region* const found = region_around(all, tensor);
     if (found == nullptr || found->is_isolated) return;
     Region& region = *found;
@@ -95,9 +95,9 @@ void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh) {
 }
 
 void isolate(const Call& call) {
-    const Piece& tensor = call.outputs[0].pieces()[0];
+    const ByteRange& tensor = call.outputs[0].ranges()[0];
     Registry& all = registry();
-    const std::lock_guard hold(all.mutex);
+    const std::lock_guard lock(all.mutex);
     Region* const region = region_around(all, tensor);
     if (region == nullptr) return;
     region->is_isolated = true;

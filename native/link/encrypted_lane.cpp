@@ -7,13 +7,13 @@
 namespace paceline::link {
 namespace {
 
-// A position in a list of pieces.
+// A position in a list of ranges.
 class Cursor {
   public:
-    explicit Cursor(std::span<const Piece> pieces) : pieces_(pieces) { pass_empty(); }
+    explicit Cursor(std::span<const ByteRange> ranges) : ranges_(ranges) { pass_empty(); }
 
-    bool at_end() const { return next_ == pieces_.size(); }
-    Piece rest() const { return {pieces_[next_].data + done_, pieces_[next_].nbytes - done_}; }
+    bool at_end() const { return next_ == ranges_.size(); }
+    ByteRange rest() const { return {ranges_[next_].data + done_, ranges_[next_].nbytes - done_}; }
 
     void advance(std::size_t nbytes) {
         done_ += nbytes;
@@ -22,21 +22,21 @@ class Cursor {
 
   private:
     void pass_empty() {
-        for (; next_ < pieces_.size() && done_ == pieces_[next_].nbytes; ++next_) done_ = 0;
+        for (; next_ < ranges_.size() && done_ == ranges_[next_].nbytes; ++next_) done_ = 0;
     }
 
-    std::span<const Piece> pieces_;
+    std::span<const ByteRange> ranges_;
     std::size_t next_ = 0;
-    std::size_t done_ = 0;  // number of bytes of piece `next_` before the cursor
+    std::size_t done_ = 0;  // number of bytes of range `next_` before the cursor
 };
 
 // Copies the next bytes into `record`; returns the number of bytes copied.
 std::size_t gather(Cursor& from, std::span<std::uint8_t> record) {
     std::size_t have = 0;
     while (have < record.size() && !from.at_end()) {
-        const Piece piece = from.rest();
-        const std::size_t n = std::min(piece.nbytes, record.size() - have);
-        std::memcpy(record.data() + have, piece.data, n);
+        const ByteRange range = from.rest();
+        const std::size_t n = std::min(range.nbytes, record.size() - have);
+        std::memcpy(record.data() + have, range.data, n);
         from.advance(n);
         have += n;
     }
@@ -49,8 +49,8 @@ EncryptedLane::EncryptedLane(tls::Socket socket) : SocketLane(socket.descriptor)
     session_->read_ahead();
 }
 
-std::ptrdiff_t EncryptedLane::write(std::span<const Piece> pieces) {
-    Cursor from(pieces);
+std::ptrdiff_t EncryptedLane::write(std::span<const ByteRange> ranges) {
+    Cursor from(ranges);
     std::ptrdiff_t accepted = 0;
     if (from.at_end()) return 0;
     if (held_ != 0) {
@@ -60,7 +60,7 @@ std::ptrdiff_t EncryptedLane::write(std::span<const Piece> pieces) {
         accepted = 1;
     }
     while (!from.at_end()) {
-        const Piece next = from.rest();
+        const ByteRange next = from.rest();
         const bool is_whole = next.nbytes >= kRecordBytes;  // a full, contiguous record needs no copy
         std::size_t nbytes = kRecordBytes;
         if (is_whole)
@@ -79,10 +79,10 @@ std::ptrdiff_t EncryptedLane::write(std::span<const Piece> pieces) {
     return accepted;
 }
 
-std::ptrdiff_t EncryptedLane::read(std::span<const Piece> pieces) {
+std::ptrdiff_t EncryptedLane::read(std::span<const ByteRange> ranges) {
     std::ptrdiff_t got = 0;
-    for (Cursor to(pieces); !to.at_end();) {
-        const Piece into = to.rest();
+    for (Cursor to(ranges); !to.at_end();) {
+        const ByteRange into = to.rest();
         const ssize_t n = session_->recv(into.data, into.nbytes);
         if (n > 0) {
             to.advance(static_cast<std::size_t>(n));

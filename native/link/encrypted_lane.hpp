@@ -15,8 +15,8 @@ class EncryptedLane final : public SocketLane {
     // Takes ownership of `socket`, an authenticated connection whose handshakes are complete.
     explicit EncryptedLane(tls::Socket socket);
 
-    std::ptrdiff_t write(std::span<const Piece> pieces) override;
-    std::ptrdiff_t read(std::span<const Piece> pieces) override;
+    std::ptrdiff_t write(std::span<const ByteRange> ranges) override;
+    std::ptrdiff_t read(std::span<const ByteRange> ranges) override;
     // Returns true if the session may have buffered more data than was requested from it.
     bool arm() override { return !is_dry_; }
 
@@ -24,7 +24,7 @@ class EncryptedLane final : public SocketLane {
     static constexpr std::size_t kRecordBytes = 16 << 10;
 
     std::unique_ptr<tls::Session> session_;
-    std::array<std::uint8_t, kRecordBytes> record_;  // a record gathered from several pieces or partly sent
+    std::array<std::uint8_t, kRecordBytes> record_;  // a record gathered from several ranges or partly sent
     std::size_t held_ = 0;                           // number of bytes of a partly sent record
     bool is_dry_ = false;                            // true if the session has no data until the socket is readable
 };

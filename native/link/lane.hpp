@@ -10,17 +10,17 @@
 namespace paceline::link {
 
 constexpr std::ptrdiff_t kClosed = -1;
-constexpr std::size_t kMostPieces = 64;  // maximum number of pieces per read or write
+constexpr std::size_t kMaxRanges = 64;  // maximum number of ranges per read or write
 
 class Lane {
   public:
     virtual ~Lane() = default;
 
     // Returns the number of bytes accepted, 0 if the lane is full, or kClosed if the peer no longer uses the lane.
-    virtual std::ptrdiff_t write(std::span<const Piece> pieces) = 0;
+    virtual std::ptrdiff_t write(std::span<const ByteRange> ranges) = 0;
     // Returns the number of bytes read, 0 if no data is available, or kClosed if the peer no longer uses the lane and
-    // all of its data has been read. Returns only 0 or kClosed if `pieces` is empty.
-    virtual std::ptrdiff_t read(std::span<const Piece> pieces) = 0;
+    // all of its data has been read. Returns only 0 or kClosed if `ranges` is empty.
+    virtual std::ptrdiff_t read(std::span<const ByteRange> ranges) = 0;
 
     // A lane in shared memory supports reading in place: `peek` returns the available bytes up to the end of the ring,
     // and `consume` frees bytes at their front. Every message on such a lane starts at a multiple of kMemoryAlignment.

@@ -8,8 +8,8 @@ namespace paceline::link {
 namespace {
 
 constexpr std::size_t kLanesOfAPair = 2;  // rings: control and bulk
-constexpr std::size_t kMostRingBytes = 256 << 10;
-constexpr std::size_t kLeastRingBytes = 4 << 10;
+constexpr std::size_t kMaxRingBytes = 256 << 10;
+constexpr std::size_t kMinRingBytes = 4 << 10;
 constexpr std::size_t kAllRingsBytes = std::size_t{2} << 30;  // limit per group; most of this memory is never touched
 
 // The rings between the ranks of one host. The marks of all rings are followed by the bytes of all rings; rings with
@@ -17,7 +17,7 @@ constexpr std::size_t kAllRingsBytes = std::size_t{2} << 30;  // limit per group
 class Rings {
   public:
     explicit Rings(std::size_t ranks) : ranks_(ranks) {
-        while (ring_bytes_ > kLeastRingBytes && ring_bytes_ * count() > kAllRingsBytes) ring_bytes_ /= 2;
+        while (ring_bytes_ > kMinRingBytes && ring_bytes_ * count() > kAllRingsBytes) ring_bytes_ /= 2;
     }
 
     std::size_t nbytes() const { return count() * ring_bytes_ + marks_nbytes(); }
@@ -35,7 +35,7 @@ class Rings {
     std::size_t marks_nbytes() const { return (count() * sizeof(RingMarks) + kPage - 1) / kPage * kPage; }
 
     std::size_t ranks_;
-    std::size_t ring_bytes_ = kMostRingBytes;
+    std::size_t ring_bytes_ = kMaxRingBytes;
 };
 
 }  // namespace

@@ -50,7 +50,7 @@ class LaneSet {
     }
     // Returns the record of what this process's threads are waiting for.
     Waits& waits() { return mesh_ ? mesh_->waits() : alone_; }
-    // Returns the id of this group as used in `Occasion`.
+    // Returns the id of this group as used in `CallId`.
     std::uint64_t group() const { return group_; }
     Cause blamed() const { return mesh_ ? mesh_->blamed() : Cause{}; }
     Cause blamed_by(int rank) const;

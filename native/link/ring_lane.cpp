@@ -9,17 +9,17 @@ constexpr std::size_t kShowEvery = 32 << 10;  // bytes between updates of `head`
 
 }  // namespace
 
-std::ptrdiff_t RingLane::write(std::span<const Piece> pieces) {
+std::ptrdiff_t RingLane::write(std::span<const ByteRange> ranges) {
     std::uint64_t head = out_.marks->head.load(std::memory_order_relaxed);
     std::uint64_t room = out_.nbytes - (head - out_.marks->tail.load(std::memory_order_acquire));
     std::size_t written = 0;
     std::size_t wanted = 0;
-    for (const Piece& piece : pieces) {
-        wanted += piece.nbytes;
-        for (std::size_t at = 0; at < piece.nbytes && room != 0;) {
+    for (const ByteRange& range : ranges) {
+        wanted += range.nbytes;
+        for (std::size_t at = 0; at < range.nbytes && room != 0;) {
             const std::size_t to = head & (out_.nbytes - 1);
-            const std::size_t n = std::min({piece.nbytes - at, std::size_t{room}, out_.nbytes - to, kShowEvery});
-            std::memcpy(out_.bytes + to, piece.data + at, n);
+            const std::size_t n = std::min({range.nbytes - at, std::size_t{room}, out_.nbytes - to, kShowEvery});
+            std::memcpy(out_.bytes + to, range.data + at, n);
             at += n;
             written += n;
             head += n;
@@ -42,15 +42,15 @@ std::ptrdiff_t RingLane::write(std::span<const Piece> pieces) {
     return wanted != 0 && over ? kClosed : 0;
 }
 
-std::ptrdiff_t RingLane::read(std::span<const Piece> pieces) {
-    if (pieces.empty()) return nothing_more();
+std::ptrdiff_t RingLane::read(std::span<const ByteRange> ranges) {
+    if (ranges.empty()) return nothing_more();
     std::size_t taken = 0;
-    for (const Piece& piece : pieces) {
-        for (std::size_t at = 0; at < piece.nbytes;) {
+    for (const ByteRange& range : ranges) {
+        for (std::size_t at = 0; at < range.nbytes;) {
             const std::span<const std::uint8_t> there = peek();
             if (there.empty()) return taken != 0 ? static_cast<std::ptrdiff_t>(taken) : nothing_more();
-            const std::size_t n = std::min(there.size(), piece.nbytes - at);
-            std::memcpy(piece.data + at, there.data(), n);
+            const std::size_t n = std::min(there.size(), range.nbytes - at);
+            std::memcpy(range.data + at, there.data(), n);
             consume(n);
             at += n;
             taken += n;

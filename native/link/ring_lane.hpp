@@ -35,8 +35,8 @@ class RingLane final : public Lane {
     RingLane(Ring outgoing, Ring incoming, std::function<void()> wake_peer, std::function<bool()> gone)
         : out_(outgoing), in_(incoming), wake_peer_(std::move(wake_peer)), gone_(std::move(gone)) {}
 
-    std::ptrdiff_t write(std::span<const Piece> pieces) override;
-    std::ptrdiff_t read(std::span<const Piece> pieces) override;
+    std::ptrdiff_t write(std::span<const ByteRange> ranges) override;
+    std::ptrdiff_t read(std::span<const ByteRange> ranges) override;
     bool in_memory() const override { return true; }
     std::span<const std::uint8_t> peek() override;
     void consume(std::size_t nbytes) override;

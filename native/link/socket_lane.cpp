@@ -19,19 +19,19 @@ constexpr int kIdleS = 2;
 constexpr int kProbeS = 1;
 constexpr int kProbes = 6;
 constexpr std::uint32_t kSilenceMs = 8000;
-constexpr int kMostDrained = 4096;  // maximum number of reads when draining a socket
+constexpr int kMaxDrained = 4096;  // maximum number of reads when draining a socket
 // Limit on unsent data in the kernel's buffer: data that does not fit into the cache must be read from memory again.
-constexpr int kMostUnsent = 128 << 10;
+constexpr int kMaxUnsent = 128 << 10;
 // The states of a TCP connection whose FIN the peer has not acknowledged; <linux/tcp.h> does not define them.
 constexpr int kFinWait1 = 4;
 constexpr int kLastAck = 9;
 constexpr int kClosing = 11;
 
-std::size_t fill(std::array<iovec, kMostPieces + 1>& vectors, std::span<const Piece> pieces, std::size_t& wanted) {
-    const std::size_t n = std::min(pieces.size(), kMostPieces);
+std::size_t fill(std::array<iovec, kMaxRanges + 1>& vectors, std::span<const ByteRange> ranges, std::size_t& wanted) {
+    const std::size_t n = std::min(ranges.size(), kMaxRanges);
     for (std::size_t i = 0; i < n; ++i) {
-        vectors[i] = {pieces[i].data, pieces[i].nbytes};
-        wanted += pieces[i].nbytes;
+        vectors[i] = {ranges[i].data, ranges[i].nbytes};
+        wanted += ranges[i].nbytes;
     }
     return n;
 }
@@ -47,7 +47,7 @@ SocketLane::SocketLane(int socket) : socket_(socket), guard_([socket] { ::close(
     const int on = 1;
     // The TCP options fail on Unix sockets, which do not need them.
     setsockopt(socket_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    setsockopt(socket_, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kMostUnsent, sizeof kMostUnsent);
+    setsockopt(socket_, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kMaxUnsent, sizeof kMaxUnsent);
     setsockopt(socket_, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
     setsockopt(socket_, IPPROTO_TCP, TCP_KEEPIDLE, &kIdleS, sizeof kIdleS);
     setsockopt(socket_, IPPROTO_TCP, TCP_KEEPINTVL, &kProbeS, sizeof kProbeS);
@@ -57,37 +57,37 @@ SocketLane::SocketLane(int socket) : socket_(socket), guard_([socket] { ::close(
 SocketLane::~SocketLane() {
     // Drains the socket: closing it with unread data would cause a reset, which could overtake the last data sent. A
     // peer that continues to send still receives a reset.
-    for (int i = 0; i < kMostDrained && recv(socket_, ahead_.data(), ahead_.size(), MSG_DONTWAIT) > 0; ++i) {
+    for (int i = 0; i < kMaxDrained && recv(socket_, ahead_.data(), ahead_.size(), MSG_DONTWAIT) > 0; ++i) {
     }
     guard_.close();
 }
 
-std::ptrdiff_t SocketLane::write(std::span<const Piece> pieces) {
-    std::array<iovec, kMostPieces + 1> vectors;
+std::ptrdiff_t SocketLane::write(std::span<const ByteRange> ranges) {
+    std::array<iovec, kMaxRanges + 1> vectors;
     std::size_t wanted = 0;
     msghdr message{};
     message.msg_iov = vectors.data();
-    message.msg_iovlen = fill(vectors, pieces, wanted);
+    message.msg_iovlen = fill(vectors, ranges, wanted);
     const ssize_t sent = sendmsg(socket_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent >= 0) return sent;
     return would_block() ? 0 : kClosed;
 }
 
-std::ptrdiff_t SocketLane::read(std::span<const Piece> pieces) {
+std::ptrdiff_t SocketLane::read(std::span<const ByteRange> ranges) {
     if (ahead_from_ != ahead_to_) {
         std::size_t copied = 0;
-        for (const Piece& piece : pieces) {
-            const std::size_t n = std::min(piece.nbytes, ahead_to_ - ahead_from_);
-            std::memcpy(piece.data, ahead_.data() + ahead_from_, n);
+        for (const ByteRange& range : ranges) {
+            const std::size_t n = std::min(range.nbytes, ahead_to_ - ahead_from_);
+            std::memcpy(range.data, ahead_.data() + ahead_from_, n);
             ahead_from_ += n;
             copied += n;
             if (ahead_from_ == ahead_to_) break;
         }
         return static_cast<std::ptrdiff_t>(copied);
     }
-    std::array<iovec, kMostPieces + 1> vectors;
+    std::array<iovec, kMaxRanges + 1> vectors;
     std::size_t wanted = 0;
-    std::size_t count = fill(vectors, pieces, wanted);
+    std::size_t count = fill(vectors, ranges, wanted);
     if (wanted < ahead_.size()) vectors[count++] = {ahead_.data(), ahead_.size()};
     msghdr message{};
     message.msg_iov = vectors.data();

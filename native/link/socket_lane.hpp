@@ -18,8 +18,8 @@ class SocketLane : public Lane {
     SocketLane& operator=(const SocketLane&) = delete;
     ~SocketLane() override;
 
-    std::ptrdiff_t write(std::span<const Piece> pieces) override;
-    std::ptrdiff_t read(std::span<const Piece> pieces) override;
+    std::ptrdiff_t write(std::span<const ByteRange> ranges) override;
+    std::ptrdiff_t read(std::span<const ByteRange> ranges) override;
     bool arm() override { return ahead_from_ != ahead_to_; }
     bool silent() const override;
     void finish() override;

@@ -83,10 +83,10 @@ Cores usable_cores() {
     mine.quota = cpu_quota();
     cpu_set_t allowed;
     CPU_ZERO(&allowed);
-    static_assert(CPU_SETSIZE == Cores::kMost);
+    static_assert(CPU_SETSIZE == Cores::kMax);
     const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
-    const std::size_t all = std::min<std::size_t>(std::thread::hardware_concurrency(), Cores::kMost);
-    for (std::size_t core = 0; core < Cores::kMost; ++core)
+    const std::size_t all = std::min<std::size_t>(std::thread::hardware_concurrency(), Cores::kMax);
+    for (std::size_t core = 0; core < Cores::kMax; ++core)
         if (known ? CPU_ISSET(core, &allowed) : core < all) mine.allowed[core / 64] |= std::uint64_t{1} << (core % 64);
     return mine;
 }

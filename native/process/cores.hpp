@@ -18,9 +18,9 @@ struct Quota {
 Quota cpu_quota(const std::string& root = "");
 
 struct Cores {
-    static constexpr std::size_t kMost = 1024;
+    static constexpr std::size_t kMax = 1024;
 
-    std::array<std::uint64_t, kMost / 64> allowed{};  // the affinity mask: one bit for each of the first `kMost` cores
+    std::array<std::uint64_t, kMax / 64> allowed{};  // the affinity mask: one bit for each of the first `kMax` cores
     Quota quota;
     int threads = 1;  // the number of threads with which the process computes
 

@@ -12,7 +12,7 @@ namespace paceline {
 namespace {
 
 // Protects the list of guards; held during every fork.
-std::mutex& lock() {
+std::mutex& fork_mutex() {
     static std::mutex mutex;
     return mutex;
 }
@@ -34,19 +34,20 @@ std::uint32_t forks_from_members() {
 
 ForkGuard::ForkGuard(std::function<void()> close) : close_(std::move(close)) {
     static std::once_flag once;
-    std::call_once(once,
-                   [] { pthread_atfork([] { lock().lock(); }, [] { lock().unlock(); }, &ForkGuard::close_in_child); });
-    const std::lock_guard hold(lock());
+    std::call_once(once, [] {
+        pthread_atfork([] { fork_mutex().lock(); }, [] { fork_mutex().unlock(); }, &ForkGuard::close_in_child);
+    });
+    const std::lock_guard lock(fork_mutex());
     guards().push_back(this);
 }
 
 ForkGuard::~ForkGuard() {
-    const std::lock_guard hold(lock());
+    const std::lock_guard lock(fork_mutex());
     std::erase(guards(), this);
 }
 
 void ForkGuard::close() {
-    const std::lock_guard hold(lock());
+    const std::lock_guard lock(fork_mutex());
     if (std::erase(guards(), this) != 0) close_();
 }
 
@@ -54,7 +55,7 @@ void ForkGuard::close_in_child() {
     for (const ForkGuard* guard : guards()) guard->close_();
     if (!guards().empty()) forks.fetch_add(1, std::memory_order_relaxed);
     guards().clear();
-    lock().unlock();
+    fork_mutex().unlock();
 }
 
 }  // namespace paceline

@@ -11,8 +11,8 @@ namespace {
 
 using Allowed = decltype(Cores::allowed);
 
-constexpr int kMostNodes = 128;
-constexpr int kMostCaches = 8;  // maximum number of caches per core
+constexpr int kMaxNodes = 128;
+constexpr int kMaxCaches = 8;  // maximum number of caches per core
 constexpr int kSharedLevel = 3;
 
 // Reads a list of cores such as "0-3,8"; returns nullopt if there is none.
@@ -29,7 +29,7 @@ std::optional<Allowed> cores_in(const std::string& path) {
         if (!(ends >> first)) continue;
         std::size_t last = first;
         ends >> dash >> last;
-        for (std::size_t core = first; core <= last && core < Cores::kMost; ++core)
+        for (std::size_t core = first; core <= last && core < Cores::kMax; ++core)
             cores[core / 64] |= std::uint64_t{1} << (core % 64);
     }
     return cores;
@@ -43,13 +43,13 @@ bool holds(const std::optional<Allowed>& all, const Allowed& some) {
 }
 
 int first_of(const Allowed& cores) {
-    for (std::size_t core = 0; core < Cores::kMost; ++core)
+    for (std::size_t core = 0; core < Cores::kMax; ++core)
         if ((cores[core / 64] >> (core % 64) & 1) != 0) return static_cast<int>(core);
     return -1;
 }
 
 int node_of(const Allowed& cores, const std::string& root) {
-    for (int node = 0; node < kMostNodes; ++node)
+    for (int node = 0; node < kMaxNodes; ++node)
         if (holds(cores_in(root + "/sys/devices/system/node/node" + std::to_string(node) + "/cpulist"), cores))
             return node;
     return -1;
@@ -57,7 +57,7 @@ int node_of(const Allowed& cores, const std::string& root) {
 
 int cache_of(const Allowed& cores, const std::string& root) {
     const std::string caches = root + "/sys/devices/system/cpu/cpu" + std::to_string(first_of(cores)) + "/cache/index";
-    for (int index = 0; index < kMostCaches; ++index) {
+    for (int index = 0; index < kMaxCaches; ++index) {
         const std::string cache = caches + std::to_string(index);
         int level = 0;
         if (std::ifstream file(cache + "/level"); !(file >> level) || level != kSharedLevel) continue;
@@ -82,7 +82,7 @@ std::size_t common_block(std::span<const Domain> ranks, const std::function<int(
     }
     const std::size_t block = divisor & (~divisor + 1);
     // Small or numerous blocks would hardly reduce the data moved between NUMA nodes or caches, or would increase it.
-    const bool is_worth_it = block >= kLeastBlock && ranks.size() / block <= block;
+    const bool is_worth_it = block >= kMinBlock && ranks.size() / block <= block;
     return runs > 1 && is_worth_it ? block : 0;
 }
 

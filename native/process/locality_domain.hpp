@@ -21,9 +21,9 @@ Domain domain_of(const Cores& cores, const std::string& root = "");
 
 // Returns the block size for hierarchical reductions: the largest power of two such that each block of consecutive
 // ranks is on one NUMA node or, on a single node, shares one cache. Blocks do not change the order of the sums. Returns
-// 0 if all ranks are in one domain, if blocks would have fewer than kLeastBlock ranks, or if there would be more blocks
+// 0 if all ranks are in one domain, if blocks would have fewer than kMinBlock ranks, or if there would be more blocks
 // than ranks per block.
-constexpr std::size_t kLeastBlock = 4;
+constexpr std::size_t kMinBlock = 4;
 std::size_t block_of(std::span<const Domain> ranks);
 
 }  // namespace paceline

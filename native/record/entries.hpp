@@ -8,7 +8,7 @@
 
 namespace paceline::record {
 
-constexpr int kMostOpen = 64;  // maximum number of consecutive open or partly written entries that a claim skips
+constexpr int kMaxOpen = 64;   // maximum number of consecutive open or partly written entries that a claim skips
 constexpr int kCopies = 1000;  // attempts to copy an entry; a write takes nanoseconds unless interrupted
 
 // A writer's handle to an entry: its address and latest stamp. A null address means that the entry was not recorded;
@@ -27,7 +27,7 @@ struct Written {
 template <std::size_t N, std::size_t Capacity>
 Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
     std::uint64_t index = next.load(std::memory_order_relaxed);
-    for (int i = 0; i < kMostOpen; ++index) {
+    for (int i = 0; i < kMaxOpen; ++index) {
         Entry<N>& entry = ring[index % Capacity];
         std::uint64_t old = entry.stamp.load(std::memory_order_relaxed);
         if (old != 0 && old >> kIndexShift >= index) continue;  // another thread has claimed this index

@@ -36,8 +36,8 @@ constexpr std::uint32_t kEvents = 16384;
 constexpr std::uint32_t kLinks = 256;
 constexpr std::uint32_t kValue = 2;  // the event kind whose `first` contains the bits of a double
 constexpr std::size_t kNameBytes = 64;
-constexpr unsigned kLineBits = 22;         // bits for the line in `CallFields::site`
-constexpr std::size_t kMostMembers = 224;  // the largest group whose members are listed
+constexpr unsigned kLineBits = 22;        // bits for the line in `CallFields::site`
+constexpr std::size_t kMaxMembers = 224;  // the largest group whose members are listed
 
 template <std::size_t N>
 struct Entry {
@@ -103,7 +103,7 @@ struct GroupFields {
     std::uint64_t opened;
     std::uint64_t closed;
     std::uint64_t spare;
-    std::uint16_t members[kMostMembers];
+    std::uint16_t members[kMaxMembers];
 };
 
 enum class State : std::uint8_t { pending, running, done, failed };

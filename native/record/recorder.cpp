@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::int64_t kFirstPairsNs = 100'000;
 constexpr std::uint64_t kFirstGapNs = 1'000'000;
-constexpr std::uint64_t kLongestGapNs = 10'000'000'000;
+constexpr std::uint64_t kMaxGapNs = 10'000'000'000;
 
 thread_local std::uint32_t this_thread = 0;
 thread_local std::uint32_t next_site = 0;
@@ -65,7 +65,7 @@ void set_next_site(std::uint32_t site) {
 
 bool Recorder::begin(int fd, const Identity& identity) {
     static std::mutex beginning;
-    const std::lock_guard hold(beginning);
+    const std::lock_guard lock(beginning);
     if (active() != nullptr) return true;
     struct stat status{};
     if (fd >= 0 && fstat(fd, &status) != 0)
@@ -134,7 +134,7 @@ void Recorder::finish() {
 }
 
 std::uint32_t Recorder::name(std::string_view text) {
-    const std::lock_guard hold(naming_);
+    const std::lock_guard lock(naming_);
     if (const auto found = names_.find(std::string(text)); found != names_.end()) return found->second;
     const std::uint64_t count = header().name_count.load(std::memory_order_relaxed);
     if (count == kNames) return kNames;
@@ -152,12 +152,12 @@ std::uint32_t Recorder::open_group(std::string_view name, std::string_view engin
     fields.engine = this->name(engine);
     fields.identity = identity;
     fields.opened = ticks();
-    if (members.size() <= kMostMembers) {
+    if (members.size() <= kMaxMembers) {
         fields.listed = fields.size;
         std::transform(members.begin(), members.end(), fields.members,
                        [](int member) { return static_cast<std::uint16_t>(member); });
     }
-    const std::lock_guard hold(grouping_);
+    const std::lock_guard lock(grouping_);
     fields.serial = ++groups_;
     for (std::uint32_t i = 0; i < kGroups; ++i) {
         auto& entry = recording_.groups[(fields.serial + i - 1) % kGroups];
@@ -175,7 +175,7 @@ std::uint32_t Recorder::open_group(std::string_view name, std::string_view engin
 }
 
 void Recorder::close_group(std::uint32_t serial) {
-    const std::lock_guard hold(grouping_);
+    const std::lock_guard lock(grouping_);
     const auto found = open_groups_.find(serial);
     if (found == open_groups_.end()) return;
     auto& written = found->second;
@@ -188,7 +188,7 @@ void Recorder::close_group(std::uint32_t serial) {
 }
 
 WrittenLink Recorder::open_link(const LinkFields& fields) {
-    const std::lock_guard hold(linking_);
+    const std::lock_guard lock(linking_);
     for (std::uint32_t i = 0; i < kLinks; ++i) {
         const std::uint32_t place = (links_ + i) % kLinks;
         auto& entry = recording_.links[place];
@@ -243,7 +243,7 @@ void Recorder::calibrate() {
     header().pair_count.store(count + 1, std::memory_order_release);
     const double gap = static_cast<double>(calibration_gap_ns_) * ticks_per_ns(now);
     next_calibration_.store(now.tick + static_cast<std::uint64_t>(gap), std::memory_order_relaxed);
-    calibration_gap_ns_ = std::min(2 * calibration_gap_ns_, kLongestGapNs);
+    calibration_gap_ns_ = std::min(2 * calibration_gap_ns_, kMaxGapNs);
     calibrating_.clear(std::memory_order_release);
 }
 

@@ -5,13 +5,13 @@
 namespace paceline::shm {
 
 ChangeNotifier::Sleeper::Sleeper(ChangeNotifier& notifier) : notifier_(notifier) {
-    const std::lock_guard hold(notifier_.mutex_);
+    const std::lock_guard lock(notifier_.mutex_);
     notifier_.sleepers_.push_back(this);
 }
 
 ChangeNotifier::Sleeper::~Sleeper() {
     if (forked_from_member()) return;  // a forked child: the thread that may hold the lock does not exist
-    const std::lock_guard hold(notifier_.mutex_);
+    const std::lock_guard lock(notifier_.mutex_);
     std::erase(notifier_.sleepers_, this);
 }
 
@@ -26,7 +26,7 @@ void ChangeNotifier::Sleeper::sleep(const std::atomic<std::uint32_t>& word, std:
 }
 
 bool ChangeNotifier::repeat() {
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     bool anybody = false;
     for (const Sleeper* each : sleepers_) {
         const std::atomic<std::uint32_t>* word = each->word_.load(std::memory_order_seq_cst);

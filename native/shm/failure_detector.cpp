@@ -29,7 +29,7 @@ struct WaitV {
 };
 
 constexpr int kManyLooking = 32;  // number of ranks above which each rank checks less often
-constexpr std::chrono::milliseconds kSeldom{200};
+constexpr std::chrono::milliseconds kRarePollInterval{200};
 constexpr std::chrono::hours kLong{1};  // timeout while the thread is watching every rank
 
 WaitV expecting(const std::atomic<std::uint32_t>& word, std::uint32_t value) {
@@ -52,8 +52,8 @@ void wait_for_any(const std::vector<WaitV>& words, std::chrono::nanoseconds time
 struct DeathWatch::Look {
     int gone = 0;
     bool has_found = false;     // whether the check found a rank whose exit had not been reported
-    bool waits_for_all = true;  // whether `pulses` covers every rank
-    std::vector<std::pair<const std::atomic<std::uint32_t>*, std::uint32_t>> pulses;  // futexes and values
+    bool waits_for_all = true;  // whether `futexes` covers every rank
+    std::vector<std::pair<const std::atomic<std::uint32_t>*, std::uint32_t>> futexes;  // futexes and values
 };
 
 bool DeathWatch::is_possible() {
@@ -90,8 +90,8 @@ DeathWatch::Look DeathWatch::look() const {
         if (state == State::absent) seen.waits_for_all = false;
         if (is_gone(state)) ++seen.gone;
         if (state != State::present) continue;
-        const bool is_mine = distance <= kMostWatchers;
-        const std::atomic<std::uint32_t>& word = entry.pulse[is_mine ? distance - 1 : 0].holder;
+        const bool is_mine = distance <= kMaxWatchers;
+        const std::atomic<std::uint32_t>& word = entry.futexes[is_mine ? distance - 1 : 0].holder;
         const std::uint32_t holder = word.load(std::memory_order_acquire);
         if ((holder & FUTEX_OWNER_DIED) != 0 || (holder == 0 && !RegionExchange::is_open(entry.listener))) {
             if (directory_->mark_lost(rank)) seen.has_found = true;
@@ -99,15 +99,15 @@ DeathWatch::Look DeathWatch::look() const {
         } else if (holder == 0) {
             seen.waits_for_all = false;
         } else if (is_mine) {
-            seen.pulses.emplace_back(&word, holder);
+            seen.futexes.emplace_back(&word, holder);
         }
     }
     return seen;
 }
 
 // Returns the interval between two infrequent checks.
-std::chrono::milliseconds DeathWatch::seldom_turn() const {
-    return std::min(kTurn * (1 + directory_->size() / kManyLooking), kSeldom);
+std::chrono::milliseconds DeathWatch::rare_poll_interval() const {
+    return std::min(kPollInterval * (1 + directory_->size() / kManyLooking), kRarePollInterval);
 }
 
 void DeathWatch::run() {
@@ -123,19 +123,20 @@ void DeathWatch::run() {
             changed_();
             // Ranks often leave in quick succession; without this pause, each of them would wake all remaining ranks.
             if (directory_->size() > kManyLooking)
-                futex_wait(closing_, 0, std::chrono::nanoseconds(seldom_turn()).count());
+                futex_wait(closing_, 0, std::chrono::nanoseconds(rare_poll_interval()).count());
             continue;
         }
         if (!waits_for_many_) {
-            futex_wait(directory_->changes(), changes, std::chrono::nanoseconds(kTurn).count());
+            futex_wait(directory_->changes(), changes, std::chrono::nanoseconds(kPollInterval).count());
             continue;
         }
         std::vector<WaitV> words{expecting(directory_->changes(), changes), expecting(closing_, 0)};
-        for (const auto& [word, holder] : seen.pulses) words.push_back(expecting(*word, holder));
+        for (const auto& [word, holder] : seen.futexes) words.push_back(expecting(*word, holder));
         if (!seen.waits_for_all)
-            wait_for_any(words, seldom_turn());
+            wait_for_any(words, rare_poll_interval());
         else
-            wait_for_any(words, directory_->size() - 1 > kMostWatchers ? std::chrono::nanoseconds(kSeldom) : kLong);
+            wait_for_any(words,
+                         directory_->size() - 1 > kMaxWatchers ? std::chrono::nanoseconds(kRarePollInterval) : kLong);
     }
 }
 

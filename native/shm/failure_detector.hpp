@@ -1,9 +1,9 @@
 // Detects on its own thread which ranks in the host directory have exited.
 //
-// The thread waits on the directory's change counter and on the futexes of the next kMostWatchers ranks, in cyclic
+// The thread waits on the directory's change counter and on the futexes of the next kMaxWatchers ranks, in cyclic
 // order. This requires futex_waitv; before Linux 5.16 the thread polls all futexes in short intervals instead. It also
 // polls all futexes frequently until every rank is present, and occasionally on hosts where a rank has more than
-// kMostWatchers peers, because all watchers of a rank may die together with that rank. On hosts with many ranks it
+// kMaxWatchers peers, because all watchers of a rank may die together with that rank. On hosts with many ranks it
 // pauses after each change; without the pause, every departing rank would wake all others. A rank without futexes
 // (processor emulators do not support robust futexes) counts as alive while its socket listens.
 #pragma once
@@ -39,7 +39,7 @@ class DeathWatch {
 
     void run();
     Look look() const;
-    std::chrono::milliseconds seldom_turn() const;
+    std::chrono::milliseconds rare_poll_interval() const;
 
     std::shared_ptr<HostDirectory> directory_;
     int rank_;

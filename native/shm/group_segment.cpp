@@ -72,7 +72,7 @@ bool GroupSegment::wait_for_all(Mesh::Deadline deadline) {
         if (seen == members) break;
         const auto left = deadline - std::chrono::steady_clock::now();
         if (left <= left.zero() || waits_in_vain()) return false;
-        futex_wait(head.arrived, seen, std::chrono::nanoseconds(std::min<decltype(left)>(left, kTurn)).count());
+        futex_wait(head.arrived, seen, std::chrono::nanoseconds(std::min<decltype(left)>(left, kPollInterval)).count());
     }
     is_complete_ = true;
     if (is_mine() && members > 1) {

@@ -80,12 +80,12 @@ std::vector<int> HostDirectory::absent(std::chrono::milliseconds timeout) const 
     }
 }
 
-Pulse::Pulse(const HostDirectory& directory, int rank)
-    : words_(directory.entry(rank).pulse),
-      entries_(static_cast<std::size_t>(std::min(directory.size() - 1, kMostWatchers))) {}
+RobustFutexes::RobustFutexes(const HostDirectory& directory, int rank)
+    : words_(directory.entry(rank).futexes),
+      entries_(static_cast<std::size_t>(std::min(directory.size() - 1, kMaxWatchers))) {}
 
-void Pulse::hold() {
-    static_assert(sizeof(Entry) == sizeof(Held));
+void RobustFutexes::acquire() {
+    static_assert(sizeof(Entry) == sizeof(RobustFutex));
     const auto holder = static_cast<std::uint32_t>(syscall(SYS_gettid)) |
                         FUTEX_WAITERS;  // without this bit the kernel marks the word but wakes no waiter
     robust_list* next = &head_.list;
@@ -101,7 +101,7 @@ void Pulse::hold() {
     for (std::size_t r = 0; r < entries_.size(); ++r) words_[r].holder.store(holder, std::memory_order_release);
 }
 
-void Pulse::release() {
+void RobustFutexes::release() {
     syscall(SYS_set_robust_list, nullptr, sizeof head_);
 }
 

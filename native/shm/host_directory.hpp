@@ -9,10 +9,10 @@
 // releases, so a rank that reads `left` or `lost` also sees all data that the other rank published before. A rank marks
 // itself as `left`. Any rank that finds the futexes of another rank orphaned marks that rank as `lost`.
 //
-// Robust futexes (a rank's *pulse*) reveal deaths quickly. The kernel closes the sockets of a dying process only after
+// Robust futexes reveal deaths quickly. The kernel closes the sockets of a dying process only after
 // freeing its memory, which takes a second for 4 GiB. Before that, it walks each thread's list of robust futexes (man 2
 // get_robust_list), marks every futex as orphaned and wakes one waiter per futex. One thread on every rank therefore
-// holds the futexes in the rank's entry, one for each of the kMostWatchers preceding ranks. A thread cannot wait on
+// holds the futexes in the rank's entry, one for each of the kMaxWatchers preceding ranks. A thread cannot wait on
 // many more futexes than that. Each of the preceding ranks reports the death to all others.
 #pragma once
 
@@ -31,7 +31,7 @@
 
 namespace paceline::shm {
 
-constexpr int kMostWatchers = 120;  // futex_waitv accepts at most 128 words
+constexpr int kMaxWatchers = 120;  // futex_waitv accepts at most 128 words
 constexpr std::size_t kNameBytes = 36;
 
 enum class State : std::uint32_t { absent, present, left, lost };
@@ -41,7 +41,7 @@ constexpr bool is_gone(State state) {
 }
 
 // A robust futex that one watcher waits on.
-struct alignas(16) Held {
+struct alignas(16) RobustFutex {
     std::atomic<std::uint32_t> holder{0};  // the thread that holds it, until the kernel marks it with FUTEX_OWNER_DIED
 };
 
@@ -51,7 +51,7 @@ struct alignas(2048) RankEntry {
     std::atomic<std::uint32_t> offers{0};  // number of regions that the rank has offered; other ranks wait on this word
     std::array<char, kNameBytes> listener{};  // the abstract name of the rank's listening socket
     std::array<char, kNameBytes> doorbell{};
-    alignas(128) Held pulse[kMostWatchers];  // pulse[d - 1] is for the d-th preceding rank in cyclic order
+    alignas(128) RobustFutex futexes[kMaxWatchers];  // futexes[d - 1] is for the d-th preceding rank in cyclic order
 };
 static_assert(sizeof(RankEntry) == 2048);
 
@@ -97,26 +97,26 @@ class HostDirectory {
 };
 
 // Holds the futexes in a rank's entry.
-class Pulse {
+class RobustFutexes {
   public:
-    Pulse(const HostDirectory& directory, int rank);
-    Pulse(const Pulse&) = delete;
-    Pulse& operator=(const Pulse&) = delete;
+    RobustFutexes(const HostDirectory& directory, int rank);
+    RobustFutexes(const RobustFutexes&) = delete;
+    RobustFutexes& operator=(const RobustFutexes&) = delete;
 
     // Makes the calling thread the holder. The thread must run until the process exits and must not hold robust
     // mutexes, because its robust list is replaced. If the kernel does not support robust futexes, the words stay 0.
-    void hold();
+    void acquire();
     // Releases the futexes; the thread's exit is then not reported as a death. Must be called by the holder.
     void release();
 
   private:
     // The kernel locates each futex at a fixed distance (`futex_offset`) from its list entry. The list entries, which
     // are in private memory, must therefore have the same spacing as the futexes.
-    struct alignas(sizeof(Held)) Entry {
+    struct alignas(sizeof(RobustFutex)) Entry {
         robust_list list;
     };
 
-    Held* words_;
+    RobustFutex* words_;
     std::vector<Entry> entries_;
     robust_list_head head_{};
 };

@@ -50,7 +50,7 @@ Mesh::~Mesh() {
 void Mesh::close() {
     if (forks_ != forks_from_members()) return;  // a forked child: the parent has not left
     {
-        const std::lock_guard hold(mutex_);
+        const std::lock_guard lock(mutex_);
         if (closed_) return;
         closed_ = true;
     }
@@ -62,7 +62,7 @@ void Mesh::close() {
         watch_->close();
     }
     {
-        const std::lock_guard hold(mutex_);
+        const std::lock_guard lock(mutex_);
         kept_.clear();
     }
     guard_.close();
@@ -71,16 +71,16 @@ void Mesh::close() {
 // The server's thread, which also holds this rank's robust futexes.
 void Mesh::serve(std::promise<void> begun) {
     pthread_setname_np(pthread_self(), "paceline-mesh");
-    Pulse pulse(*directory_, rank_);
-    pulse.hold();
+    RobustFutexes futexes(*directory_, rank_);
+    futexes.acquire();
     begun.set_value();
     exchange_->serve(directory_->key(),
                      [this](const Request& request, int connection) { answer(request, connection); });
-    pulse.release();
+    futexes.release();
 }
 
 void Mesh::answer(const Request& request, int connection) {
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     if (request.kind == Request::Kind::forget) {
         kept_.erase({request.from, request.id});
         return;
@@ -95,7 +95,7 @@ void Mesh::answer(const Request& request, int connection) {
 void Mesh::ranks_are_gone() {
     changes_.notify();
     exchange_->ring(exchange_->doorbell_name());
-    for (auto pause = kFirstRepeat; changes_.repeat(); pause = std::min(2 * pause, kTurn))
+    for (auto pause = kFirstRepeat; changes_.repeat(); pause = std::min(2 * pause, kPollInterval))
         std::this_thread::sleep_for(pause);
 }
 
@@ -119,7 +119,7 @@ void Mesh::blame(const Cause& cause) {
 
 void Mesh::offer(RegionId id, std::shared_ptr<Segment> segment) {
     {
-        const std::lock_guard hold(mutex_);
+        const std::lock_guard lock(mutex_);
         offers_.insert_or_assign(id, Offer{std::move(segment), {}});
     }
     announce_offers();
@@ -135,7 +135,7 @@ std::shared_ptr<Segment> Mesh::withdraw(RegionId id) {
     if (forks_ != forks_from_members()) return nullptr;  // a forked child: the parent still uses the region
     Offer ended;
     {
-        const std::lock_guard hold(mutex_);
+        const std::lock_guard lock(mutex_);
         const auto found = offers_.find(id);
         if (found == offers_.end()) return nullptr;
         ended = std::move(found->second);
@@ -151,7 +151,7 @@ std::shared_ptr<Segment> Mesh::withdraw(RegionId id) {
 void Mesh::give_up(RegionId id) {
     if (forks_ != forks_from_members()) return;
     {
-        const std::lock_guard hold(mutex_);
+        const std::lock_guard lock(mutex_);
         given_up_.insert(id);
     }
     withdraw(id);
@@ -161,12 +161,12 @@ void Mesh::give_up(RegionId id) {
 Found Mesh::region(int owner, RegionId id, Deadline deadline) {
     const std::pair key{owner, id};
     {
-        const std::lock_guard hold(mutex_);
+        const std::lock_guard lock(mutex_);
         if (const auto known = kept_.find(key); known != kept_.end()) return {known->second, 0};
     }
     Found found = get(Request::Kind::keep, owner, id, deadline);
     if (!found.segment) return found;
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     kept_.insert_or_assign(key, found.segment);
     return found;
 }
@@ -189,7 +189,8 @@ Found Mesh::get(Request::Kind kind, int owner, RegionId id, Deadline deadline) {
         }
         const auto left = deadline - std::chrono::steady_clock::now();
         if (left <= left.zero()) return {};
-        futex_wait(entry.offers, offers, std::chrono::nanoseconds(std::min<decltype(left)>(left, kTurn)).count());
+        futex_wait(entry.offers, offers,
+                   std::chrono::nanoseconds(std::min<decltype(left)>(left, kPollInterval)).count());
     }
 }
 

@@ -23,7 +23,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kMostStrangers = 64;
+constexpr std::size_t kMaxStrangers = 64;
 constexpr std::chrono::seconds kSilence{5};  // time after which a connection without a request is closed
 constexpr int kLook = 1000;                  // milliseconds between checks for silent connections
 constexpr int kQueued = 1024;                // the listen backlog
@@ -126,10 +126,10 @@ Received read_reply(int connection) {
     return segment ? Received{std::move(segment), 0} : Received{nullptr, ENOMEM};
 }
 
-// Waits for data for at most kTurn; returns true if there is data to read.
+// Waits for data for at most kPollInterval; returns true if there is data to read.
 bool has_come(int connection) {
     pollfd watched{connection, POLLIN, 0};
-    return poll(&watched, 1, static_cast<int>(kTurn.count())) > 0;
+    return poll(&watched, 1, static_cast<int>(kPollInterval.count())) > 0;
 }
 
 // Handles a request on a connection; returns true if the connection can be closed.
@@ -206,7 +206,7 @@ void RegionExchange::serve(const HostDirectory::Key& key, const Answer& answer) 
             continue;
         }
         if (!is_same_user(connection.get()) || handle(connection.get(), key, answer)) continue;
-        if (asking.size() >= kMostStrangers) asking.erase(asking.begin());
+        if (asking.size() >= kMaxStrangers) asking.erase(asking.begin());
         asking.push_back({std::move(connection), Clock::now()});
     }
 }

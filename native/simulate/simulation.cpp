@@ -29,27 +29,27 @@ class Simulation {
     void resume(std::uint32_t rank);
     void try_send(std::uint32_t stream);
     void send_what_is_ready();
-    void send(Stream& stream, std::uint32_t number);
-    void begin_piece(Stream& stream, std::uint32_t number);
-    void note_change(Stream& stream, std::uint32_t number);
-    void piece_left(Stream& stream, std::uint32_t number);
-    void piece_came(Stream& stream, std::uint32_t number, double nbytes);
+    void send(MessageStream& stream, std::uint32_t number);
+    void begin_piece(MessageStream& stream, std::uint32_t number);
+    void note_change(MessageStream& stream, std::uint32_t number);
+    void piece_left(MessageStream& stream, std::uint32_t number);
+    void piece_came(MessageStream& stream, std::uint32_t number, double nbytes);
     void try_take(std::uint32_t stream);
-    void take(Stream& stream, double nbytes);
+    void take(MessageStream& stream, double nbytes);
     void try_work(std::uint32_t rank, std::uint32_t step);
     void advance(std::uint32_t rank, std::uint32_t step, double nbytes);
     void wake_followers(std::uint32_t rank, std::uint32_t step, bool is_finished);
     std::size_t advance_along(std::uint32_t rank, const std::vector<std::uint32_t>& steps, std::size_t at,
                               double nbytes);
-    void schedule_departure(Stream& stream, std::uint32_t number);
+    void schedule_departure(MessageStream& stream, std::uint32_t number);
 
-    Rank& source(const Stream& stream) { return ranks_[stream.route->source]; }
-    Rank& target(const Stream& stream) { return ranks_[stream.route->target]; }
+    Rank& source(const MessageStream& stream) { return ranks_[stream.route->source]; }
+    Rank& target(const MessageStream& stream) { return ranks_[stream.route->target]; }
 
     const Scenario& scenario_;
     FairShares shares_;
     std::vector<Rank> ranks_;
-    std::vector<Stream> streams_;
+    std::vector<MessageStream> streams_;
     std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
     std::vector<std::uint32_t> pending_;  // streams that may advance
     std::vector<std::uint32_t> changed_;  // streams that began or ended a piece at the current time
@@ -142,7 +142,7 @@ void Simulation::handle(const Event& event) {
 // Updates FairShares for the changed routes and reschedules the ends of the pieces whose rates changed.
 void Simulation::divide_links() {
     for (const std::uint32_t number : changed_) {
-        Stream& stream = streams_[number];
+        MessageStream& stream = streams_[number];
         stream.has_changed = false;
         if (stream.is_moving == stream.is_shared) {
             if (stream.is_moving) schedule_departure(stream, number);
@@ -153,7 +153,7 @@ void Simulation::divide_links() {
     }
     changed_.clear();
     for (const std::uint32_t number : shares_.divide()) {
-        Stream& stream = streams_[number];
+        MessageStream& stream = streams_[number];
         const double rate = shares_.rate(number);
         if (rate == stream.rate && stream.version != 0 && stream.since_s < now_) continue;
         stream.left -= stream.rate * (now_ - stream.since_s);
@@ -163,7 +163,7 @@ void Simulation::divide_links() {
     }
 }
 
-void Simulation::schedule_departure(Stream& stream, std::uint32_t number) {
+void Simulation::schedule_departure(MessageStream& stream, std::uint32_t number) {
     const double takes = std::max(0.0, stream.left) / stream.rate;
     push(now_ + takes, stream.order, What::moved, number, 0, ++stream.version);
 }
@@ -193,7 +193,7 @@ void Simulation::send_what_is_ready() {
     pending_.clear();
 }
 
-void Simulation::send(Stream& stream, std::uint32_t number) {
+void Simulation::send(MessageStream& stream, std::uint32_t number) {
     Rank& from = source(stream);
     if (!from.has_come || stream.is_moving || stream.is_opening || stream.sending == stream.sends->size()) return;
     if (from.progress.ahead(*stream.sends, stream.sending, scenario_.piece_nbytes) <= kSliver) return;
@@ -205,7 +205,7 @@ void Simulation::send(Stream& stream, std::uint32_t number) {
     push(from.out_free_s, stream.order, What::opened, number);
 }
 
-void Simulation::begin_piece(Stream& stream, std::uint32_t number) {
+void Simulation::begin_piece(MessageStream& stream, std::uint32_t number) {
     stream.piece = source(stream).progress.ahead(*stream.sends, stream.sending, scenario_.piece_nbytes);
     stream.left = stream.piece;
     stream.since_s = now_;
@@ -215,11 +215,11 @@ void Simulation::begin_piece(Stream& stream, std::uint32_t number) {
     if (scenario_.records && stream.begins_s.size() == stream.sending) stream.begins_s.push_back(now_);
 }
 
-void Simulation::note_change(Stream& stream, std::uint32_t number) {
+void Simulation::note_change(MessageStream& stream, std::uint32_t number) {
     if (!std::exchange(stream.has_changed, true)) changed_.push_back(number);
 }
 
-void Simulation::piece_left(Stream& stream, std::uint32_t number) {
+void Simulation::piece_left(MessageStream& stream, std::uint32_t number) {
     ++stream.version;
     for (const Use& use : stream.route->uses) timing_.carried_nbytes[use.link] += use.weight * stream.piece;
     push(now_ + stream.route->latency_s, stream.order, What::received, number, 0, 0, stream.piece);
@@ -234,7 +234,7 @@ void Simulation::piece_left(Stream& stream, std::uint32_t number) {
     note_change(stream, number);
 }
 
-void Simulation::piece_came(Stream& stream, std::uint32_t number, double nbytes) {
+void Simulation::piece_came(MessageStream& stream, std::uint32_t number, double nbytes) {
     stream.waiting += nbytes;
     if (scenario_.records) {
         stream.arrived += nbytes;
@@ -252,7 +252,7 @@ void Simulation::piece_came(Stream& stream, std::uint32_t number, double nbytes)
 
 // Lets receiving steps consume as many of the arrived bytes as possible. Only reductions take simulated time.
 void Simulation::try_take(std::uint32_t number) {
-    Stream& stream = streams_[number];
+    MessageStream& stream = streams_[number];
     Rank& to = target(stream);
     if (!to.has_come || stream.is_taking) return;
     stream.is_taking = true;
@@ -271,7 +271,7 @@ void Simulation::try_take(std::uint32_t number) {
 }
 
 // `is_taking` prevents steps that this one resumes from consuming the same bytes.
-void Simulation::take(Stream& stream, double nbytes) {
+void Simulation::take(MessageStream& stream, double nbytes) {
     stream.waiting -= nbytes;
     stream.receiving = advance_along(stream.route->target, *stream.receives, stream.receiving, nbytes);
 }

@@ -42,7 +42,7 @@ struct Rank {
 };
 
 // The messages that use one route.
-struct Stream {
+struct MessageStream {
     const Route* route;
     const std::vector<std::uint32_t>* sends;
     const std::vector<std::uint32_t>* receives;

@@ -13,7 +13,7 @@
 namespace paceline::store {
 namespace {
 
-constexpr int kMostSpins = 64;
+constexpr int kMaxSpins = 64;
 constexpr std::uint32_t kProbeEvery = 32;  // number of requests after which spinning is tried again
 constexpr int kProbeSpins = 8;
 constexpr std::int64_t kSliceMs = 100;
@@ -31,16 +31,16 @@ Client::~Client() {
 
 void Client::close() {
     {
-        const std::lock_guard hold(ending_);
+        const std::lock_guard lock(ending_);
         closing_ = true;
         if (socket_.descriptor >= 0) shutdown(socket_.descriptor, SHUT_RDWR);
     }
-    const std::lock_guard hold(asking_);
+    const std::lock_guard lock(asking_);
     release();
 }
 
 void Client::release() {
-    const std::lock_guard hold(ending_);
+    const std::lock_guard lock(ending_);
     if (socket_.descriptor >= 0) ::close(socket_.descriptor);
     socket_.descriptor = -1;
 }
@@ -57,7 +57,7 @@ Client::Result Client::sleep_until(short events, Deadline deadline, const Interr
 }
 
 Client::Result Client::ask(const Message& request, Message& answer, Deadline deadline, const Interrupted& interrupted) {
-    const std::lock_guard hold(asking_);
+    const std::lock_guard lock(asking_);
     if (socket_.descriptor < 0) return Result::closed;
     const Result result = exchange(request, answer, deadline, interrupted);
     if (result == Result::answered) return result;
@@ -131,7 +131,7 @@ Client::Result Client::receive(Message& answer, Deadline deadline, const Interru
             return Result::lost;
         }
     }
-    if (spinning) spins_ = looks >= 0 ? std::min(kMostSpins, spins_ + 4) : spins_ / 2;
+    if (spinning) spins_ = looks >= 0 ? std::min(kMaxSpins, spins_ + 4) : spins_ / 2;
     return Result::answered;
 }
 

@@ -4,9 +4,9 @@
 
 namespace paceline::store {
 
-void Waiters::park(Id id, Message request, Time deadline, const Table& table, bool takes_turns) {
+void Waiters::park(Id id, Message request, Time deadline, const Table& table, bool is_exclusive) {
     Parked& parked = parked_[id];
-    parked = {std::move(request), deadline, takes_turns, 0};
+    parked = {std::move(request), deadline, is_exclusive, 0};
     by_deadline_.emplace(deadline, id);
     register_next(id, parked, 0, table);
 }
@@ -52,7 +52,7 @@ Waiters::Answers Waiters::wake(Table& table, std::vector<std::string>& changed) 
         bool is_taken = false;
         for (const Id id : ids) {
             Parked& parked = parked_.at(id);
-            if (has_turns && parked.takes_turns && std::exchange(is_taken, true)) {
+            if (has_turns && parked.is_exclusive && std::exchange(is_taken, true)) {
                 by_key_[changed[next]].push_back(id);
                 continue;
             }

@@ -24,8 +24,8 @@ class Waiters {
     using Answers = std::vector<std::pair<Id, Message>>;
 
     // Adds a request that `table` could not answer. A value pushed to a queue wakes only the first request with
-    // `takes_turns`; its client then pops the value with another request.
-    void park(Id id, Message request, Time deadline, const Table& table, bool takes_turns = false);
+    // `is_exclusive`; its client then pops the value with another request.
+    void park(Id id, Message request, Time deadline, const Table& table, bool is_exclusive = false);
     bool holds(Id id) const { return parked_.contains(id); }
     void forget(Id id);
 
@@ -39,7 +39,7 @@ class Waiters {
     struct Parked {
         Message request;
         Time deadline;
-        bool takes_turns;
+        bool is_exclusive;
         std::size_t misses = 0;  // index of the key under which the request is registered
     };
 

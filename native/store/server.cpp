@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kEvents = 64;
 constexpr int kLooks = 50;  // polls after a request before sleeping, because requests often arrive in quick succession
-constexpr std::int64_t kLongestWaitMs = std::int64_t{1} << 40;
+constexpr std::int64_t kMaxWaitMs = std::int64_t{1} << 40;
 constexpr int kPauseMs = 100;  // pause before accepting again after running out of descriptors
 constexpr auto kNoDeadline = std::chrono::steady_clock::time_point::max();
 
@@ -90,7 +90,7 @@ Server::~Server() {
 void Server::adopt(tls::Socket socket) {
     fcntl(socket.descriptor, F_SETFL, fcntl(socket.descriptor, F_GETFL) | O_NONBLOCK);
     {
-        const std::lock_guard hold(mutex_);
+        const std::lock_guard lock(mutex_);
         if (closing_) {
             say_goodbye(socket);
             return;
@@ -102,11 +102,11 @@ void Server::adopt(tls::Socket socket) {
 
 void Server::close() {
     {
-        const std::lock_guard hold(mutex_);
+        const std::lock_guard lock(mutex_);
         closing_ = true;
     }
     eventfd_write(wake_, 1);
-    const std::lock_guard hold(joining_);
+    const std::lock_guard lock(joining_);
     if (thread_.joinable()) thread_.join();
 }
 
@@ -127,7 +127,7 @@ void Server::serve() {
             const int fd = events[i].data.fd;
             if (fd == wake_) {
                 take_new();
-                const std::lock_guard hold(mutex_);
+                const std::lock_guard lock(mutex_);
                 open = !closing_;
                 continue;
             }
@@ -153,7 +153,7 @@ void Server::serve() {
         else
             say_goodbye(connection.socket, connection.out.substr(connection.sent));
     }
-    const std::lock_guard hold(mutex_);
+    const std::lock_guard lock(mutex_);
     for (const tls::Socket& socket : fresh_) say_goodbye(socket);
     fresh_.clear();
 }
@@ -163,7 +163,7 @@ void Server::take_new() {
     eventfd_read(wake_, &count);
     std::vector<tls::Socket> fresh;
     {
-        const std::lock_guard hold(mutex_);
+        const std::lock_guard lock(mutex_);
         fresh.swap(fresh_);
     }
     for (tls::Socket& socket : fresh) {
@@ -231,7 +231,7 @@ bool Server::handle_requests(Connection& connection) {
         } else if (request.number <= 0) {
             encode({static_cast<std::uint8_t>(Status::timed_out), 0, table_.missing(request)}, connection.out);
         } else {
-            const auto wait = std::chrono::milliseconds(std::min(request.number, kLongestWaitMs));
+            const auto wait = std::chrono::milliseconds(std::min(request.number, kMaxWaitMs));
             waiters_.park(connection.socket.descriptor, std::move(request), std::chrono::steady_clock::now() + wait,
                           table_);
             const bool alone = done == connection.in.size();
@@ -289,7 +289,7 @@ bool Server::has_room(Connection& connection) {
     const std::size_t held =
         connection.in.capacity() + connection.torch->nbytes() + connection.parked + connection.out.capacity();
     held_ += held - std::exchange(connection.held, held);
-    return held_ + table_.nbytes() <= kMostTorchBytes;
+    return held_ + table_.nbytes() <= kMaxTorchBytes;
 }
 
 // Counts a client that has reached a barrier. The other clients wait for a key, which the last client creates and

@@ -93,7 +93,7 @@ Parse TorchReader::read(std::span<const char> bytes, std::size_t& used) {
     if (!counted_) {
         if (bytes.size() - at_ < sizeof(std::uint64_t)) return Parse::partial;
         const auto items = number_at<std::uint64_t>(bytes, at_);
-        if (items > kMostTorchKeys) return Parse::malformed;
+        if (items > kMaxTorchKeys) return Parse::malformed;
         at_ += sizeof(std::uint64_t);
         counted_ = true;
         left_ = items * shape->strings;
@@ -102,7 +102,7 @@ Parse TorchReader::read(std::span<const char> bytes, std::size_t& used) {
         if (bytes.size() - at_ < sizeof(std::uint64_t)) return Parse::partial;
         const auto length = number_at<std::uint64_t>(bytes, at_);
         const bool is_key = request_.fields.size() % shape->strings == 0;
-        if (length > (is_key ? kLongestTorchKey : kLongestTorchValue) || at_ + length > kMaxFrame)
+        if (length > (is_key ? kMaxTorchKeyBytes : kMaxTorchValueBytes) || at_ + length > kMaxFrame)
             return Parse::malformed;
         if (bytes.size() - at_ - sizeof(std::uint64_t) < length) return Parse::partial;
         at_ += sizeof(std::uint64_t);
@@ -131,7 +131,7 @@ TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::
         case TorchQuery::multi_get:
             for (const std::string& key : request.fields) {
                 put_value(out, key, table, changed);
-                if (out.size() > kMostTorchBytes / 4) return TorchOutcome::refused;
+                if (out.size() > kMaxTorchBytes / 4) return TorchOutcome::refused;
             }
             return TorchOutcome::answered;
         case TorchQuery::list_keys: {

@@ -34,11 +34,11 @@ enum class TorchQuery : std::uint8_t {
 };
 
 constexpr std::uint32_t kTorchMagic = 0x3C85F7CE;
-constexpr std::uint64_t kMostTorchKeys = 128 << 10;
-constexpr std::uint64_t kLongestTorchKey = 8 << 10;
-constexpr std::uint64_t kLongestTorchValue = 8 << 20;
-constexpr std::size_t kMostTorchBytes = std::size_t{1}
-                                        << 30;  // total for keys, values and messages; PyTorch's server has no limit
+constexpr std::uint64_t kMaxTorchKeys = 128 << 10;
+constexpr std::uint64_t kMaxTorchKeyBytes = 8 << 10;
+constexpr std::uint64_t kMaxTorchValueBytes = 8 << 20;
+constexpr std::size_t kMaxTorchBytes = std::size_t{1}
+                                       << 30;  // total for keys, values and messages; PyTorch's server has no limit
 
 enum class TorchWait : std::uint8_t { over = 0, canceled = 1 };
 

@@ -180,7 +180,7 @@ c10::Dict<std::string, int64_t> counted() {
 const at::Generator& default_generator(int device) {
     static auto* generators = new std::vector<at::Generator>([] {
         std::vector<at::Generator> each;
-        for (int at = 0; at < kMostDevices; ++at) {
+        for (int at = 0; at < kMaxDevices; ++at) {
             each.push_back(at::make_generator<GeneratorImpl>(at));
         }
         return each;

@@ -30,7 +30,7 @@ std::mutex failure_mutex;
 std::string failure;
 
 thread_local int device = 0;
-thread_local int64_t streams[kMostDevices] = {};
+thread_local int64_t streams[kMaxDevices] = {};
 
 void after_fork() {
     if (used) {
@@ -74,7 +74,7 @@ int device_count() {
 }
 
 void set_device_count(int count) {
-    TORCH_CHECK(count >= 0 && count <= kMostDevices, "the fake device has 0 to ", kMostDevices, " devices, not ",
+    TORCH_CHECK(count >= 0 && count <= kMaxDevices, "the fake device has 0 to ", kMaxDevices, " devices, not ",
                 count);
     devices = count;
 }
@@ -208,7 +208,7 @@ Queue& current_queue(int device) {
 }
 
 int64_t pooled_stream(int device) {
-    static std::atomic<int64_t> next[kMostDevices];
+    static std::atomic<int64_t> next[kMaxDevices];
     return 1 + next[device]++ % kPooledStreams;
 }
 

@@ -25,7 +25,7 @@ using Job = std::function<void()>;
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
-constexpr int kMostDevices = 8;
+constexpr int kMaxDevices = 8;
 constexpr int kPooledStreams = 32;  // for each device, handed out in turn, as PyTorch does for CUDA
 
 // What a program made the device do.

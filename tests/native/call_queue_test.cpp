@@ -38,7 +38,7 @@ Call call_number(std::uint64_t number) {
     return call;
 }
 
-// The pauses are shorter than the thread's patience, as long, and longer.
+// The pauses are shorter than the thread's spin budget, as long, and longer.
 void calls_run_in_order_whatever_their_intervals(bool has_spare_core) {
     std::vector<std::uint64_t> ran;
     CallQueue queue(std::make_unique<Alone>(ran, has_spare_core));
@@ -125,28 +125,28 @@ void a_wait_ends_in_time() {
 }
 
 void patience_follows_the_intervals() {
-    Patience patience;
-    CHECK(patience.left() == Patience::kLeast);
-    patience.learn(300us);
-    CHECK(patience.left() == 600us);
-    patience.learn(1us);
-    CHECK(patience.left() == Patience::kLeast);
-    patience.learn(1900us);
-    CHECK(patience.left() == Patience::kMost);
-    patience.learn(Patience::kMost);
-    CHECK(patience.left() == Patience::kMost);
-    patience.learn(Patience::kMost + 1ns);  // too long to wait for with the core busy
-    CHECK(patience.left() == Patience::kLeast);
+    SpinBudget spin_budget;
+    CHECK(spin_budget.left() == SpinBudget::kMin);
+    spin_budget.record_wait(300us);
+    CHECK(spin_budget.left() == 600us);
+    spin_budget.record_wait(1us);
+    CHECK(spin_budget.left() == SpinBudget::kMin);
+    spin_budget.record_wait(1900us);
+    CHECK(spin_budget.left() == SpinBudget::kMax);
+    spin_budget.record_wait(SpinBudget::kMax);
+    CHECK(spin_budget.left() == SpinBudget::kMax);
+    spin_budget.record_wait(SpinBudget::kMax + 1ns);  // too long to wait for with the core busy
+    CHECK(spin_budget.left() == SpinBudget::kMin);
 }
 
 void patience_ends_where_others_take_the_core() {
-    Patience patience;
-    patience.lost_core();
-    for (int call = 0; call < Patience::kCallsWithout; ++call) {
-        CHECK(patience.left() == 0ns);
-        patience.learn(300us);
+    SpinBudget spin_budget;
+    spin_budget.lost_core();
+    for (int call = 0; call < SpinBudget::kCallsWithoutSpin; ++call) {
+        CHECK(spin_budget.left() == 0ns);
+        spin_budget.record_wait(300us);
     }
-    CHECK(patience.left() == 600us);
+    CHECK(spin_budget.left() == 600us);
 }
 
 }  // namespace

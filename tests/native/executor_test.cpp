@@ -52,7 +52,7 @@ ScheduleOf star_broadcast(int rank, int n) {
     return Schedule::make(2, 1, rank, n, flat);
 }
 
-Call all_reduce(Rank& at, DType dtype, ReduceOp op, std::uint64_t count, Stream tensor,
+Call all_reduce(Rank& at, DType dtype, ReduceOp op, std::uint64_t count, ByteStream tensor,
                 std::int64_t timeout_ns = kHung) {
     Call call;
     call.operation = Operation::all_reduce;
@@ -134,7 +134,7 @@ void averages_are_divided_once_and_bytes_stay_in_place() {
 void a_list_of_tensors_is_reduced_as_one(Over over) {
     with_ranks(2, 2, over, [](Rank at) {
         std::vector<std::vector<float>> list;
-        std::vector<Piece> pieces;
+        std::vector<ByteRange> ranges;
         std::size_t count = 0;
         // The ranks divide their lists differently.
         for (std::size_t n = at.rank == 0 ? 1 : 30'000; count < 300'000; n = n * 7 % 40'009) {
@@ -144,8 +144,8 @@ void a_list_of_tensors_is_reduced_as_one(Over over) {
             list.emplace_back();
         }
         for (auto& each : list)
-            pieces.push_back({reinterpret_cast<std::uint8_t*>(each.data()), each.size() * sizeof(float)});
-        Call call = all_reduce(at, DType::f32, ReduceOp::sum, count, Stream(std::move(pieces)));
+            ranges.push_back({reinterpret_cast<std::uint8_t*>(each.data()), each.size() * sizeof(float)});
+        Call call = all_reduce(at, DType::f32, ReduceOp::sum, count, ByteStream(std::move(ranges)));
         CHECK(at.executor.run(call, nullptr, false).code == Code::ok);
         for (const auto& each : list)
             for (const float value : each) CHECK(value == 3.0F);
@@ -209,7 +209,8 @@ void a_mismatch_fails_the_next_call_of_a_rank_that_was_done() {
             failed = true;
         }
         while (!failed) pause(1);
-        pause(2 * static_cast<int>(kTurn.count()));  // a rank that never waits looks for failures once in a turn
+        pause(2 * static_cast<int>(
+                      kPollInterval.count()));  // a rank that never waits checks for failures once per interval
         Call next = broadcast(at, values);
         CHECK(at.executor.run(next, nullptr, false).code == Code::mismatch);
     });
@@ -230,7 +231,7 @@ void a_missing_rank_is_named_with_its_latest_call() {
         std::vector<float> values(10);
         Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values),
                                at.rank == 0 ? 300 * kMs : kHung);
-        const Outcome outcome = at.executor.run(call, tells_that_it_waits(waits), false);
+        const Outcome outcome = at.executor.run(call, records_that_it_waits(waits), false);
         CHECK(outcome.code == Code::timed_out && (outcome.missing == std::vector<int>{2}));
         CHECK(outcome.calls.size() == 3 && outcome.waited_ns >= 300 * kMs && seconds_since(started) < kSoonS);
         ++told;
@@ -274,7 +275,7 @@ void a_rank_that_holds_up_a_chain_has_not_come() {
             while (told < 2) pause(1);
         if (at.rank == 2)
             while (!waits) pause(1);
-        const Outcome outcome = at.executor.run(call, tells_that_it_waits(waits), false);
+        const Outcome outcome = at.executor.run(call, records_that_it_waits(waits), false);
         CHECK(outcome.code == Code::timed_out && !outcome.came && (outcome.missing == std::vector<int>{0}));
         ++told;
     });
@@ -290,7 +291,7 @@ void a_rank_that_waits_for_another_is_told_from_the_one_that_holds_both_up(Over 
             while (told < 3) pause(1);
         if (at.rank == 2) {
             const auto request = at.messenger.receive(3, 0, DType::f32, stream_of(values), kHung);
-            CHECK(at.messenger.wait(request, kHung, tells_that_it_waits(waits)));
+            CHECK(at.messenger.wait(request, kHung, records_that_it_waits(waits)));
         }
         if (at.rank < 2) {
             while (!waits) pause(1);
@@ -352,7 +353,7 @@ void ranks_that_wait_for_each_other_are_told_so(Over over) {
         Outcome outcome;
         if (at.rank == 1) {
             const auto request = at.messenger.receive(0, 0, DType::f32, stream_of(values), kHung);
-            CHECK(at.messenger.wait(request, kHung, tells_that_it_waits(waits)));
+            CHECK(at.messenger.wait(request, kHung, records_that_it_waits(waits)));
             outcome = request->outcome();
         } else {
             while (!waits) pause(1);

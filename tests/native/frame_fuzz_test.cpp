@@ -42,7 +42,7 @@ using namespace ranks;
 
 using Bytes = std::vector<std::uint8_t>;
 
-constexpr std::size_t kMostAllocated = 4 << 20;
+constexpr std::size_t kMaxAllocated = 4 << 20;
 constexpr std::size_t kLarge = 100'000;
 constexpr std::size_t kTensor = 1000;  // floats
 
@@ -244,7 +244,7 @@ void one_round(Bytes control, Bytes bulk, bool collective, Chance& chance) {
     Executor executor(*lanes, messenger);
     Bytes small(100), large(kLarge), out(kLarge);
     std::vector<std::shared_ptr<Request>> requests;
-    requests.push_back(messenger.send(1, 0, DType::u8, Stream({{out.data(), 100}}), kHung));
+    requests.push_back(messenger.send(1, 0, DType::u8, ByteStream({{out.data(), 100}}), kHung));
     requests.push_back(messenger.send(1, 0, DType::u8, stream_of(out), kHung));
     requests.push_back(messenger.send(1, 0, DType::u8, stream_of(out), kHung));
     requests.push_back(messenger.receive(1, 0, DType::u8, stream_of(small), kHung));
@@ -291,7 +291,7 @@ void every_stream_of_bytes_ends_in_an_orderly_failure(std::size_t rounds, std::u
         const bool bulk = corpus[which].name.starts_with("bulk") || chance.below(8) == 0;
         one_round(bulk ? Bytes{} : bytes, bulk ? bytes : Bytes{}, bulk || chance.below(2) == 0, chance);
     }
-    CHECK(largest.load(std::memory_order_relaxed) < kMostAllocated);
+    CHECK(largest.load(std::memory_order_relaxed) < kMaxAllocated);
 }
 
 void a_damaged_verdict_is_decoded_whole_or_not_at_all(std::size_t rounds, std::uint64_t seed) {

@@ -57,7 +57,8 @@ Call sum_of(std::vector<float>& values) {
     call.reduce_op = ReduceOp::sum;
     call.count = values.size();
     call.timeout_ns = kHung;
-    call.outputs.emplace_back(std::vector<Piece>{{reinterpret_cast<std::uint8_t*>(values.data()), 4 * values.size()}});
+    call.outputs.emplace_back(
+        std::vector<ByteRange>{{reinterpret_cast<std::uint8_t*>(values.data()), 4 * values.size()}});
     return call;
 }
 
@@ -95,10 +96,10 @@ void a_sum_out_of_place_follows_the_tree_and_leaves_its_input() {
                 const float mine = at.rank == 0 ? 16777216.0f : 1.0f;
                 std::vector<float> input(count, mine), output(count, -1.0f);
                 Call call = sum_of(output);
-                // The pieces of input and output may end at different places.
+                // The ranges of input and output may end at different places.
                 auto* const bytes = reinterpret_cast<std::uint8_t*>(input.data());
                 const std::size_t first = count / 3 * 4;
-                call.inputs.emplace_back(std::vector<Piece>{{bytes, first}, {bytes + first, 4 * count - first}});
+                call.inputs.emplace_back(std::vector<ByteRange>{{bytes, first}, {bytes + first, 4 * count - first}});
                 CHECK(at.group.run(call, nullptr, false).code == Code::ok);
                 for (const float value : input) CHECK(value == mine);
                 for (const float value : output) CHECK(value == in_the_order_of_the_tree(0, n));
@@ -144,7 +145,7 @@ void a_call_is_made_again_from_the_front() {
                 Call call = sum_of(output);
                 auto* const bytes = reinterpret_cast<std::uint8_t*>(input.data());
                 const std::size_t first = count / 3 * 4;
-                call.inputs.emplace_back(std::vector<Piece>{{bytes, first}, {bytes + first, 4 * count - first}});
+                call.inputs.emplace_back(std::vector<ByteRange>{{bytes, first}, {bytes + first, 4 * count - first}});
                 for (int made = 1; made <= 3; ++made) {
                     std::fill(input.begin(), input.end(), static_cast<float>(made * (at.rank + 1)));
                     call.inputs[0].rewind();
@@ -290,8 +291,8 @@ void every_rank_receives_its_parts() {
             in.emplace_back(3000 * static_cast<std::size_t>(r + 1), std::uint8_t{0});
         }
         for (std::size_t r = 0; r < 3; ++r) {
-            call.inputs.emplace_back(std::vector<Piece>{{out[r].data(), out[r].size()}});
-            call.outputs.emplace_back(std::vector<Piece>{{in[r].data(), in[r].size()}});
+            call.inputs.emplace_back(std::vector<ByteRange>{{out[r].data(), out[r].size()}});
+            call.outputs.emplace_back(std::vector<ByteRange>{{in[r].data(), in[r].size()}});
         }
         CHECK(at.group.run(call, nullptr, false).code == Code::ok);
         for (std::size_t r = 0; r < 3; ++r)
@@ -338,8 +339,8 @@ void an_abort_on_another_thread_ends_the_own_call() {
     });
 }
 
-Stream bytes_of(std::vector<float>& values) {
-    return Stream({{reinterpret_cast<std::uint8_t*>(values.data()), 4 * values.size()}});
+ByteStream bytes_of(std::vector<float>& values) {
+    return ByteStream({{reinterpret_cast<std::uint8_t*>(values.data()), 4 * values.size()}});
 }
 
 // A rank may store the results that it applies while others do not, and slices are longer than a slot.

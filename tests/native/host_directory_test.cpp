@@ -38,9 +38,9 @@ std::shared_ptr<HostDirectory> directory_of(int ranks) {
 
 // A thread stands in for the process of a rank, since the kernel does the same for both.
 void end_with_a_pulse(const HostDirectory& directory, int rank) {
-    Pulse pulse(directory, rank);
+    RobustFutexes futexes(directory, rank);
     std::thread([&] {
-        pulse.hold();
+        futexes.acquire();
         directory.arrive(rank);
         while (!directory.absent(kHung).empty()) {
         }
@@ -68,9 +68,9 @@ void the_end_of_a_pulse_is_noticed(bool waits_for_many) {
     CHECK(directory->entry(1).state == State::lost && directory->entry(2).state == State::present);
 }
 
-// Rank 0 waits for the pulses of ranks 1 to kMostWatchers only; of others it hears, or it looks now and then.
+// Rank 0 waits for the futexes of ranks 1 to kMaxWatchers only; of others it hears, or it looks now and then.
 void an_end_is_noticed_by_ranks_that_do_not_wait_for_it() {
-    const int ranks = kMostWatchers + 10, dead = kMostWatchers + 5;
+    const int ranks = kMaxWatchers + 10, dead = kMaxWatchers + 5;
     const auto directory = directory_of(ranks);
     RegionExchange listens;
     std::promise<void> told;
@@ -105,9 +105,9 @@ void a_rank_that_left_is_not_lost() {
     std::atomic<int> changes{0};
     DeathWatch watch(directory, 0, [&changes] { ++changes; });
     directory->arrive(0);
-    Pulse pulse(*directory, 1);
+    RobustFutexes futexes(*directory, 1);
     std::thread([&] {
-        pulse.hold();
+        futexes.acquire();
         directory->arrive(1);
         directory->leave(1);
     }).join();
@@ -243,7 +243,7 @@ void each_waiter_hears_a_doorbell_however_often_it_rings() {
         first.watch_doorbell(mesh.doorbell());
         second.watch_doorbell(mesh.doorbell());
         const auto started = std::chrono::steady_clock::now();
-        for (int turn = 0; turn < 100; ++turn) {
+        for (int round = 0; round < 100; ++round) {
             first.sleep(kHung);
             second.sleep(kHung);
         }

@@ -25,7 +25,7 @@ using Bytes = std::vector<std::uint8_t>;
 constexpr std::chrono::seconds kHung{60};
 constexpr std::chrono::seconds kSoon{20};  // for what would otherwise end at `kHung`
 
-Piece piece(Bytes& bytes, std::size_t from, std::size_t nbytes) {
+ByteRange range(Bytes& bytes, std::size_t from, std::size_t nbytes) {
     return {bytes.data() + from, nbytes};
 }
 
@@ -106,12 +106,12 @@ void pass_in_turns(Lane& from, Lane& to, std::size_t most_written, std::size_t m
     std::size_t read = 0;
     while (read < sent.size()) {
         const std::size_t n = std::min(most_written, sent.size() - written);
-        const Piece out[] = {piece(sent, written, n / 3), piece(sent, written + n / 3, n - n / 3)};
+        const ByteRange out[] = {range(sent, written, n / 3), range(sent, written + n / 3, n - n / 3)};
         const std::ptrdiff_t took = from.write(out);
         CHECK(took >= 0);
         written += static_cast<std::size_t>(took);
         const std::size_t m = std::min(most_read, received.size() - read);
-        const Piece in[] = {piece(received, read, m / 5), piece(received, read + m / 5, m - m / 5)};
+        const ByteRange in[] = {range(received, read, m / 5), range(received, read + m / 5, m - m / 5)};
         const std::ptrdiff_t got = to.read(in);
         CHECK(got >= 0);
         read += static_cast<std::size_t>(got);
@@ -131,13 +131,13 @@ void bytes_arrive_in_order_whatever_the_sizes(Connect connect) {
 void a_write_of_too_many_pieces_is_partial(Connect connect) {
     const std::unique_ptr<Ends> pair = connect();
     Bytes sent = pattern(1000);
-    std::vector<Piece> many;
-    for (std::size_t i = 0; i < sent.size(); ++i) many.push_back(piece(sent, i, 1));
+    std::vector<ByteRange> many;
+    for (std::size_t i = 0; i < sent.size(); ++i) many.push_back(range(sent, i, 1));
     std::size_t written = 0;
     while (written < sent.size()) written += static_cast<std::size_t>(pair->a->write(std::span(many).subspan(written)));
     Bytes received(sent.size());
-    std::vector<Piece> into;
-    for (std::size_t i = 0; i < received.size(); ++i) into.push_back(piece(received, i, 1));
+    std::vector<ByteRange> into;
+    for (std::size_t i = 0; i < received.size(); ++i) into.push_back(range(received, i, 1));
     std::size_t read = 0;
     while (read < received.size()) {
         const std::ptrdiff_t n = pair->b->read(std::span(into).subspan(read));
@@ -150,7 +150,7 @@ void a_write_of_too_many_pieces_is_partial(Connect connect) {
 void a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(Connect connect) {
     const std::unique_ptr<Ends> pair = connect();
     Bytes bytes(4 << 20);
-    const Piece all = piece(bytes, 0, bytes.size());
+    const ByteRange all = range(bytes, 0, bytes.size());
     std::size_t held = 0;
     for (std::ptrdiff_t n = 1; n != 0; held += static_cast<std::size_t>(n)) CHECK((n = pair->a->write({&all, 1})) >= 0);
     CHECK(held > 0 && held < bytes.size());
@@ -160,7 +160,7 @@ void a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(Connect connect) {
         CHECK(n >= 0);
         read += static_cast<std::size_t>(n);
         if (n != 0) continue;
-        const Piece last = piece(bytes, 0, 1);  // finishes a record that the socket has taken in part
+        const ByteRange last = range(bytes, 0, 1);  // finishes a record that the socket has taken in part
         CHECK(pair->a->write({&last, 1}) == 1);
         ++held;
     }
@@ -171,13 +171,13 @@ void a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(Connect connect) {
 void bytes_sent_before_the_end_are_read_before_it(Connect connect) {
     const std::unique_ptr<Ends> pair = connect();
     Bytes sent = pattern(40'000);
-    const Piece out = piece(sent, 0, sent.size());
+    const ByteRange out = range(sent, 0, sent.size());
     CHECK(pair->a->write({&out, 1}) == 40'000);
     pair->a->finish();
     Bytes received(50'000);
     std::size_t read = 0;
     for (;;) {
-        const Piece in = piece(received, read, std::min<std::size_t>(7'000, received.size() - read));
+        const ByteRange in = range(received, read, std::min<std::size_t>(7'000, received.size() - read));
         const std::ptrdiff_t n = pair->b->read({&in, 1});
         if (n == kClosed) break;
         CHECK(n > 0);
@@ -185,7 +185,7 @@ void bytes_sent_before_the_end_are_read_before_it(Connect connect) {
     }
     received.resize(read);
     CHECK(received == sent);
-    const Piece back = piece(sent, 0, 10);
+    const ByteRange back = range(sent, 0, 10);
     CHECK(pair->b->read({&back, 1}) == kClosed);  // repeatedly
 }
 
@@ -193,12 +193,12 @@ void a_socket_closed_with_unread_bytes_still_delivers(Connect connect) {
     const std::unique_ptr<Ends> both = connect();
     Ends& pair = *both;
     Bytes bytes = pattern(100);
-    const Piece out = piece(bytes, 0, 100);
+    const ByteRange out = range(bytes, 0, 100);
     CHECK(pair.b->write({&out, 1}) == 100);  // never read by a
     CHECK(pair.a->write({&out, 1}) == 100);
     pair.a.reset();
     Bytes received(100);
-    const Piece in = piece(received, 0, 100);
+    const ByteRange in = range(received, 0, 100);
     CHECK(pair.b->read({&in, 1}) == 100);
     CHECK(received == bytes);
     CHECK(pair.b->read({&in, 1}) == kClosed);
@@ -209,13 +209,13 @@ void a_socket_closed_with_unread_bytes_still_delivers(Connect connect) {
 void a_failed_write_does_not_end_reading(Connect connect) {
     const std::unique_ptr<Ends> pair = connect();
     Bytes bytes = pattern(50'000);
-    const Piece all = piece(bytes, 0, bytes.size());
+    const ByteRange all = range(bytes, 0, bytes.size());
     CHECK(pair->a->write({&all, 1}) == 50'000);
     pair->a.reset();
     while (pair->b->write({&all, 1}) != kClosed) {
     }
     Bytes received(bytes.size());
-    const Piece in = piece(received, 0, received.size());
+    const ByteRange in = range(received, 0, received.size());
     CHECK(pair->b->read({&in, 1}) == 50'000 && received == bytes);
     CHECK(pair->b->read({&in, 1}) == kClosed);
 }
@@ -227,7 +227,7 @@ void what_was_begun_is_finished_before_anything_else() {
     Bytes word = pattern(30'000);
     std::ptrdiff_t n = 1;
     while (n > 0) {
-        const Piece out = piece(word, 0, word.size());
+        const ByteRange out = range(word, 0, word.size());
         n = pair.a->write({&out, 1});
         CHECK(n >= 0);
         sent.insert(sent.end(), word.begin(), word.begin() + n);
@@ -237,9 +237,9 @@ void what_was_begun_is_finished_before_anything_else() {
     std::size_t read = 0, written = 0;
     Bytes received(sent.size() + rest.size());
     while (read < received.size()) {
-        const Piece out = piece(rest, written, rest.size() - written);
+        const ByteRange out = range(rest, written, rest.size() - written);
         written += static_cast<std::size_t>(pair.a->write({&out, 1}));
-        const Piece in = piece(received, read, std::min<std::size_t>(9'000, received.size() - read));
+        const ByteRange in = range(received, read, std::min<std::size_t>(9'000, received.size() - read));
         read += static_cast<std::size_t>(pair.b->read({&in, 1}));
     }
     sent.insert(sent.end(), rest.begin(), rest.end());
@@ -250,7 +250,7 @@ void what_was_begun_is_finished_before_anything_else() {
 void bytes_that_were_read_ahead_keep_a_reader_awake() {
     EncryptedSockets pair;
     Bytes bytes = pattern(100);
-    const Piece out = piece(bytes, 0, 100), in = piece(bytes, 0, 60);
+    const ByteRange out = range(bytes, 0, 100), in = range(bytes, 0, 60);
     CHECK(pair.a->write({&out, 1}) == 100);
     CHECK(pair.b->read({&in, 1}) == 60 && pair.b->arm());
     CHECK(pair.b->read({&in, 1}) == 40 && !pair.b->arm());
@@ -281,11 +281,11 @@ void a_forked_child_holds_no_socket_open(Connect connect) {
         _exit(0);
     }
     Bytes bytes = pattern(100);
-    const Piece out = piece(bytes, 0, 100);
+    const ByteRange out = range(bytes, 0, 100);
     CHECK(pair.a->write({&out, 1}) == 100);  // the parent's end still works
     pair.a.reset();
     Bytes received(100);
-    const Piece in = piece(received, 0, 100);
+    const ByteRange in = range(received, 0, 100);
     CHECK(pair.b->read({&in, 1}) == 100);
     const auto started = std::chrono::steady_clock::now();
     while (pair.b->read({&in, 1}) != kClosed)  // the child may not have run yet
@@ -301,7 +301,7 @@ void a_read_without_pieces_reports_the_end_of_a_rings_peer() {
     CHECK(pair.b->read({}) == kClosed);
     // A peer that has finished writing does not read any more either.
     Bytes bytes(kRingBytes);
-    const Piece out = piece(bytes, 0, bytes.size());
+    const ByteRange out = range(bytes, 0, bytes.size());
     CHECK(pair.b->write({&out, 1}) == static_cast<std::ptrdiff_t>(kRingBytes));
     CHECK(pair.b->write({&out, 1}) == kClosed);
 
@@ -313,11 +313,11 @@ void a_read_without_pieces_reports_the_end_of_a_rings_peer() {
 void a_peek_shows_what_a_read_would_return() {
     Rings pair;
     Bytes sent = pattern(kRingBytes);
-    Piece out = piece(sent, 0, kRingBytes / 2 + 64);
+    ByteRange out = range(sent, 0, kRingBytes / 2 + 64);
     CHECK(pair.a->write({&out, 1}) == static_cast<std::ptrdiff_t>(kRingBytes / 2 + 64));
     pair.b->consume(kRingBytes / 2);
     CHECK(pair.b->peek().size() == 64);
-    out = piece(sent, 0, kRingBytes - 64);
+    out = range(sent, 0, kRingBytes - 64);
     CHECK(pair.a->write({&out, 1}) == static_cast<std::ptrdiff_t>(kRingBytes - 64));
     CHECK(pair.b->peek().size() == kRingBytes / 2);  // up to the end of the ring
     CHECK(pair.b->peek()[0] == sent[kRingBytes / 2]);
@@ -331,7 +331,7 @@ void corrupt_counts_in_a_ring_do_no_harm() {
          {std::uint64_t{1}, ~std::uint64_t{0}, std::uint64_t{1} << 63, kRingBytes * 3 + 5}) {
         auto pair = std::make_unique<Rings>();
         Bytes bytes(600'000);
-        const Piece all = piece(bytes, 0, bytes.size());
+        const ByteRange all = range(bytes, 0, bytes.size());
         pair->there.marks.tail.store(sense);
         static_cast<void>(pair->a->write({&all, 1}));
         pair->there.marks.head.store(sense * 7);
@@ -349,17 +349,17 @@ void an_armed_sleeper_is_woken() {
     std::thread writer([&] {
         Bytes bytes = pattern(kRingBytes + 192);
         std::size_t written = 0;
-        for (std::size_t turn = 0; written < kTotal; ++turn) {
-            const std::size_t n = std::min((turn % 7 == 0 ? bytes.size() : 64 * (turn % 50 + 1)), kTotal - written);
-            const Piece out = piece(bytes, 0, n);
+        for (std::size_t round = 0; written < kTotal; ++round) {
+            const std::size_t n = std::min((round % 7 == 0 ? bytes.size() : 64 * (round % 50 + 1)), kTotal - written);
+            const ByteRange out = range(bytes, 0, n);
             const std::ptrdiff_t took = pair->a->write({&out, 1});
             written += static_cast<std::size_t>(took);
             if (static_cast<std::size_t>(took) < n && !pair->a->arm()) pair->of_a.sleep(kHung);
         }
     });
     Bytes bytes(kRingBytes);
-    for (std::size_t read = 0, turn = 0; read < kTotal; ++turn) {
-        const Piece in = piece(bytes, 0, turn % 5 == 0 ? bytes.size() : 64 * (turn % 90 + 1));
+    for (std::size_t read = 0, round = 0; read < kTotal; ++round) {
+        const ByteRange in = range(bytes, 0, round % 5 == 0 ? bytes.size() : 64 * (round % 90 + 1));
         const std::ptrdiff_t n = pair->b->read({&in, 1});
         CHECK(n >= 0);
         read += static_cast<std::size_t>(n);

@@ -69,9 +69,9 @@ void move(Lane& from, Lane& to, std::size_t nbytes) {
     std::vector<std::uint8_t> sent(nbytes, 7), received(nbytes);
     std::size_t written = 0, read = 0;
     wait_until([&] {
-        const Piece rest{sent.data() + written, nbytes - written};
+        const ByteRange rest{sent.data() + written, nbytes - written};
         if (rest.nbytes != 0) written += static_cast<std::size_t>(from.write({&rest, 1}));
-        const Piece missing{received.data() + read, nbytes - read};
+        const ByteRange missing{received.data() + read, nbytes - read};
         read += static_cast<std::size_t>(to.read({&missing, 1}));
         return read == nbytes;
     });

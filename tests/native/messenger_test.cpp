@@ -76,15 +76,15 @@ void messages_of_every_size_arrive_before_and_after_their_receive(Over over) {
 void messages_travel_between_lists_of_pieces() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         Bytes bytes = at.rank == 0 ? pattern(500'000, 9) : Bytes(500'000);
-        std::vector<Piece> pieces;
+        std::vector<ByteRange> ranges;
         std::size_t from = 0;
         for (std::size_t n = at.rank == 0 ? 1 : 5000; from < bytes.size(); n = n * 3 % 70'001) {
             const std::size_t length = std::min(n, bytes.size() - from);
-            pieces.push_back({bytes.data() + from, length});
-            pieces.push_back({nullptr, 0});
+            ranges.push_back({bytes.data() + from, length});
+            ranges.push_back({nullptr, 0});
             from += length;
         }
-        const Stream stream(std::move(pieces));
+        const ByteStream stream(std::move(ranges));
         const auto request = at.rank == 0 ? at.messenger.send(1, 0, DType::u8, stream, kHung)
                                           : at.messenger.receive(0, 0, DType::u8, stream, kHung);
         CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == Code::ok);
@@ -139,8 +139,8 @@ void a_receive_may_be_made_while_its_message_comes(Over over) {
         if (at.rank == 0) {
             Bytes bytes = pattern(900, 1);
             Frame frame{.kind = FrameKind::eager, .id = 1, .nbytes = bytes.size(), .tag = 4};
-            const Piece begin[] = {{reinterpret_cast<std::uint8_t*>(&frame), sizeof frame}, {bytes.data(), 400}};
-            const Piece end{bytes.data() + 400, 500};
+            const ByteRange begin[] = {{reinterpret_cast<std::uint8_t*>(&frame), sizeof frame}, {bytes.data(), 400}};
+            const ByteRange end{bytes.data() + 400, 500};
             link::Lane& lane = *at.lanes.peer(1).control;
             CHECK(lane.write(begin) == static_cast<std::ptrdiff_t>(sizeof frame + 400));
             has_begun = true;
@@ -205,10 +205,10 @@ void unmatched_offers_are_bounded() {
         Bytes bytes(kEagerBytes + 1);
         if (at.rank == 0) {
             std::vector<std::shared_ptr<Request>> requests;
-            for (std::size_t i = 0; i <= kMostOffers; ++i)
+            for (std::size_t i = 0; i <= kMaxOffers; ++i)
                 requests.push_back(at.messenger.send(1, 0, DType::u8, stream_of(bytes), kHung));
             CHECK(requests.back()->done() && requests.back()->outcome().code == Code::too_many_offers);
-            CHECK(!requests[kMostOffers - 1]->done());
+            CHECK(!requests[kMaxOffers - 1]->done());
             CHECK(at.messenger.wait(requests.front(), kHung, nullptr));
             CHECK(sent(at, 1, 0, bytes).code != Code::too_many_offers);
         } else {
@@ -367,7 +367,7 @@ void a_close_while_another_thread_waits_ends_its_wait() {
         }
         std::atomic<bool> waits = false;
         std::thread waiter([&at, &waits] {
-            const Outcome outcome = received(at, 1, 0, 10, kHung, tells_that_it_waits(waits)).outcome;
+            const Outcome outcome = received(at, 1, 0, 10, kHung, records_that_it_waits(waits)).outcome;
             CHECK(outcome.code == Code::interrupted);
         });
         while (!waits) pause(1);

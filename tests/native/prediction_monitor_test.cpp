@@ -16,40 +16,41 @@ Call predicted(std::int64_t nanoseconds, std::uint64_t count = 8) {
     return call;
 }
 
-void make(Foresight& foresight, const Call& call, std::int64_t took_ns, std::uint32_t calls) {
-    for (std::uint32_t i = 0; i < calls; ++i) foresight.note(call, took_ns);
+void make(PredictionMonitor& monitor, const Call& call, std::int64_t took_ns, std::uint32_t calls) {
+    for (std::uint32_t i = 0; i < calls; ++i) monitor.note(call, took_ns);
 }
 
 void calls_that_are_far_off_are_told_once() {
-    Foresight foresight;
-    make(foresight, predicted(2000), 5000, Foresight::kCalls);
-    const auto found = foresight.take();
-    CHECK(found && found->least_ns == 5000 && found->predicted_ns == 2000 && found->calls == Foresight::kCalls);
+    PredictionMonitor monitor;
+    make(monitor, predicted(2000), 5000, PredictionMonitor::kCallsPerKind);
+    const auto found = monitor.take();
+    CHECK(found && found->min_ns == 5000 && found->predicted_ns == 2000 &&
+          found->calls == PredictionMonitor::kCallsPerKind);
     CHECK(found->operation == Operation::all_reduce && found->algorithm == 1 && found->count == 8);
-    make(foresight, predicted(2000, 16), 5000, Foresight::kCalls);
-    CHECK(!foresight.take());
+    make(monitor, predicted(2000, 16), 5000, PredictionMonitor::kCallsPerKind);
+    CHECK(!monitor.take());
 }
 
 void calls_that_are_too_fast_are_told_too() {
-    Foresight foresight;
-    make(foresight, predicted(2000), 1000, Foresight::kCalls);
-    CHECK(foresight.take());
+    PredictionMonitor monitor;
+    make(monitor, predicted(2000), 1000, PredictionMonitor::kCallsPerKind);
+    CHECK(monitor.take());
 }
 
 void few_calls_and_those_as_predicted_are_not_told() {
-    Foresight foresight;
-    make(foresight, predicted(2000), 5000, Foresight::kCalls - 1);
-    make(foresight, predicted(2000, 16), 2300, 3 * Foresight::kCalls);
-    make(foresight, predicted(0, 32), 5000, Foresight::kCalls);
-    CHECK(!foresight.take());
+    PredictionMonitor monitor;
+    make(monitor, predicted(2000), 5000, PredictionMonitor::kCallsPerKind - 1);
+    make(monitor, predicted(2000, 16), 2300, 3 * PredictionMonitor::kCallsPerKind);
+    make(monitor, predicted(0, 32), 5000, PredictionMonitor::kCallsPerKind);
+    CHECK(!monitor.take());
 }
 
 void one_call_in_time_shows_that_the_others_only_waited() {
-    Foresight foresight;
-    make(foresight, predicted(2000), 9000, 10);
-    make(foresight, predicted(2000), 2000, 1);
-    make(foresight, predicted(2000), 9000, 3 * Foresight::kCalls);
-    CHECK(!foresight.take());
+    PredictionMonitor monitor;
+    make(monitor, predicted(2000), 9000, 10);
+    make(monitor, predicted(2000), 2000, 1);
+    make(monitor, predicted(2000), 9000, 3 * PredictionMonitor::kCallsPerKind);
+    CHECK(!monitor.take());
 }
 
 }  // namespace

@@ -117,8 +117,8 @@ inline void with_ranks(int n, int streams, Over over, const std::function<void(R
 }
 
 template <class T>
-Stream stream_of(std::vector<T>& values) {
-    return Stream({{reinterpret_cast<std::uint8_t*>(values.data()), values.size() * sizeof(T)}});
+ByteStream stream_of(std::vector<T>& values) {
+    return ByteStream({{reinterpret_cast<std::uint8_t*>(values.data()), values.size() * sizeof(T)}});
 }
 
 inline double seconds_since(Clock::time_point then) {
@@ -129,9 +129,9 @@ inline void pause(int ms) {
     std::this_thread::sleep_for(std::chrono::milliseconds(ms));
 }
 
-// Returns an `Interrupted` that interrupts nothing but says when its rank has waited for some turns, and so has
+// Returns an `Interrupted` that does not interrupt, but records when its rank has waited for some intervals, and so has
 // announced its call.
-inline Interrupted tells_that_it_waits(std::atomic<bool>& waits) {
+inline Interrupted records_that_it_waits(std::atomic<bool>& waits) {
     return [&waits] {
         waits = true;
         return false;

@@ -41,12 +41,12 @@ void malformed_steps_are_refused() {
         std::size_t at;
         std::int32_t to;
     };
-    constexpr std::int32_t kMost = 0x7fffffff, kLeast = -kMost - 1;
+    constexpr std::int32_t kMax = 0x7fffffff, kMin = -kMax - 1;
     for (const Change change :
-         {Change{0, 4}, {0, -1},    {0, kMost},  {0, kCopy},               // kind; a copy has no peer
-          {2, -1},      {2, kSize}, {2, kRank},  {2, kMost}, {2, kLeast},  // peer
-          {3, 3},       {3, -1},    {3, kInput}, {6, 3},     {6, kLeast},  // buffer; the input is read-only
-          {4, -1},      {4, kMost}, {5, -1},     {5, kMost}, {5, 1},      {7, kLeast}, {8, kMost}, {8, 3}}) {
+         {Change{0, 4}, {0, -1},    {0, kMax},   {0, kCopy},             // kind; a copy has no peer
+          {2, -1},      {2, kSize}, {2, kRank},  {2, kMax},  {2, kMin},  // peer
+          {3, 3},       {3, -1},    {3, kInput}, {6, 3},     {6, kMin},  // buffer; the input is read-only
+          {4, -1},      {4, kMax},  {5, -1},     {5, kMax},  {5, 1},    {7, kMin}, {8, kMax}, {8, 3}}) {
         Flat bad = good;
         bad[change.at] = change.to;
         CHECK(!is_schedule(bad));

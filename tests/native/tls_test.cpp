@@ -35,7 +35,7 @@ struct Both {
     // Returns how the two sides' handshakes ended.
     std::pair<Progress, Progress> meet() {
         Progress of_a = Progress::wants_to_read, of_b = Progress::wants_to_read;
-        for (int turn = 0; turn < 10; ++turn) {
+        for (int round = 0; round < 10; ++round) {
             if (of_a != Progress::failed && of_a != Progress::done) of_a = a->shake_hands();
             if (of_b != Progress::failed && of_b != Progress::done) of_b = b->shake_hands();
         }
@@ -93,7 +93,7 @@ void bytes_arrive_while_the_keys_change() {
     Both pair(identity_of(1, 3), identity_of(1, 3));
     CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
     const Bytes sent = pattern(1'500'000);
-    for (int turn = 0; turn < 2; ++turn) {
+    for (int round = 0; round < 2; ++round) {
         CHECK(passed(*pair.a, *pair.b, sent) == sent);
         CHECK(passed(*pair.b, *pair.a, sent) == sent);
     }
@@ -128,13 +128,14 @@ void a_change_of_keys_that_finds_no_room_does_not_stop_reading() {
 void a_change_of_keys_that_finds_nobody_does_not_stop_reading() {
     const auto identity = identity_of(1, 1);  // the keys change after each record
     const Bytes last = pattern(100);
-    for (int turn = 0; turn < 60; ++turn) {  // in about a third of them, the socket ends just before a change of keys
+    for (int round = 0; round < 60;
+         ++round) {  // in about a third of them, the socket ends just before a change of keys
         Both pair(identity, identity);
         CHECK((pair.meet() == std::pair(Progress::done, Progress::done)));
         CHECK(pair.a->send(last.data(), last.size()) == static_cast<ssize_t>(last.size()));
-        std::thread leaver([&pair, turn] {
+        std::thread leaver([&pair, round] {
             std::uint8_t byte = 0;
-            for (int have = 0; have < 5 + turn;) have += pair.a->recv(&byte, 1) > 0 ? 1 : 0;
+            for (int have = 0; have < 5 + round;) have += pair.a->recv(&byte, 1) > 0 ? 1 : 0;
             shutdown(pair.ends[0], SHUT_RD);
         });
         const std::uint8_t byte = 1;
@@ -200,7 +201,7 @@ void a_repeated_record_is_refused() {
     Bytes wire(4096);
     CHECK(pair.a->send(&byte, 1) == 1);
     const ssize_t n = recv(pair.ends[1], wire.data(), wire.size(), MSG_DONTWAIT);
-    for (int turn = 0; turn < 2; ++turn) CHECK(send(pair.ends[0], wire.data(), static_cast<std::size_t>(n), 0) == n);
+    for (int round = 0; round < 2; ++round) CHECK(send(pair.ends[0], wire.data(), static_cast<std::size_t>(n), 0) == n);
     CHECK(pair.b->recv(&byte, 1) == 1 && pair.b->recv(&byte, 1) == -1 && errno == ECONNRESET);
 }
 

@@ -63,14 +63,14 @@ void pieces_of_any_size_have_the_bits_of_the_whole() {
     Update at_once = whole.update();
     at_once.begin(adam_of_two_groups());
     at_once.apply(Model::bytes(whole.gradients), whole.gradients.size() * sizeof(float));
-    for (const std::size_t piece : {1, 3, 64, 500}) {
+    for (const std::size_t range : {1, 3, 64, 500}) {
         Model model;
         Update update = model.update();
         update.begin(adam_of_two_groups());
-        for (std::size_t at = 0; at < model.gradients.size(); at += piece) {
+        for (std::size_t at = 0; at < model.gradients.size(); at += range) {
             const std::size_t rest = model.gradients.size() - at;
             update.apply(Model::bytes(model.gradients) + at * sizeof(float),
-                         (rest < piece ? rest : piece) * sizeof(float));
+                         (rest < range ? rest : range) * sizeof(float));
         }
         CHECK(model.params == whole.params);
         CHECK(model.first == whole.first);

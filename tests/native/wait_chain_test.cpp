@@ -32,7 +32,7 @@ class Job {
 
     Waits& of(int rank) { return *waits_[static_cast<std::size_t>(rank)]; }
     // The rank waits, on one thread more, in a call or with sequence 0 for a message.
-    void waits(int rank, Occasion in, Names whom, bool by_program = true) {
+    void waits(int rank, CallId in, Names whom, bool by_program = true) {
         entries_[static_cast<std::size_t>(rank)].push_back(std::make_unique<Waits::Entry>());
         entries_[static_cast<std::size_t>(rank)].back()->say(of(rank), {in, by_program, std::move(whom)});
     }
@@ -41,7 +41,7 @@ class Job {
     void is_silent(int rank) { answers_[static_cast<std::size_t>(rank)] = false; }
 
     // The search of rank 0 into a call that waits for `awaited`.
-    Finding finds(Occasion in, const Names& awaited) {
+    Finding finds(CallId in, const Names& awaited) {
         WaitChainSearch search(of(0), in, kSecond / 10, kSecond / 10);
         for (;;) {
             if (auto found = search.look(awaited)) return *found;
@@ -53,7 +53,7 @@ class Job {
     struct Line final : Waits::Link {
         Line(Job& of, int from) : job(of), mine(from) {}
         void serve() override {}
-        bool ask(int name, const Occasion& in) override {
+        bool ask(int name, const CallId& in) override {
             if (job.answers_[static_cast<std::size_t>(name)]) job.of(mine).heard(name, in, job.of(name).about(in));
             return true;
         }
@@ -85,7 +85,7 @@ void a_rank_whose_program_does_not_wait_is_to_blame_at_once() {
 }
 
 void a_rank_that_waits_for_a_silent_one_is_not_to_blame() {
-    for (const Occasion in : {Occasion{kA, 4}, Occasion{kB, 9}, Occasion{kA, 0}, Occasion{kB, 0}}) {
+    for (const CallId in : {CallId{kA, 4}, CallId{kB, 9}, CallId{kA, 0}, CallId{kB, 0}}) {
         Job job(4);
         job.is_silent(3);
         job.waits(1, {kA, 5}, {0, 2});

@@ -136,10 +136,10 @@ void ranks_end_with_equal_bits_and_small_errors(Over over, int streams) {
             with_ranks(2, streams, over, [&](Rank at) {
                 std::vector<float> values = waves(count);
                 std::vector<float> residual(count);
-                std::vector<Piece> pieces;
+                std::vector<ByteRange> ranges;
                 for (std::size_t from = 0, n = at.rank == 0 ? 3 : 1000; from < count; from += n, n = n * 7 % 4001) {
                     n = std::min(n, count - from);
-                    pieces.push_back({reinterpret_cast<std::uint8_t*>(values.data() + from), n * sizeof(float)});
+                    ranges.push_back({reinterpret_cast<std::uint8_t*>(values.data() + from), n * sizeof(float)});
                 }
                 Call call;
                 call.operation = Operation::all_reduce;
@@ -147,7 +147,7 @@ void ranks_end_with_equal_bits_and_small_errors(Over over, int streams) {
                 call.reduce_op = ReduceOp::avg;
                 call.count = count;
                 call.timeout_ns = kHung;
-                call.outputs.emplace_back(std::move(pieces));
+                call.outputs.emplace_back(std::move(ranges));
                 call.residual = residual.data();
                 call.residual_count = count;
                 call.schedule = quantised_all_reduce(at.rank, wire);

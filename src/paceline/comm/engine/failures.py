@@ -260,7 +260,7 @@ class RankIdentity:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
-MOST_OFFERS = 1 << 16  # must equal kMostOffers in native/executor/messenger.hpp
+MOST_OFFERS = 1 << 16  # must equal kMaxOffers in native/executor/messenger.hpp
 # The part of an error message that states the consequence of a failure.
 GROUP_LOST = "This group can no longer be used: destroy it and start again"
 MESSAGES_LOST = (

@@ -37,7 +37,7 @@ SYNTHESISED = "synthesised"
 """The algorithm name of the schedules that `synthesis.py` creates."""
 
 _SYNTHESISED_NUMBER = 63
-_QUANTISED_FROM = 64  # kQuantised in native/call/call.hpp
+_QUANTISED_FROM = 64  # kQuantized in native/call/call.hpp
 
 COSTS = {name: costs for name, (_, costs) in _ENTRIES.items()}
 """For each algorithm, its operations and the closed forms of their durations, in seconds."""

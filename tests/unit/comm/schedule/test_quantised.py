@@ -163,6 +163,6 @@ def test_a_packed_block_is_not_kept_where_another_was():
 
 def test_what_is_on_the_wire_has_numbers_of_its_own():
     assert [name_of(number_of(name)) for name in (*ALGORITHMS, *QUANTISED)] == [*ALGORITHMS, *QUANTISED]
-    assert [number_of(name) for name in QUANTISED] == [65, 66, 67]  # 64 is kQuantised in native/call/call.hpp
+    assert [number_of(name) for name in QUANTISED] == [65, 66, 67]  # 64 is kQuantized in native/call/call.hpp
     assert name_of(0) is None and name_of(64) is None
     assert not set(algorithms_offering(Operation.ALL_REDUCE)) & set(QUANTISED)  # they are not used unless requested

@@ -56,7 +56,7 @@ from paceline.linux import is_out_of_descriptors
 
 
 class PredictionMiss(NamedTuple):
-    """Calls of one kind whose times were far from the prediction, as reported by `_core.ScheduleGroup.surprise`.
+    """Calls of one kind whose times were far from the prediction, as reported by `_core.ScheduleGroup.prediction_miss`.
 
     Attributes:
         operation, algorithm, dtype: the codes that describe the kind of call.
@@ -168,7 +168,7 @@ class ScheduledChannel(EngineChannel):
 
     def _log_miss(self) -> None:
         """Logs once, on rank 0, calls that took much more or much less time than predicted."""
-        if self._rank == 0 and (found := self._links.surprise()) is not None:
+        if self._rank == 0 and (found := self._links.prediction_miss()) is not None:
             logging.getLogger(__name__).info(describe_miss(PredictionMiss(*found)))
 
     def _planned(self, call: CollectiveCall) -> tuple[_core.Schedule, CollectiveCall, int]:
