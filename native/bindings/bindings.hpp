@@ -11,7 +11,7 @@ void register_memory(nanobind::module_& module);
 void register_updates(nanobind::module_& module);
 void register_links(nanobind::module_& module);
 void register_prepared_calls(nanobind::module_& module);
-void register_quick_calls(nanobind::module_& module);
+void register_fast_path_calls(nanobind::module_& module);
 void register_tensors(nanobind::module_& module);
 void register_store(nanobind::module_& module);
 void register_record(nanobind::module_& module);

@@ -23,11 +23,11 @@ std::vector<ByteStream> to_streams(const std::vector<FlatRanges>& flat) {
     throw nb::value_error(what.c_str());
 }
 
-template <class Code>
-Code to_code(int code, Code last, const char* what) {
+template <class OutcomeCode>
+OutcomeCode to_code(int code, OutcomeCode last, const char* what) {
     if (code < 0 || code > static_cast<int>(last))
         refuse("there is no " + std::string(what) + " " + std::to_string(code));
-    return static_cast<Code>(code);
+    return static_cast<OutcomeCode>(code);
 }
 
 bool reduces(Operation operation) {
@@ -128,7 +128,7 @@ ReduceOp to_reduce_op(int code) {
     return to_code(code, ReduceOp::none, "reduction");
 }
 
-void require_sound(const Call& call, int rank, int size, bool is_exact) {
+void require_valid(const Call& call, int rank, int size, bool is_exact) {
     if (has_root(call.operation) && (call.root < 0 || call.root >= size))
         refuse("the root is " + std::to_string(call.root) + "; the group has ranks 0 to " + std::to_string(size - 1));
     if (reduces(call.operation) && find_reduction(call.dtype, call.reduce_op) == nullptr)
@@ -166,7 +166,7 @@ Call to_call(nb::handle fields) {
     call.inputs = to_streams(nb::cast<std::vector<FlatRanges>>(field(fields, names.inputs)));
     call.outputs = to_streams(nb::cast<std::vector<FlatRanges>>(field(fields, names.outputs)));
     if (const int wire = nb::cast<int>(field(fields, names.wire)); wire != 0) {
-        if (wire < 0 || wire > static_cast<int>(Wire::int4)) refuse("there is no wire " + std::to_string(wire));
+        if (wire < 0 || wire > static_cast<int>(WireType::int4)) refuse("there is no wire " + std::to_string(wire));
         call.algorithm = static_cast<std::uint8_t>(kQuantized + wire);
         const auto residual = nb::cast<FlatRanges>(field(fields, names.residual));
         if (!residual.empty()) {
@@ -182,7 +182,7 @@ Call to_call(nb::handle fields) {
     return call;
 }
 
-int place_among(const std::vector<int>& members, const shm::Mesh& mesh) {
+int index_among(const std::vector<int>& members, const shm::HostMesh& mesh) {
     std::vector<int> sorted = members;
     std::sort(sorted.begin(), sorted.end());
     if (sorted.empty() || sorted.front() < 0 || sorted.back() >= mesh.size() ||
@@ -198,7 +198,7 @@ bool python_interrupted() {
     return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
 }
 
-std::shared_ptr<CallQueue> usable(std::shared_ptr<CallQueue> queue) {
+std::shared_ptr<CallQueue> require_usable(std::shared_ptr<CallQueue> queue) {
     if (!queue) throw nb::value_error("the group is closed");
     if (queue->is_inherited())
         throw nb::value_error(
@@ -216,18 +216,18 @@ bool is_small(const Call& call) {
 }
 
 nb::object report(Outcome outcome) {
-    if (outcome.code == Code::ok) return nb::none();
+    if (outcome.code == OutcomeCode::ok) return nb::none();
     return nb::cast(std::move(outcome));
 }
 
-nb::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once) {
+nb::object run_call(CallQueue& queue, Call& call, bool may_complete_at_once) {
     Outcome outcome;
     note_call_site();
     {
         std::optional<nb::gil_scoped_release> released;
         const std::function<void()> release = [&released] { released.emplace(); };
         call.before_waiting = &release;
-        if (!may_be_over_at_once) notify_before_waiting(call);
+        if (!may_complete_at_once) notify_before_waiting(call);
         outcome = queue.run(call, python_interrupted);
         call.before_waiting = nullptr;
     }
@@ -249,7 +249,7 @@ void abort_calls(std::shared_ptr<CallQueue> queue) {
 
 int failure_of(std::shared_ptr<CallQueue> queue) {
     const nb::gil_scoped_release release;
-    const Code code = queue ? queue->failure() : Code::ok;
+    const OutcomeCode code = queue ? queue->failure() : OutcomeCode::ok;
     queue.reset();
     return static_cast<int>(code);
 }

@@ -28,22 +28,22 @@ ReduceOp to_reduce_op(int code);
 // Throws nb::value_error if the reduction is not defined for the dtype, the root is not one of the `size` ranks, or the
 // tensors are too small for the elements. If `is_exact` (groups on one host), also checks that `rank` passed exactly
 // the tensors that the operation requires.
-void require_sound(const Call& call, int rank, int size, bool is_exact);
+void require_valid(const Call& call, int rank, int size, bool is_exact);
 
 // An optimizer update for which Python starts each step.
 class CheckedUpdate final : public update::Update {
   public:
-    CheckedUpdate(DType dtype, const std::vector<update::Run>& runs);
+    CheckedUpdate(DType dtype, const std::vector<update::ParameterRange>& runs);
 
     // Begins a step. Throws nb::value_error if a run's group has no options or a run lacks optimizer state that its
     // rule requires.
-    void begin_step(const std::vector<update::Options>& groups);
+    void begin_step(const std::vector<update::UpdateOptions>& groups);
 
     // Throws nb::value_error if no step has begun.
     void require_step() const;
 
   private:
-    std::vector<update::Run> runs_;
+    std::vector<update::ParameterRange> runs_;
     bool has_begun_ = false;
 };
 
@@ -52,13 +52,13 @@ Call to_call(nanobind::handle fields);
 
 // Returns this process's index in `members`. Throws nb::value_error unless the members are distinct ranks of the mesh
 // and include this process.
-int place_among(const std::vector<int>& members, const shm::Mesh& mesh);
+int index_among(const std::vector<int>& members, const shm::HostMesh& mesh);
 
 // Handles pending signals (Ctrl-C interrupts a blocked call). Leaves the Python exception set on the calling thread.
 bool python_interrupted();
 
 // Returns the group's queue. Throws nb::value_error if the group is closed or was inherited through a fork.
-std::shared_ptr<CallQueue> usable(std::shared_ptr<CallQueue> queue);
+std::shared_ptr<CallQueue> require_usable(std::shared_ptr<CallQueue> queue);
 
 // Returns true if releasing the interpreter lock would take longer than copying and reducing the tensors.
 bool is_small(const Call& call);
@@ -66,9 +66,9 @@ bool is_small(const Call& call);
 // Converts an outcome for Python; returns None if the call succeeded.
 nanobind::object report(Outcome outcome);
 
-// Runs the call on this thread. Releases the interpreter lock at once or, if `may_be_over_at_once` is set, only when
+// Runs the call on this thread. Releases the interpreter lock at once or, if `may_complete_at_once` is set, only when
 // the thread has to wait.
-nanobind::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once = false);
+nanobind::object run_call(CallQueue& queue, Call& call, bool may_complete_at_once = false);
 
 // Queues the call after earlier calls.
 std::shared_ptr<Work> submit_call(const std::shared_ptr<CallQueue>& queue, Call call);

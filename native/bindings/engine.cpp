@@ -26,7 +26,7 @@ namespace {
 
 class HostGroup {
   public:
-    HostGroup(std::shared_ptr<shm::Mesh> mesh, std::unique_ptr<host::Group> group, int rank, int size,
+    HostGroup(std::shared_ptr<shm::HostMesh> mesh, std::unique_ptr<host::Group> group, int rank, int size,
               std::size_t slot_bytes)
         : mesh_(std::move(mesh)),
           // The mesh must outlive a call that is still running on another thread.
@@ -100,7 +100,7 @@ class HostGroup {
         if (!may_be_shared(call)) return new PreparedCall(queue(), std::move(call), true);
         const auto find = [mesh = std::weak_ptr(mesh_)](Call& again) {
             again.region = 0;
-            if (const auto held = mesh.lock()) host::locate(again, held);
+            if (const auto held = mesh.lock()) host::locate_tensor(again, held);
         };
         return new PreparedCall(queue(), std::move(call), true, find);
     }
@@ -116,11 +116,11 @@ class HostGroup {
     int failure() const { return failure_of(queue_); }
 
   private:
-    std::shared_ptr<CallQueue> queue() const { return usable(queue_); }
+    std::shared_ptr<CallQueue> queue() const { return require_usable(queue_); }
 
     // Returns the call after checking its arguments.
     Call& sound(Call& call) const {
-        require_sound(call, rank_, size_, true);
+        require_valid(call, rank_, size_, true);
         return call;
     }
 
@@ -130,7 +130,7 @@ class HostGroup {
     }
 
     void find_region(Call& call) const {
-        if (may_be_shared(call)) host::locate(call, mesh_);
+        if (may_be_shared(call)) host::locate_tensor(call, mesh_);
     }
 
     nb::object reduce(const DenseTensor& tensor, ReduceOp reduce_op, std::int64_t timeout_ns) {
@@ -170,7 +170,7 @@ class HostGroup {
         return run_call(*queue(), call, is_small(call));
     }
 
-    std::shared_ptr<shm::Mesh> mesh_;
+    std::shared_ptr<shm::HostMesh> mesh_;
     std::shared_ptr<CallQueue> queue_;
     int rank_;
     int size_;
@@ -181,12 +181,12 @@ constexpr int kMaxThreads = 1 << 16;
 constexpr std::size_t kMinSlotBytes = 4 << 10;
 constexpr std::size_t kMaxSlotBytes = std::size_t{1} << 30;
 
-HostGroup* create_host_group(std::shared_ptr<shm::Mesh> mesh, std::vector<int> members, std::uint64_t id,
+HostGroup* create_host_group(std::shared_ptr<shm::HostMesh> mesh, std::vector<int> members, std::uint64_t id,
                              std::size_t slot_bytes, double timeout_s, int threads) {
     if (slot_bytes < kMinSlotBytes || slot_bytes > kMaxSlotBytes || slot_bytes % kMinSlotBytes != 0)
         throw nb::value_error("a slot has a multiple of 4 KiB, up to 1 GiB");
     if (threads < 1 || threads > kMaxThreads) throw nb::value_error("a rank computes on 1 to 65536 threads");
-    const int rank = place_among(members, *mesh);
+    const int rank = index_among(members, *mesh);
     const int size = static_cast<int>(members.size());
     const auto deadline = deadline_in(timeout_s);
     std::unique_ptr<host::Group> group;
@@ -211,7 +211,7 @@ int create_directory(int size) {
 }
 
 // Takes ownership of `fd`, a directory's descriptor, or creates a directory if `fd` is negative.
-std::shared_ptr<shm::Mesh> join_mesh(int rank, int size, int fd, std::vector<int> names) {
+std::shared_ptr<shm::HostMesh> join_mesh(int rank, int size, int fd, std::vector<int> names) {
     require_ranks(size);
     if (rank < 0 || rank >= size) throw nb::value_error("the rank is not one of the directory's");
     if (!names.empty() && names.size() != static_cast<std::size_t>(size))
@@ -220,10 +220,10 @@ std::shared_ptr<shm::Mesh> join_mesh(int rank, int size, int fd, std::vector<int
     auto directory = fd < 0 ? shm::HostDirectory::create(size) : shm::HostDirectory::adopt(fd, size);
     if (!directory) throw std::system_error(errno, std::generic_category(), "the directory of the host's ranks");
     directory->close_descriptor();
-    return std::make_shared<shm::Mesh>(rank, std::move(directory), std::move(names));
+    return std::make_shared<shm::HostMesh>(rank, std::move(directory), std::move(names));
 }
 
-std::vector<int> lost(const shm::Mesh& mesh) {
+std::vector<int> lost(const shm::HostMesh& mesh) {
     std::vector<int> ranks;
     for (int r = 0; r < mesh.size(); ++r)
         if (mesh.has_died(r)) ranks.push_back(r);
@@ -270,7 +270,7 @@ nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>> shared_tensor(std::size_t nb
     std::uint8_t* const data = (*owner)->data();
     const nb::capsule capsule(owner.release(), [](void* held) noexcept {
         const std::unique_ptr<Owner> segment(static_cast<Owner*>(held));
-        host::forget_region(**segment);
+        host::unregister_region(**segment);
     });
     return nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>>(data, {nbytes}, capsule);
 }
@@ -305,9 +305,9 @@ void register_engine(nb::module_& module) {
     nb::class_<Outcome>(module, "Outcome")
         .def_prop_ro("code", [](const Outcome& outcome) { return static_cast<int>(outcome.code); })
         .def_ro("missing", &Outcome::missing)
-        .def_ro("came", &Outcome::came)
+        .def_ro("has_begun", &Outcome::has_begun)
         .def_ro("waiting", &Outcome::waiting)
-        .def_ro("held_by", &Outcome::held_by)
+        .def_ro("blocked_by", &Outcome::blocked_by)
         .def_ro("gone", &Outcome::gone)
         .def_ro("left", &Outcome::left)
         .def_prop_ro("cause", [](const Outcome& outcome) { return outcome.cause.rank; })
@@ -328,25 +328,25 @@ void register_engine(nb::module_& module) {
         .def("wait", &wait, nb::arg("timeout_ns"))
         .def("outcome", [](const Work& work) { return report(work.outcome()); });
 
-    module.def("endings", [] { return CompletionCounter::of_process().count(); });
-    module.def("announce_ending", [] { CompletionCounter::of_process().announce(); });
+    module.def("completion_count", [] { return CompletionCounter::of_process().count(); });
+    module.def("announce_completion", [] { CompletionCounter::of_process().announce(); });
     module.def(
-        "await_ending",
+        "await_completion",
         [](std::uint32_t seen, std::int64_t timeout_ns) { CompletionCounter::of_process().await(seen, timeout_ns); },
         nb::arg("seen"), nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>());
 
-    nb::class_<shm::Mesh>(module, "Mesh")
+    nb::class_<shm::HostMesh>(module, "HostMesh")
         .def_static("join", &join_mesh, nb::arg("rank"), nb::arg("size"), nb::arg("directory") = -1,
                     nb::arg("names") = std::vector<int>{}, nb::call_guard<nb::gil_scoped_release>())
         .def("lost", &lost)
         .def(
             "absent",
-            [](const shm::Mesh& mesh, double timeout_s) {
+            [](const shm::HostMesh& mesh, double timeout_s) {
                 return mesh.directory().absent(
                     std::chrono::duration_cast<std::chrono::milliseconds>(to_duration(timeout_s)));
             },
             nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
-        .def("close", &shm::Mesh::close, nb::call_guard<nb::gil_scoped_release>());
+        .def("close", &shm::HostMesh::close, nb::call_guard<nb::gil_scoped_release>());
     module.def("create_directory", &create_directory, nb::arg("size"));
 
     nb::class_<HostGroup>(module, "HostGroup")
@@ -364,7 +364,7 @@ void register_engine(nb::module_& module) {
         .def("failure", &HostGroup::failure)
         .def("close", &HostGroup::close)
         // The `wire` argument has no effect on one host: data is never quantized there.
-        .def_prop_ro("quantises", [](const HostGroup&) { return true; });
+        .def_prop_ro("quantizes", [](const HostGroup&) { return true; });
 
     module.def("shared_tensor", &shared_tensor, nb::arg("nbytes"));
     module.def("simd_level", [] { return name_of(best_simd()); });

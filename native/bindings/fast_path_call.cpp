@@ -18,14 +18,15 @@ PyObject* name(const char* text) {
 }
 
 PyObject* with_care(PyObject* self) {
-    static PyObject* const method = name("_call_with_care");
+    static PyObject* const method = name("_call_slow_path");
     return PyObject_CallMethodObjArgs(self, method, nullptr);
 }
 
 }  // namespace
 
-void QuickCall::arm(nb::object prepared, std::vector<std::pair<nb::object, nb::object>> tensors, nb::object layout_of,
-                    nb::object limits, nb::dict watched, nb::str key, nb::object count_writes, nb::tuple written) {
+void FastPathCall::arm(nb::object prepared, std::vector<std::pair<nb::object, nb::object>> tensors,
+                       nb::object layout_of, nb::object limits, nb::dict watched, nb::str key, nb::object count_writes,
+                       nb::tuple written) {
     if (!nb::isinstance<PreparedCall>(prepared)) throw nb::type_error("a persistent call needs a PreparedCall");
     call_ = nb::cast<PreparedCall*>(prepared);
     prepared_ = std::move(prepared);
@@ -38,27 +39,27 @@ void QuickCall::arm(nb::object prepared, std::vector<std::pair<nb::object, nb::o
     written_ = std::move(written);
 }
 
-bool QuickCall::is_as_usual() const {
+bool FastPathCall::can_use_fast_path() const {
     if (call_ == nullptr || is_started) return false;
     if (PyDict_GetItemWithError(watched_.ptr(), key_.ptr()) != Py_False) return false;
     return std::all_of(tensors_.begin(), tensors_.end(), [this](const Prepared& each) { return has_its_layout(each); });
 }
 
-bool QuickCall::has_its_layout(const Prepared& prepared) const {
+bool FastPathCall::has_its_layout(const Prepared& prepared) const {
     if (prepared.read) return has_layout(prepared.tensor, *prepared.read);
     return layout_of_(prepared.tensor).equal(prepared.layout);
 }
 
-PyObject* QuickCall::call(PyObject* self, PyObject* arguments, PyObject* keywords) {
+PyObject* FastPathCall::call(PyObject* self, PyObject* arguments, PyObject* keywords) {
     static PyObject* const timeout_ns = name("timeout_ns");
     static PyObject* const fail = name("_fail");
     if (PyTuple_Size(arguments) != 0 || (keywords != nullptr && PyDict_Size(keywords) != 0)) {
         PyErr_SetString(PyExc_TypeError, "a persistent call takes no arguments; they were given when it was prepared");
         return nullptr;
     }
-    const QuickCall& quick = *nb::inst_ptr<QuickCall>(self);
+    const FastPathCall& quick = *nb::inst_ptr<FastPathCall>(self);
     try {
-        if (!quick.is_as_usual()) {
+        if (!quick.can_use_fast_path()) {
             PyErr_Clear();
             return with_care(self);
         }
@@ -76,10 +77,10 @@ PyObject* QuickCall::call(PyObject* self, PyObject* arguments, PyObject* keyword
     }
 }
 
-int QuickCall::traverse(PyObject* self, visitproc visit, void* arg) {
+int FastPathCall::traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (!nb::inst_ready(self)) return 0;
-    const QuickCall& quick = *nb::inst_ptr<QuickCall>(self);
+    const FastPathCall& quick = *nb::inst_ptr<FastPathCall>(self);
     Py_VISIT(quick.prepared_.ptr());
     Py_VISIT(quick.limits_.ptr());
     Py_VISIT(quick.watched_.ptr());
@@ -92,8 +93,8 @@ int QuickCall::traverse(PyObject* self, visitproc visit, void* arg) {
     return 0;
 }
 
-int QuickCall::clear(PyObject* self) {
-    QuickCall& quick = *nb::inst_ptr<QuickCall>(self);
+int FastPathCall::clear(PyObject* self) {
+    FastPathCall& quick = *nb::inst_ptr<FastPathCall>(self);
     quick.call_ = nullptr;
     const auto dropped = std::pair(std::move(quick.tensors_), std::move(quick.prepared_));
     quick.tensors_.clear();
@@ -105,15 +106,15 @@ int QuickCall::clear(PyObject* self) {
     return 0;
 }
 
-void register_quick_calls(nb::module_& module) {
-    static PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(&QuickCall::call)},
-                                  {Py_tp_traverse, reinterpret_cast<void*>(&QuickCall::traverse)},
-                                  {Py_tp_clear, reinterpret_cast<void*>(&QuickCall::clear)},
+void register_fast_path_calls(nb::module_& module) {
+    static PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(&FastPathCall::call)},
+                                  {Py_tp_traverse, reinterpret_cast<void*>(&FastPathCall::traverse)},
+                                  {Py_tp_clear, reinterpret_cast<void*>(&FastPathCall::clear)},
                                   {0, nullptr}};
-    nb::class_<QuickCall>(module, "QuickCall", nb::type_slots(slots))
+    nb::class_<FastPathCall>(module, "FastPathCall", nb::type_slots(slots))
         .def(nb::init<>())
-        .def("arm", &QuickCall::arm)
-        .def_rw("is_started", &QuickCall::is_started);
+        .def("arm", &FastPathCall::arm)
+        .def_rw("is_started", &FastPathCall::is_started);
 }
 
 }  // namespace paceline::bindings

@@ -1,7 +1,7 @@
 // The fast path of a persistent call, which runs without a Python frame.
 //
 // The Python subclass (paceline.comm.group.collectives.persistent) implements the slow path: its method
-// `_call_with_care` runs instead if a check fails or a profiler is recording, and `_fail` receives the outcome of a
+// `_call_slow_path` runs instead if a check fails or a profiler is recording, and `_fail` receives the outcome of a
 // failed call.
 #pragma once
 
@@ -14,9 +14,9 @@
 
 namespace paceline::bindings {
 
-class QuickCall {
+class FastPathCall {
   public:
-    // Enables the fast path; until then every call runs `_call_with_care`. `tensors` lists each tensor with the layout
+    // Enables the fast path; until then every call runs `_call_slow_path`. `tensors` lists each tensor with the layout
     // that `layout_of` returned during preparation. `limits.timeout_ns` is the timeout. `watched[key]` is False unless
     // a profiler is recording. `count_writes(written)` runs before each call; `written` holds the tensors that the call
     // writes.
@@ -38,7 +38,7 @@ class QuickCall {
         std::optional<TensorLayout> read;  // the layout read without Python, if supported
     };
 
-    bool is_as_usual() const;
+    bool can_use_fast_path() const;
     bool has_its_layout(const Prepared& prepared) const;
 
     PreparedCall* call_ = nullptr;

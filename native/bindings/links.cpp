@@ -159,7 +159,7 @@ class ScheduleGroup {
     Call by_schedule(std::shared_ptr<const Schedule> schedule, nb::handle fields, std::int64_t predicted_ns) const {
         if (!lanes_) throw nb::value_error("the group is closed");
         Call call = to_call(fields);
-        require_sound(call, lanes_->rank(), lanes_->size(), false);
+        require_valid(call, lanes_->rank(), lanes_->size(), false);
         call.predicted_ns = predicted_ns;
         call.algorithm = schedule->algorithm;
         call.schedule = std::move(schedule);
@@ -183,7 +183,7 @@ class ScheduleGroup {
         return Message(messenger, std::move(request));
     }
 
-    std::shared_ptr<CallQueue> queue() const { return usable(queue_); }
+    std::shared_ptr<CallQueue> queue() const { return require_usable(queue_); }
 
     std::shared_ptr<link::LaneSet> lanes_;
     std::shared_ptr<Messenger> messenger_;
@@ -192,13 +192,13 @@ class ScheduleGroup {
 
 constexpr std::size_t kMinConnections = 2;  // one for control and at least one for data
 
-ScheduleGroup* create_schedule_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
+ScheduleGroup* create_schedule_group(std::shared_ptr<shm::HostMesh> mesh, std::uint64_t id, int rank,
                                      const std::vector<int>& mesh_ranks, const std::vector<nb::list>& connections,
                                      double timeout_s, std::vector<int> names) {
     const std::size_t size = mesh_ranks.size();
     std::vector<int> here;
     std::copy_if(mesh_ranks.begin(), mesh_ranks.end(), std::back_inserter(here), [](int each) { return each >= 0; });
-    const int place = place_among(here, *mesh);
+    const int place = index_among(here, *mesh);
     if (rank < 0 || static_cast<std::size_t>(rank) >= size ||
         mesh_ranks[static_cast<std::size_t>(rank)] != here[static_cast<std::size_t>(place)])
         throw nb::value_error("the rank is not that of this process in the mesh");
@@ -222,13 +222,13 @@ ScheduleGroup* create_schedule_group(std::shared_ptr<shm::Mesh> mesh, std::uint6
 
 std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int rank, int size, const nb::bytes& steps,
                                         int wire) {
-    constexpr int last = kQuantized + static_cast<int>(Wire::int4);
+    constexpr int last = kQuantized + static_cast<int>(WireType::int4);
     if (algorithm < 0 || algorithm > last) throw nb::value_error("there is no such algorithm");
-    if (wire < 0 || wire > static_cast<int>(Wire::int4)) throw nb::value_error("there is no such wire");
+    if (wire < 0 || wire > static_cast<int>(WireType::int4)) throw nb::value_error("there is no such wire");
     const std::span numbers(reinterpret_cast<const std::int32_t*>(steps.c_str()), steps.size() / sizeof(std::int32_t));
     std::size_t bad_step = 0;
     const auto schedule = Schedule::make(static_cast<std::uint8_t>(algorithm), blocks, rank, size, numbers, &bad_step,
-                                         static_cast<Wire>(wire));
+                                         static_cast<WireType>(wire));
     if (schedule) return std::const_pointer_cast<Schedule>(schedule);
     const std::string told = "these steps are no schedule for rank " + std::to_string(rank) + " of " +
                              std::to_string(size) + ": see step " + std::to_string(bad_step) +

@@ -35,18 +35,17 @@ class SharedMemory {
     std::shared_ptr<shm::Segment> segment_;
 };
 
-std::pair<SharedMemory, shm::RegionId> share_memory(shm::Mesh& mesh, std::size_t nbytes) {
-    host::SharedMemory shared = host::share(mesh, nbytes);
+std::pair<SharedMemory, shm::RegionId> share_memory(shm::HostMesh& mesh, std::size_t nbytes) {
+    host::SharedRegion shared = host::share_region(mesh, nbytes);
     if (!shared.segment) throw std::system_error(errno, std::generic_category(), "memfd_create");
     return {SharedMemory(std::move(shared.segment)), shared.id};
 }
 
-std::optional<SharedMemory> find_memory(shm::Mesh& mesh, int owner, shm::RegionId id, std::size_t nbytes,
+std::optional<SharedMemory> find_memory(shm::HostMesh& mesh, int owner, shm::RegionId id, std::size_t nbytes,
                                         double timeout_s) {
     if (owner < 0 || owner >= mesh.size()) throw nb::value_error("the owner is not a rank of the mesh");
-    const shm::Found found = mesh.fetch(owner, id, deadline_in(timeout_s));
-    if (found.shortage != 0)
-        throw std::system_error(found.shortage, std::generic_category(), "the memory of another rank");
+    const shm::FetchResult found = mesh.fetch(owner, id, deadline_in(timeout_s));
+    if (found.error != 0) throw std::system_error(found.error, std::generic_category(), "the memory of another rank");
     if (!found.segment || found.segment->size() < nbytes) return std::nullopt;
     return SharedMemory(found.segment);
 }
@@ -60,7 +59,7 @@ void register_memory(nb::module_& module) {
                nb::call_guard<nb::gil_scoped_release>());
     module.def("find_memory", &find_memory, nb::arg("mesh"), nb::arg("owner"), nb::arg("id"), nb::arg("nbytes"),
                nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
-    module.def("withdraw_memory", &host::end_sharing, nb::arg("mesh"), nb::arg("id"),
+    module.def("withdraw_memory", &host::withdraw_region, nb::arg("mesh"), nb::arg("id"),
                nb::call_guard<nb::gil_scoped_release>());
 }
 

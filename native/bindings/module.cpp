@@ -29,7 +29,7 @@ NB_MODULE(_core, module) {
     paceline::bindings::register_updates(module);
     paceline::bindings::register_links(module);
     paceline::bindings::register_prepared_calls(module);
-    paceline::bindings::register_quick_calls(module);
+    paceline::bindings::register_fast_path_calls(module);
     paceline::bindings::register_tensors(module);
     paceline::bindings::register_store(module);
     paceline::bindings::register_record(module);

@@ -7,7 +7,7 @@ namespace nb = nanobind;
 namespace paceline::bindings {
 
 std::shared_ptr<CallQueue> PreparedCall::begin(std::int64_t timeout_ns) {
-    std::shared_ptr<CallQueue> queue = usable(queue_.lock());
+    std::shared_ptr<CallQueue> queue = require_usable(queue_.lock());
     if (is_running_) throw nb::value_error("another thread is making this call");
     for (ByteStream& each : call_.inputs) each.rewind();
     for (ByteStream& each : call_.outputs) each.rewind();
@@ -24,7 +24,7 @@ nb::object PreparedCall::run(std::int64_t timeout_ns) {
         ~Running() { flag = false; }
         bool& flag;
     } running(is_running_);
-    return run_call(*queue, call_, may_be_over_at_once_);
+    return run_call(*queue, call_, may_complete_at_once_);
 }
 
 std::shared_ptr<Work> PreparedCall::submit(std::int64_t timeout_ns) {

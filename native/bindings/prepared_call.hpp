@@ -17,7 +17,7 @@ class PreparedCall {
                  std::function<void(Call&)> complete = nullptr)
         : queue_(queue),
           call_(std::move(call)),
-          may_be_over_at_once_(is_on_one_host && is_small(call_)),
+          may_complete_at_once_(is_on_one_host && is_small(call_)),
           complete_(std::move(complete)) {}
 
     // Runs the call on this thread; returns None on success. Throws nb::value_error if another thread is running the
@@ -31,7 +31,7 @@ class PreparedCall {
 
     std::weak_ptr<CallQueue> queue_;
     Call call_;
-    bool may_be_over_at_once_;
+    bool may_complete_at_once_;
     std::function<void(Call&)> complete_;
     bool is_running_ = false;  // guarded by the interpreter lock
 };

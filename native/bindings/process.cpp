@@ -15,7 +15,7 @@ void register_process(nanobind::module_& module) {
     module.def(
         "cpu_quota",
         [](const std::string& root) {
-            const Quota quota = cpu_quota(root);
+            const CpuQuota quota = cpu_quota(root);
             return std::pair(quota.cores, quota.cgroup);
         },
         nanobind::arg("root") = "");
@@ -23,13 +23,13 @@ void register_process(nanobind::module_& module) {
         "cgroups",
         [](const std::string& controller, const std::string& root) {
             Cgroups found = cgroups_of_this_process(controller, root);
-            return std::pair(std::move(found.directories), found.is_mounted_so);
+            return std::pair(std::move(found.directories), found.is_from_mount_table);
         },
         nanobind::arg("controller"), nanobind::arg("root") = "");
     module.def(
         "domain",
         [](const std::string& root) {
-            const Domain mine = domain_of(usable_cores(), root);
+            const LocalityDomain mine = domain_of(usable_cores(), root);
             return std::pair(mine.node, mine.cache);
         },
         nanobind::arg("root") = "");

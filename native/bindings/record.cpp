@@ -40,7 +40,7 @@ class RecordedCall {
         fields_.tag = tag;
         fields_.arrived = record::ticks();
         note_call_site();
-        written_ = recorder->add(fields_, false);
+        entry_ = recorder->add(fields_, false);
     }
 
     // Records the start, at the current tick if `tick` is 0.
@@ -48,8 +48,8 @@ class RecordedCall {
         Recorder* const recorder = Recorder::active();
         if (recorder == nullptr) return;
         fields_.started = tick == 0 ? record::ticks() : std::max(tick, fields_.arrived);
-        fields_.state = record::State::running;
-        recorder->change(written_, fields_, false);
+        fields_.state = record::CallState::running;
+        recorder->change(entry_, fields_, false);
     }
 
     // Records the end, at the current tick if `tick` is 0. `shm_nbytes` and `tcp_nbytes` count the bytes that this rank
@@ -59,17 +59,17 @@ class RecordedCall {
         if (recorder == nullptr) return;
         if (fields_.started == 0) fields_.started = fields_.arrived;
         fields_.ended = tick == 0 ? record::ticks() : std::max(tick, fields_.started);
-        fields_.state = outcome == 0 ? record::State::done : record::State::failed;
+        fields_.state = outcome == 0 ? record::CallState::done : record::CallState::failed;
         fields_.outcome = static_cast<std::uint8_t>(outcome);
         fields_.shm_nbytes = shm_nbytes;
         fields_.tcp_nbytes = tcp_nbytes;
         fields_.last_arrived = last_arrived;
-        recorder->change(written_, fields_, true);
+        recorder->change(entry_, fields_, true);
     }
 
   private:
     CallFields fields_;
-    record::WrittenCall written_;
+    record::CallEntryHandle entry_;
 };
 
 bool begin(int fd, const std::string& worker, const std::string& host, const std::string& boot,

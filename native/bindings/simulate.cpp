@@ -66,7 +66,7 @@ void require_times(const Scenario& scenario) {
     for (const auto& program : scenario.programs)
         are_sound = are_sound && std::isfinite(program.arrival_s) && is_rate(program.speed);
     for (const Route& route : scenario.routes) {
-        are_sound = are_sound && is_amount(route.latency_s) && is_amount(route.overhead_s) && is_rate(route.most);
+        are_sound = are_sound && is_amount(route.latency_s) && is_amount(route.overhead_s) && is_rate(route.max_rate);
         for (const auto& use : route.uses) are_sound = are_sound && is_amount(use.weight);
     }
     if (!are_sound)
@@ -97,7 +97,7 @@ std::tuple<std::vector<double>, std::vector<double>, Transfers> simulate_schedul
     scenario.piece_nbytes = piece_nbytes;
     require_times(scenario);
     scenario.records = records;
-    simulate::Timing timing;
+    simulate::SimulationResult timing;
     {
         nb::gil_scoped_release unlocked;
         timing = simulate::simulate(scenario);

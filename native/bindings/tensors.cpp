@@ -52,17 +52,17 @@ std::optional<DType> dtype_of(const nb::dlpack::dtype& type) {
     const auto is = [&type](nb::dlpack::dtype_code code, int bits) {
         return type.code == static_cast<std::uint8_t>(code) && type.bits == bits;
     };
-    using Code = nb::dlpack::dtype_code;
-    if (is(Code::Float, 32)) return DType::f32;
-    if (is(Code::Bfloat, 16)) return DType::bf16;
-    if (is(Code::Float, 16)) return DType::f16;
-    if (is(Code::Float, 64)) return DType::f64;
-    if (is(Code::Int, 64)) return DType::i64;
-    if (is(Code::Int, 32)) return DType::i32;
-    if (is(Code::Int, 16)) return DType::i16;
-    if (is(Code::Int, 8)) return DType::i8;
-    if (is(Code::UInt, 8)) return DType::u8;
-    if (is(Code::Bool, 8)) return DType::boolean;
+    using OutcomeCode = nb::dlpack::dtype_code;
+    if (is(OutcomeCode::Float, 32)) return DType::f32;
+    if (is(OutcomeCode::Bfloat, 16)) return DType::bf16;
+    if (is(OutcomeCode::Float, 16)) return DType::f16;
+    if (is(OutcomeCode::Float, 64)) return DType::f64;
+    if (is(OutcomeCode::Int, 64)) return DType::i64;
+    if (is(OutcomeCode::Int, 32)) return DType::i32;
+    if (is(OutcomeCode::Int, 16)) return DType::i16;
+    if (is(OutcomeCode::Int, 8)) return DType::i8;
+    if (is(OutcomeCode::UInt, 8)) return DType::u8;
+    if (is(OutcomeCode::Bool, 8)) return DType::boolean;
     return std::nullopt;
 }
 

@@ -39,17 +39,17 @@ class TlsConnection {
   public:
     TlsConnection(std::shared_ptr<tls::Identity> identity, int socket, bool accepts) : descriptor_(socket) {
         fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
-        session_ = std::make_unique<Session>(std::move(identity), socket,
-                                             accepts ? tls::Side::accepting : tls::Side::connecting);
+        session_ = std::make_unique<Session>(
+            std::move(identity), socket, accepts ? tls::ConnectionRole::accepting : tls::ConnectionRole::connecting);
     }
 
     // Returns an empty string on success, or the reason why one end rejected the other. Throws if the connection is
     // lost.
-    std::string shake_hands(double timeout_s) {
+    std::string handshake(double timeout_s) {
         const auto deadline = deadline_in(timeout_s);
         const nb::gil_scoped_release release;
         for (;;) {
-            switch (session().shake_hands()) {
+            switch (session().handshake()) {
                 case Session::Progress::done:
                     return {};
                 case Session::Progress::failed:
@@ -154,7 +154,7 @@ void register_tls(nb::module_& module) {
     nb::class_<TlsConnection>(module, "TlsConnection")
         .def(nb::init<std::shared_ptr<tls::Identity>, int, bool>(), nb::arg("identity"), nb::arg("socket"),
              nb::arg("accepts"))
-        .def("shake_hands", &TlsConnection::shake_hands, nb::arg("timeout_s"))
+        .def("handshake", &TlsConnection::handshake, nb::arg("timeout_s"))
         .def("send", &TlsConnection::send, nb::arg("data"), nb::arg("timeout_s"))
         .def("receive", &TlsConnection::receive, nb::arg("most"), nb::arg("timeout_s"));
 }

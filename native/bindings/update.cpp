@@ -18,9 +18,9 @@ namespace nb = nanobind;
 namespace paceline::bindings {
 namespace {
 
-using update::Options;
-using update::Run;
+using update::ParameterRange;
 using update::Update;
+using update::UpdateOptions;
 
 // One run: the addresses of its elements, its two states and its step count, followed by its number of bytes and its
 // group.
@@ -33,19 +33,19 @@ T* at(std::uintptr_t address) {
 
 std::shared_ptr<CheckedUpdate> make_update(int dtype, const std::vector<RunFields>& fields) {
     const DType type = to_dtype(dtype);
-    if (update::find_update(type, update::Rule::sgd) == nullptr)
+    if (update::find_update(type, update::UpdateRule::sgd) == nullptr)
         throw nb::value_error("the core updates only float32 and float64");
-    std::vector<Run> runs;
+    std::vector<ParameterRange> runs;
     for (const auto& [param, first, second, steps, nbytes, group] : fields)
         runs.push_back({at<std::uint8_t>(param), at<std::uint8_t>(first), at<std::uint8_t>(second), at<float>(steps),
                         nbytes, group});
     return std::make_shared<CheckedUpdate>(type, runs);
 }
 
-Options adam_options(double lr, double weight_decay, bool maximize, double beta1, double beta2, double eps,
-                     bool is_decoupled) {
-    Options options;
-    options.rule = update::Rule::adam;
+UpdateOptions adam_options(double lr, double weight_decay, bool maximize, double beta1, double beta2, double eps,
+                           bool is_decoupled) {
+    UpdateOptions options;
+    options.rule = update::UpdateRule::adam;
     options.lr = lr;
     options.weight_decay = weight_decay;
     options.maximize = maximize;
@@ -56,9 +56,10 @@ Options adam_options(double lr, double weight_decay, bool maximize, double beta1
     return options;
 }
 
-Options sgd_options(double lr, double weight_decay, bool maximize, double momentum, double dampening, bool nesterov) {
-    Options options;
-    options.rule = update::Rule::sgd;
+UpdateOptions sgd_options(double lr, double weight_decay, bool maximize, double momentum, double dampening,
+                          bool nesterov) {
+    UpdateOptions options;
+    options.rule = update::UpdateRule::sgd;
     options.lr = lr;
     options.weight_decay = weight_decay;
     options.maximize = maximize;
@@ -75,13 +76,13 @@ void apply_update(CheckedUpdate& update, std::uintptr_t averages, std::size_t nb
 
 }  // namespace
 
-CheckedUpdate::CheckedUpdate(DType dtype, const std::vector<Run>& runs) : Update(dtype, runs), runs_(runs) {}
+CheckedUpdate::CheckedUpdate(DType dtype, const std::vector<ParameterRange>& runs) : Update(dtype, runs), runs_(runs) {}
 
-void CheckedUpdate::begin_step(const std::vector<Options>& groups) {
-    const auto can_begin = [&groups](const Run& run) {
+void CheckedUpdate::begin_step(const std::vector<UpdateOptions>& groups) {
+    const auto can_begin = [&groups](const ParameterRange& run) {
         if (run.group >= groups.size() || run.param == nullptr) return false;
-        const Options& options = groups[run.group];
-        if (options.rule == update::Rule::sgd) return options.momentum == 0 || run.first != nullptr;
+        const UpdateOptions& options = groups[run.group];
+        if (options.rule == update::UpdateRule::sgd) return options.momentum == 0 || run.first != nullptr;
         return run.first != nullptr && run.second != nullptr && run.steps != nullptr;
     };
     has_begun_ = std::all_of(runs_.begin(), runs_.end(), can_begin);
@@ -94,7 +95,7 @@ void CheckedUpdate::require_step() const {
 }
 
 void register_updates(nb::module_& module) {
-    nb::class_<Options>(module, "UpdateOptions");
+    nb::class_<UpdateOptions>(module, "UpdateOptions");
     module.def("adam_options", &adam_options, nb::kw_only(), nb::arg("lr"), nb::arg("weight_decay"),
                nb::arg("maximize"), nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("is_decoupled"));
     module.def("sgd_options", &sgd_options, nb::kw_only(), nb::arg("lr"), nb::arg("weight_decay"), nb::arg("maximize"),

@@ -24,9 +24,9 @@ std::vector<std::string> levels() {
     return names;
 }
 
-Wire to_wire(int wire) {
-    if (wire < 0 || wire > static_cast<int>(Wire::int4)) throw nb::value_error("there is no such wire");
-    return static_cast<Wire>(wire);
+WireType to_wire(int wire) {
+    if (wire < 0 || wire > static_cast<int>(WireType::int4)) throw nb::value_error("there is no such wire");
+    return static_cast<WireType>(wire);
 }
 
 const WireKernels& kernels(int wire, const std::string& level, int dtype) {

@@ -54,7 +54,7 @@ struct CallHeader {
     std::uint8_t algorithm;  // the schedule's algorithm, or 0; see kQuantized
     std::uint8_t reserved[7];
 
-    bool fits(const CallHeader& other) const {
+    bool matches(const CallHeader& other) const {
         return sequence == other.sequence && (count == other.count || operation == Operation::all_to_all) &&
                root == other.root && operation == other.operation && dtype == other.dtype &&
                reduce_op == other.reduce_op && algorithm == other.algorithm;
@@ -62,25 +62,25 @@ struct CallHeader {
 };
 
 // Returns true if all enum values in a header received from another rank are valid.
-inline bool is_sound(const CallHeader& header) {
+inline bool is_valid(const CallHeader& header) {
     return header.operation <= Operation::barrier && header.dtype <= DType::c32 && header.reduce_op <= ReduceOp::none;
 }
 
 // The reason why a rank gives up: another rank died, left, or delayed a call until it timed out. `rank` is that rank's
 // name, a number that identifies it in all groups of a process.
-struct Cause {
+struct FailureCause {
     int rank = -1;  // -1: no cause
     bool left = false;
     bool hung = false;
 
     bool known() const { return rank >= 0; }
-    bool operator==(const Cause&) const = default;
+    bool operator==(const FailureCause&) const = default;
     // Encodes the cause as a number that is sent to other ranks; 0 means no cause.
     std::uint32_t pack() const {
         if (!known()) return 0;
         return static_cast<std::uint32_t>(rank) << 1 | 1U | (left ? kLeft : 0) | (hung ? kHung : 0);
     }
-    static Cause unpack(std::uint32_t packed) {
+    static FailureCause unpack(std::uint32_t packed) {
         if (packed == 0) return {};
         return {static_cast<int>((packed & ~(kLeft | kHung)) >> 1), (packed & kLeft) != 0, (packed & kHung) != 0};
     }
@@ -93,7 +93,7 @@ struct Cause {
 // starved: the rank in `missing` ran out of descriptors or memory when it mapped another rank's tensor.
 // too_many_offers: kMaxOffers messages are already waiting for receives on the rank in `missing`. The message was not
 // sent; the group remains usable. aborted: `reporter` called `Collectives::abort`.
-enum class Code {
+enum class OutcomeCode {
     ok,
     mismatch,
     timed_out,
@@ -106,17 +106,17 @@ enum class Code {
 };
 
 struct Outcome {
-    Code code = Code::ok;
+    OutcomeCode code = OutcomeCode::ok;
     std::vector<int> missing;  // group ranks that did not arrive
-    bool came = false;         // true if the ranks in `missing` have begun the call but not finished their part
+    bool has_begun = false;    // true if the ranks in `missing` have begun the call but not finished their part
     // timed_out: the ranks in `missing` that are waiting in other calls and therefore are not to blame. A deadlock is
-    // reported if `waiting` equals `missing` and `held_by` is empty.
+    // reported if `waiting` equals `missing` and `blocked_by` is empty.
     std::vector<int> waiting;
-    std::vector<int> held_by;  // timed_out: the names (not group ranks) of ranks to blame that are not in `missing`
-    std::vector<int> gone;     // the ranks in `missing` that died or left
-    std::vector<int> left;     // the ranks in `missing` that left cleanly
-    Cause cause;        // the reason that the ranks in `gone` reported, if any; its `rank` is a name, not a group rank
-    int reporter = -1;  // the group rank that gave up first; -1 means this rank
+    std::vector<int> blocked_by;  // timed_out: the names (not group ranks) of ranks to blame that are not in `missing`
+    std::vector<int> gone;        // the ranks in `missing` that died or left
+    std::vector<int> left;        // the ranks in `missing` that left cleanly
+    FailureCause cause;  // the reason that the ranks in `gone` reported, if any; its `rank` is a name, not a group rank
+    int reporter = -1;   // the group rank that gave up first; -1 means this rank
     std::int64_t waited_ns = 0;
     // all_to_all: the sender and the receiver that disagree on the number of bytes between them, or -1.
     int split_from = -1;
@@ -128,7 +128,7 @@ struct Outcome {
 };
 
 // Data that a group collects during a call for the recording.
-struct Observed {
+struct CallMetrics {
     int last_arrived = -1;         // the group rank that arrived last, or -1 if unknown
     std::uint64_t complete = 0;    // time of the last rank's arrival, in recorder ticks; 0: not measured
     std::uint64_t shm_nbytes = 0;  // sent by this rank
@@ -156,7 +156,7 @@ struct Call {
     std::int64_t predicted_ns = 0;                       // the predicted duration; 0: no prediction
     float* residual = nullptr;                           // rounding errors for error feedback (wire/wire.hpp), or null
     std::size_t residual_count = 0;
-    Observed observed;  // written by the group
+    CallMetrics metrics;  // written by the group
     // Called once before the thread waits (longer than a brief spin) for another rank or another call. Null except for
     // small calls on one host, which may complete without such a wait.
     const std::function<void()>* before_waiting = nullptr;
@@ -197,7 +197,7 @@ class Collectives {
     virtual void abort() = 0;
     // Returns the reason why the group is broken, as far as this rank can determine it between calls, or `ok`. Any
     // thread may call this.
-    virtual Code failure() = 0;
+    virtual OutcomeCode failure() = 0;
     // Returns true if each rank has a spare core on which its thread for asynchronous calls may busy-wait.
     virtual bool has_spare_core() const { return false; }
 };

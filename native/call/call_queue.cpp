@@ -34,7 +34,7 @@ SpinResult spin(Clock::time_point until, IsOver is_over) {
     for (auto before = Clock::now(); before < until;) {
         for (int i = 0; i < kSpinsPerClockRead; ++i) {
             if (is_over()) return SpinResult::over;
-            shm::relax_cpu();
+            shm::cpu_relax();
         }
         const auto now = Clock::now();
         if (now - before > SpinBudget::kLostCore) return SpinResult::lost_core;
@@ -70,17 +70,17 @@ void Work::finish(Outcome outcome) {
 
 void CallQueue::close() {
     {
-        const std::lock_guard lock(queueing_);
+        const std::lock_guard lock(queue_mutex_);
         closing_ = true;
         canceled_.store(true, std::memory_order_relaxed);
     }
     queue_version_.fetch_add(1, std::memory_order_relaxed);
     queued_.notify_all();
     {
-        const std::lock_guard lock(joining_);
+        const std::lock_guard lock(join_mutex_);
         if (thread_.joinable()) thread_.join();
     }
-    const std::lock_guard lock(running_);  // waits until a call on another thread is complete
+    const std::lock_guard lock(run_mutex_);  // waits until a call on another thread is complete
 }
 
 void CallQueue::arrive(RecordedCall& recorded, const Call& call, bool is_async) {
@@ -88,21 +88,21 @@ void CallQueue::arrive(RecordedCall& recorded, const Call& call, bool is_async) 
     recorded.arrive(recorded_as_.load(std::memory_order_relaxed), call, sequence, is_async);
 }
 
-// Runs a call whose start has been recorded; the caller holds `running_`. Reads the clock only for calls with a
+// Runs a call whose start has been recorded; the caller holds `run_mutex_`. Reads the clock only for calls with a
 // predicted duration, which is much longer than a clock read.
 Outcome CallQueue::perform(Call& call, RecordedCall& recorded, const Interrupted& interrupted, bool background) {
     const bool is_predicted = call.predicted_ns > 0;
     const auto began = is_predicted ? Clock::now() : Clock::time_point();
     Outcome outcome = group_->run(call, interrupted, background);
-    recorded.end(call.observed, outcome);
-    if (is_predicted && outcome.code == Code::ok)
+    recorded.end(call.metrics, outcome);
+    if (is_predicted && outcome.code == OutcomeCode::ok)
         prediction_monitor_.note(call, std::chrono::nanoseconds(Clock::now() - began).count());
     return outcome;
 }
 
 Outcome CallQueue::run(Call& call, const Interrupted& interrupted) {
     if (pending_.load(std::memory_order_acquire) == 0) {
-        std::unique_lock lock(running_, std::try_to_lock);
+        std::unique_lock lock(run_mutex_, std::try_to_lock);
         if (!lock.owns_lock()) {
             notify_before_waiting(call);
             lock.lock();
@@ -123,10 +123,10 @@ std::shared_ptr<Work> CallQueue::submit(Call call) {
     call.before_waiting = nullptr;  // only valid on the caller's thread
     auto work = std::make_shared<Work>(std::move(call), spins_when_idle_);
     {
-        const std::lock_guard lock(queueing_);
+        const std::lock_guard lock(queue_mutex_);
         if (closing_) {
             Outcome outcome;
-            outcome.code = Code::interrupted;
+            outcome.code = OutcomeCode::interrupted;
             work->finish(std::move(outcome));
             return work;
         }
@@ -162,11 +162,11 @@ void CallQueue::work() {
     const Interrupted interrupted = [this] { return canceled_.load(std::memory_order_relaxed); };
     std::shared_ptr<Work> next;
     const std::function<bool()> is_awaited = [this, &next] {
-        const std::lock_guard looking(queueing_);
+        const std::lock_guard looking(queue_mutex_);
         return next->is_awaited() ||
                std::any_of(queue_.begin(), queue_.end(), [](const auto& later) { return later->is_awaited(); });
     };
-    std::unique_lock lock(queueing_);
+    std::unique_lock lock(queue_mutex_);
     for (;;) {
         const auto idle_since = Clock::now();
         if (spins_when_idle_) spin_for_call(lock);
@@ -178,7 +178,7 @@ void CallQueue::work() {
         lock.unlock();
         Outcome outcome;
         {
-            const std::lock_guard run(running_);
+            const std::lock_guard run(run_mutex_);
             next->recorded_.start();
             next->call_.is_awaited = &is_awaited;
             outcome = perform(next->call_, next->recorded_, interrupted, true);

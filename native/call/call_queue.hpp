@@ -71,7 +71,7 @@ class CallQueue {
 
     // See `Collectives`.
     void abort() { group_->abort(); }
-    Code failure() { return group_->failure(); }
+    OutcomeCode failure() { return group_->failure(); }
 
     // See `PredictionMonitor::take`. Any thread may call this.
     std::optional<PredictionMiss> prediction_miss() { return prediction_monitor_.take(); }
@@ -87,9 +87,9 @@ class CallQueue {
     const std::uint32_t forks_ = forks_from_members();  // the value when the queue was created
     std::atomic<std::uint32_t> recorded_as_{0};
     std::atomic<std::uint64_t> arrived_{0};  // the sequence number of the latest call
-    std::mutex running_;
-    PredictionMonitor prediction_monitor_;  // guarded by running_, except for `take`
-    std::mutex queueing_;
+    std::mutex run_mutex_;
+    PredictionMonitor prediction_monitor_;  // guarded by run_mutex_, except for `take`
+    std::mutex queue_mutex_;
     std::condition_variable queued_;
     std::deque<std::shared_ptr<Work>> queue_;
     std::atomic<std::uint64_t> pending_{0};
@@ -97,7 +97,7 @@ class CallQueue {
     SpinBudget spin_budget_;                       // used only by `thread_`
     std::atomic<bool> canceled_{false};
     bool closing_ = false;
-    std::mutex joining_;
+    std::mutex join_mutex_;
     std::thread thread_;
 };
 

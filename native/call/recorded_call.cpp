@@ -27,9 +27,9 @@ void RecordedCall::arrive(std::uint32_t group, const Call& call, std::uint64_t s
     fields_.arrived = record::ticks();
     if (!is_async) {
         fields_.started = fields_.arrived;
-        fields_.state = record::State::running;
+        fields_.state = record::CallState::running;
     }
-    written_ = recorder->add(fields_, false);
+    entry_ = recorder->add(fields_, false);
 }
 
 void RecordedCall::arrive_message(std::uint32_t group, bool receives, DType dtype, std::uint64_t count, int peer,
@@ -45,36 +45,36 @@ void RecordedCall::arrive_message(std::uint32_t group, bool receives, DType dtyp
     fields_.tag = tag;
     fields_.is_async = 1;
     fields_.arrived = fields_.started = record::ticks();
-    fields_.state = record::State::running;
-    written_ = recorder->add(fields_, false);
+    fields_.state = record::CallState::running;
+    entry_ = recorder->add(fields_, false);
 }
 
 void RecordedCall::start() {
     record::Recorder* const recorder = record::Recorder::active();
-    if (recorder == nullptr || !written_) return;
+    if (recorder == nullptr || !entry_) return;
     fields_.started = record::ticks();
-    fields_.state = record::State::running;
-    recorder->change(written_, fields_, false);
+    fields_.state = record::CallState::running;
+    recorder->change(entry_, fields_, false);
 }
 
-void RecordedCall::end(const Observed& observed, const Outcome& outcome) {
+void RecordedCall::end(const CallMetrics& metrics, const Outcome& outcome) {
     record::Recorder* const recorder = record::Recorder::active();
-    if (recorder == nullptr || !written_) return;
+    if (recorder == nullptr || !entry_) return;
     fields_.ended = record::ticks();
-    fields_.state = outcome.code == Code::ok ? record::State::done : record::State::failed;
+    fields_.state = outcome.code == OutcomeCode::ok ? record::CallState::done : record::CallState::failed;
     fields_.outcome = static_cast<std::uint8_t>(outcome.code);
-    fields_.shm_nbytes = observed.shm_nbytes;
-    fields_.tcp_nbytes = observed.tcp_nbytes;
-    fields_.last_arrived = observed.last_arrived;
+    fields_.shm_nbytes = metrics.shm_nbytes;
+    fields_.tcp_nbytes = metrics.tcp_nbytes;
+    fields_.last_arrived = metrics.last_arrived;
     // Without a measurement, the last rank is assumed to have arrived just before the call ended.
-    if (observed.last_arrived >= 0) fields_.complete = observed.complete != 0 ? observed.complete : fields_.ended;
+    if (metrics.last_arrived >= 0) fields_.complete = metrics.complete != 0 ? metrics.complete : fields_.ended;
     if (const auto first = std::min_element(outcome.missing.begin(), outcome.missing.end());
         first != outcome.missing.end()) {
         fields_.first_missing = static_cast<std::uint32_t>(*first);
         for (const int rank : outcome.missing)
             if (rank - *first < kMaxMissing) fields_.missing |= std::uint64_t{1} << (rank - *first);
     }
-    recorder->change(written_, fields_, true);
+    recorder->change(entry_, fields_, true);
 }
 
 }  // namespace paceline

@@ -16,11 +16,11 @@ class RecordedCall {
                         std::int32_t tag);
     // Records the start of a queued call.
     void start();
-    void end(const Observed& observed, const Outcome& outcome);
+    void end(const CallMetrics& metrics, const Outcome& outcome);
 
   private:
     record::CallFields fields_;
-    record::WrittenCall written_;
+    record::CallEntryHandle entry_;
 };
 
 }  // namespace paceline

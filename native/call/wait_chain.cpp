@@ -13,46 +13,46 @@ constexpr int kMaxTimeouts = 3;  // the search ends after this multiple of the a
 constexpr std::size_t kMax = 8192;  // maximum number of queries, a bound for malformed answers
 // The time for which a rank continues to answer queries after its search is complete. Ranks that wait for each other
 // often time out together, and the first one to finish must not appear to hold up the others.
-constexpr std::chrono::milliseconds kStays{300};
+constexpr std::chrono::milliseconds kAnswersAfterSearch{300};
 
 }  // namespace
 
-WaitChainSearch::WaitChainSearch(Waits& waits, CallId in, std::int64_t timeout_ns, std::int64_t waited_ns)
-    : waits_(waits),
-      in_(in),
+WaitChainSearch::WaitChainSearch(WaitRegistry& registry, CallId call, std::int64_t timeout_ns, std::int64_t waited_ns)
+    : registry_(registry),
+      call_(call),
       waited_ns_(waited_ns),
       answer_timeout_(std::clamp(std::chrono::nanoseconds(timeout_ns), kMinAnswerTimeout, kMaxAnswerTimeout)) {
-    const std::lock_guard lock(waits_.mutex_);
-    waits_.searches_.push_back(this);
+    const std::lock_guard lock(registry_.mutex_);
+    registry_.searches_.push_back(this);
 }
 
 WaitChainSearch::~WaitChainSearch() {
-    const std::lock_guard lock(waits_.mutex_);
-    std::erase(waits_.searches_, this);
+    const std::lock_guard lock(registry_.mutex_);
+    std::erase(registry_.searches_, this);
 }
 
-void WaitChainSearch::hear(int name, const CallId& in, const Answer& answer) {
-    if (const auto found = asked_.find({name, in}); found != asked_.end()) found->second.answer = answer;
+void WaitChainSearch::receive_answer(int name, const CallId& call, const Answer& answer) {
+    if (const auto found = queries_.find({name, call}); found != queries_.end()) found->second.answer = answer;
 }
 
-Answer WaitChainSearch::known_locked(const Key& key) const {
-    if (key.first == waits_.name()) return waits_.about_locked(key.second);
-    const auto found = asked_.find(key);
-    return found != asked_.end() ? found->second.answer.value_or(Answer{}) : Answer{};
+Answer WaitChainSearch::latest_answer_locked(const Key& key) const {
+    if (key.first == registry_.name()) return registry_.answer_for_locked(key.second);
+    const auto found = queries_.find(key);
+    return found != queries_.end() ? found->second.answer.value_or(Answer{}) : Answer{};
 }
 
-// Returns the ranks in `reached` that wait, directly or indirectly, for a rank in `holding_up`. The remaining ranks
+// Returns the ranks in `reached` that wait, directly or indirectly, for a rank in `blocking`. The remaining ranks
 // wait for each other.
-std::set<int> WaitChainSearch::held_up_locked(const std::vector<Key>& reached, const std::set<int>& holding_up) const {
+std::set<int> WaitChainSearch::blocked_locked(const std::vector<Key>& reached, const std::set<int>& blocking) const {
     std::set<Key> held;
     for (const Key& key : reached)
-        if (holding_up.contains(key.first)) held.insert(key);
+        if (blocking.contains(key.first)) held.insert(key);
     for (bool grows = true; grows;) {
         grows = false;
         for (auto key = reached.rbegin(); key != reached.rend(); ++key) {
             if (held.contains(*key)) continue;
-            const std::vector<Awaited> awaited = known_locked(*key).awaited;
-            const auto is_held = [&held](const Awaited& each) { return held.contains({each.name, each.in}); };
+            const std::vector<AwaitedRank> awaited = latest_answer_locked(*key).awaited;
+            const auto is_held = [&held](const AwaitedRank& each) { return held.contains({each.name, each.call}); };
             if (!std::any_of(awaited.begin(), awaited.end(), is_held)) continue;
             held.insert(*key);
             grows = true;
@@ -63,38 +63,38 @@ std::set<int> WaitChainSearch::held_up_locked(const std::vector<Key>& reached, c
     return names;
 }
 
-std::optional<Finding> WaitChainSearch::look(const std::vector<int>& awaited) {
+std::optional<WaitChainResult> WaitChainSearch::advance(const std::vector<int>& awaited) {
     const auto now = Clock::now();
     const bool ends = now - begun_ > kMaxTimeouts * answer_timeout_;
     std::vector<Key> reached;
     std::vector<Key> to_ask;
-    std::set<int> holding_up;
+    std::set<int> blocking;
     std::set<int> in_call;
     std::set<int> waiting;
     bool open = false;
     bool under_way = false;  // a rank has finished its part, but its data has not arrived yet
     {
-        const std::lock_guard lock(waits_.mutex_);
+        const std::lock_guard lock(registry_.mutex_);
         std::set<Key> seen;
-        const auto reach = [&](int name, const CallId& in) {
-            if (seen.size() < kMax && seen.insert({name, in}).second) reached.emplace_back(name, in);
+        const auto reach = [&](int name, const CallId& call) {
+            if (seen.size() < kMax && seen.insert({name, call}).second) reached.emplace_back(name, call);
         };
         const auto follow = [&](const Answer& answer) {
-            for (const Awaited& each : answer.awaited) reach(each.name, each.in);
+            for (const AwaitedRank& each : answer.awaited) reach(each.name, each.call);
         };
-        for (const int name : awaited) reach(name, in_);
+        for (const int name : awaited) reach(name, call_);
         for (std::size_t at = 0; at < reached.size(); ++at) {
             const Key key = reached[at];
-            if (key.second == in_) in_call.insert(key.first);
-            if (key.first == waits_.name()) {
-                follow(waits_.about_locked(key.second));
+            if (key.second == call_) in_call.insert(key.first);
+            if (key.first == registry_.name()) {
+                follow(registry_.answer_for_locked(key.second));
                 continue;
             }
-            Asked& asked = asked_.try_emplace(key, Asked{now, false, std::nullopt}).first->second;
+            Query& asked = queries_.try_emplace(key, Query{now, false, std::nullopt}).first->second;
             if (asked.answer) {
-                if (asked.answer->kind == Answer::Kind::elsewhere) holding_up.insert(key.first);
-                if (asked.answer->kind == Answer::Kind::waits) waiting.insert(key.first);
-                under_way = under_way || asked.answer->kind == Answer::Kind::past;
+                if (asked.answer->kind == Answer::Kind::not_waiting) blocking.insert(key.first);
+                if (asked.answer->kind == Answer::Kind::waiting) waiting.insert(key.first);
+                under_way = under_way || asked.answer->kind == Answer::Kind::completed;
                 follow(*asked.answer);
                 continue;
             }
@@ -102,61 +102,61 @@ std::optional<Finding> WaitChainSearch::look(const std::vector<int>& awaited) {
             if (!ends && now - asked.since < answer_timeout_)
                 open = true;
             else
-                holding_up.insert(key.first);
+                blocking.insert(key.first);
         }
-        if (!open && !holding_up.empty()) {
-            const std::set<int> held_up = held_up_locked(reached, holding_up);
+        if (!open && !blocking.empty()) {
+            const std::set<int> held_up = blocked_locked(reached, blocking);
             std::erase_if(waiting, [&held_up](int name) { return !held_up.contains(name); });
         }
     }
     for (const Key& key : to_ask) {
-        if (!waits_.ask(key.first, key.second)) continue;
-        const std::lock_guard lock(waits_.mutex_);
-        asked_.at(key).sent = true;
+        if (!registry_.send_query(key.first, key.second)) continue;
+        const std::lock_guard lock(registry_.mutex_);
+        queries_.at(key).sent = true;
     }
     if (open) return std::nullopt;
     if (!decided_) decided_ = now;
-    if (!waiting.empty() && !ends && now - *decided_ < kStays) return std::nullopt;
-    Finding found;
-    if (holding_up.empty() && under_way) return found;
-    found.holding_up.assign(holding_up.begin(), holding_up.end());
+    if (!waiting.empty() && !ends && now - *decided_ < kAnswersAfterSearch) return std::nullopt;
+    WaitChainResult found;
+    if (blocking.empty() && under_way) return found;
+    found.blocking.assign(blocking.begin(), blocking.end());
     found.in_call.assign(in_call.begin(), in_call.end());
-    std::set_difference(waiting.begin(), waiting.end(), holding_up.begin(), holding_up.end(),
+    std::set_difference(waiting.begin(), waiting.end(), blocking.begin(), blocking.end(),
                         std::back_inserter(found.waiting));
     return found;
 }
 
-void blame(Outcome& outcome, const Finding& found, const Members& members, std::vector<int> absent,
-           const std::vector<int>& awaited) {
+void attribute_timeout(Outcome& outcome, const WaitChainResult& found, const GroupMembers& members,
+                       std::vector<int> absent, const std::vector<int>& awaited) {
     const auto is_among = [](const std::vector<int>& all, int one) {
         return std::find(all.begin(), all.end(), one) != all.end();
     };
     std::vector<int> here;  // ranks of this group that hold up the call
     for (int rank = 0; rank < members.size; ++rank) {
         const int name = members.name(rank);
-        const bool holds_up = is_among(found.holding_up, name);
+        const bool holds_up = is_among(found.blocking, name);
         if (!holds_up && !is_among(found.waiting, name)) continue;
-        if (!members.has_come(rank) && !is_among(absent, rank)) {
+        if (!members.has_begun(rank) && !is_among(absent, rank)) {
             if (!is_among(found.in_call, name) && !(members.is_certain && holds_up)) continue;
             absent.push_back(rank);
         }
         if (holds_up) here.push_back(rank);
     }
     std::sort(absent.begin(), absent.end());
-    outcome.came = absent.empty();
+    outcome.has_begun = absent.empty();
     outcome.missing = !absent.empty() ? absent : !here.empty() ? here : awaited;
     outcome.waiting.clear();
-    outcome.held_by = found.holding_up;
+    outcome.blocked_by = found.blocking;
     for (const int rank : outcome.missing) {
-        std::erase(outcome.held_by, members.name(rank));
-        if (!outcome.came && is_among(found.waiting, members.name(rank))) outcome.waiting.push_back(rank);
+        std::erase(outcome.blocked_by, members.name(rank));
+        if (!outcome.has_begun && is_among(found.waiting, members.name(rank))) outcome.waiting.push_back(rank);
     }
 }
 
-Cause cause_of_time_out(const Outcome& outcome, const Members& members) {
-    Cause cause;
+FailureCause cause_of_timeout(const Outcome& outcome, const GroupMembers& members) {
+    FailureCause cause;
     cause.hung = true;
-    if (!outcome.held_by.empty()) cause.rank = outcome.held_by.front();
+    if (!outcome.blocked_by.empty()) cause.rank = outcome.blocked_by.front();
     for (const int rank : outcome.missing) {
         if (std::find(outcome.waiting.begin(), outcome.waiting.end(), rank) != outcome.waiting.end()) continue;
         cause.rank = members.name(rank);
@@ -165,10 +165,11 @@ Cause cause_of_time_out(const Outcome& outcome, const Members& members) {
     return cause;
 }
 
-Cause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& name) {
-    if (outcome.code == Code::timed_out) return outcome.cause.rank != mine ? outcome.cause : Cause{};
-    if (outcome.code != Code::peer_lost || outcome.gone.empty()) return {};
-    return outcome.cause.known() ? outcome.cause : Cause{name(outcome.gone.front()), outcome.gone == outcome.left};
+FailureCause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& name) {
+    if (outcome.code == OutcomeCode::timed_out) return outcome.cause.rank != mine ? outcome.cause : FailureCause{};
+    if (outcome.code != OutcomeCode::peer_lost || outcome.gone.empty()) return {};
+    return outcome.cause.known() ? outcome.cause
+                                 : FailureCause{name(outcome.gone.front()), outcome.gone == outcome.left};
 }
 
 }  // namespace paceline

@@ -17,71 +17,71 @@
 
 namespace paceline {
 
-// The result of a search. All lists contain names in ascending order. The call is merely slow if `holding_up` and
-// `waiting` are both empty; the ranks are deadlocked if only `holding_up` is empty.
-struct Finding {
-    std::vector<int> holding_up;
-    std::vector<int> waiting;  // ranks that wait, directly or indirectly, for a rank in `holding_up`
+// The result of a search. All lists contain names in ascending order. The call is merely slow if `blocking` and
+// `waiting` are both empty; the ranks are deadlocked if only `blocking` is empty.
+struct WaitChainResult {
+    std::vector<int> blocking;
+    std::vector<int> waiting;  // ranks that wait, directly or indirectly, for a rank in `blocking`
     std::vector<int> in_call;  // ranks that another rank is waiting for in this call
 };
 
 class WaitChainSearch {
   public:
-    // Starts a search for the call `in`, which has waited for `waited_ns`; `timeout_ns` is its timeout.
-    WaitChainSearch(Waits& waits, CallId in, std::int64_t timeout_ns, std::int64_t waited_ns);
+    // Starts a search for the call `call`, which has waited for `waited_ns`; `timeout_ns` is its timeout.
+    WaitChainSearch(WaitRegistry& registry, CallId call, std::int64_t timeout_ns, std::int64_t waited_ns);
     WaitChainSearch(const WaitChainSearch&) = delete;
     WaitChainSearch& operator=(const WaitChainSearch&) = delete;
     ~WaitChainSearch();
 
     // Continues the search; returns nullopt while answers may still arrive. `awaited` contains the names of the ranks
     // that the call is currently waiting for. Not thread-safe.
-    std::optional<Finding> look(const std::vector<int>& awaited);
+    std::optional<WaitChainResult> advance(const std::vector<int>& awaited);
 
     std::int64_t waited_ns() const { return waited_ns_; }
 
   private:
-    friend class Waits;
+    friend class WaitRegistry;
     using Clock = std::chrono::steady_clock;
     using Key = std::pair<int, CallId>;
 
-    struct Asked {
+    struct Query {
         Clock::time_point since;
         bool sent = false;
         std::optional<Answer> answer;
     };
 
-    void hear(int name, const CallId& in, const Answer& answer);
-    Answer known_locked(const Key& key) const;
-    std::set<int> held_up_locked(const std::vector<Key>& reached, const std::set<int>& holding_up) const;
+    void receive_answer(int name, const CallId& call, const Answer& answer);
+    Answer latest_answer_locked(const Key& key) const;
+    std::set<int> blocked_locked(const std::vector<Key>& reached, const std::set<int>& blocking) const;
 
-    Waits& waits_;
-    const CallId in_;
+    WaitRegistry& registry_;
+    const CallId call_;
     const std::int64_t waited_ns_;
     const Clock::duration answer_timeout_;
     const Clock::time_point begun_ = Clock::now();
     std::optional<Clock::time_point> decided_;  // when the ranks to blame were first determined
-    std::map<Key, Asked> asked_;                // guarded by the lock of `waits_`
+    std::map<Key, Query> queries_;              // guarded by the lock of `registry_`
 };
 
 // Describes a group's ranks: their names, and whether each has begun the failed call.
-struct Members {
+struct GroupMembers {
     std::function<int(int)> name;
-    std::function<bool(int)> has_come;
+    std::function<bool(int)> has_begun;
     int size;
-    // If false, `has_come` may also return false for a rank that has already finished its part of the call.
+    // If false, `has_begun` may also return false for a rank that has already finished its part of the call.
     bool is_certain = true;
 };
 
 // Stores the ranks that `found` blames in `outcome`. `absent` contains the group ranks that have not begun the call,
 // `awaited` those that the call is waiting for.
-void blame(Outcome& outcome, const Finding& found, const Members& members, std::vector<int> absent,
-           const std::vector<int>& awaited);
+void attribute_timeout(Outcome& outcome, const WaitChainResult& found, const GroupMembers& members,
+                       std::vector<int> absent, const std::vector<int>& awaited);
 
 // Returns the cause that the ranks of a group report when they give up after a timeout.
-Cause cause_of_time_out(const Outcome& outcome, const Members& members);
+FailureCause cause_of_timeout(const Outcome& outcome, const GroupMembers& members);
 
 // Returns the cause that the rank named `mine` reports if it leaves its other groups because of `outcome`, or an
 // unknown cause if it need not leave. `name` maps group ranks to names.
-Cause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& name);
+FailureCause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& name);
 
 }  // namespace paceline

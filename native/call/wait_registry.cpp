@@ -8,85 +8,86 @@
 namespace paceline {
 namespace {
 
-constexpr std::chrono::milliseconds kServes{50};
-constexpr std::chrono::milliseconds kServesAtLeast{400};
-constexpr int kShare = 50;  // a waiting thread spends about 1/kShare of its time on queries
+constexpr std::chrono::milliseconds kMinServePause{50};
+constexpr std::chrono::milliseconds kMaxServePause{400};
+constexpr int kServeTimeShare = 50;  // a waiting thread spends about 1/kServeTimeShare of its time on queries
 
 }  // namespace
 
-void Waits::Entry::say(Waits& waits, Wait wait) {
-    const std::lock_guard lock(waits.mutex_);
-    if (waits_ == nullptr) {
-        waits_ = &waits;
-        place_ = waits.waiting_.insert(waits.waiting_.end(), std::move(wait));
+void WaitRegistry::Entry::update(WaitRegistry& registry, Wait wait) {
+    const std::lock_guard lock(registry.mutex_);
+    if (registry_ == nullptr) {
+        registry_ = &registry;
+        position_ = registry.waiting_.insert(registry.waiting_.end(), std::move(wait));
     } else {
-        *place_ = std::move(wait);
+        *position_ = std::move(wait);
     }
 }
 
-void Waits::Entry::end() {
-    const std::lock_guard lock(waits_->mutex_);
-    waits_->waiting_.erase(place_);
+void WaitRegistry::Entry::end() {
+    const std::lock_guard lock(registry_->mutex_);
+    registry_->waiting_.erase(position_);
 }
 
-void Waits::add(Link& link) {
-    const std::lock_guard lock(linking_);
-    links_.push_back(&link);
+void WaitRegistry::add(QueryTransport& transport) {
+    const std::lock_guard lock(transports_mutex_);
+    transports_.push_back(&transport);
 }
 
-void Waits::remove(Link& link) {
-    const std::lock_guard lock(linking_);
-    std::erase(links_, &link);
+void WaitRegistry::remove(QueryTransport& transport) {
+    const std::lock_guard lock(transports_mutex_);
+    std::erase(transports_, &transport);
 }
 
-void Waits::serve() {
+void WaitRegistry::serve() {
     const auto now = Clock::now();
     if (now.time_since_epoch().count() < serves_again_.load(std::memory_order_relaxed)) return;
-    const std::unique_lock lock(linking_, std::try_to_lock);
+    const std::unique_lock lock(transports_mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return;
-    for (Link* const link : links_) link->serve();
+    for (QueryTransport* const transport : transports_) transport->serve();
     const auto done = Clock::now();
-    const auto pause = std::clamp<Clock::duration>(kShare * (done - now), kServes, kServesAtLeast);
+    const auto pause = std::clamp<Clock::duration>(kServeTimeShare * (done - now), kMinServePause, kMaxServePause);
     serves_again_.store((done + pause).time_since_epoch().count(), std::memory_order_relaxed);
 }
 
-bool Waits::ask(int name, const CallId& in) {
-    const std::lock_guard lock(linking_);
-    return std::any_of(links_.begin(), links_.end(), [&](Link* link) { return link->ask(name, in); });
+bool WaitRegistry::send_query(int name, const CallId& call) {
+    const std::lock_guard lock(transports_mutex_);
+    return std::any_of(transports_.begin(), transports_.end(),
+                       [&](QueryTransport* transport) { return transport->send_query(name, call); });
 }
 
-Answer Waits::about(const CallId& in) const {
+Answer WaitRegistry::answer_for(const CallId& call) const {
     const std::lock_guard lock(mutex_);
-    return about_locked(in);
+    return answer_for_locked(call);
 }
 
 // If a thread is waiting in the group of the queried call, only that call or an earlier one can hold up this rank.
 // Otherwise, any call in which the program is waiting can hold it up.
-Answer Waits::about_locked(const CallId& in) const {
+Answer WaitRegistry::answer_for_locked(const CallId& call) const {
     Answer answer;
     const auto add = [&answer](const Wait& wait) {
-        answer.kind = Answer::Kind::waits;
-        for (const int name : wait.names) answer.awaited.push_back({name, 0, wait.in});
+        answer.kind = Answer::Kind::waiting;
+        for (const int name : wait.names) answer.awaited.push_back({name, 0, wait.call});
     };
-    const auto in_group = [&in](const Wait& wait) {
-        return in.sequence != 0 && wait.in.sequence != 0 && wait.in.group == in.group;
+    const auto in_group = [&call](const Wait& wait) {
+        return call.sequence != 0 && wait.call.sequence != 0 && wait.call.group == call.group;
     };
     for (const Wait& wait : waiting_) {
         if (!in_group(wait)) continue;
-        if (wait.in.sequence <= in.sequence)
+        if (wait.call.sequence <= call.sequence)
             add(wait);
-        else if (answer.kind == Answer::Kind::elsewhere)
-            answer.kind = Answer::Kind::past;
+        else if (answer.kind == Answer::Kind::not_waiting)
+            answer.kind = Answer::Kind::completed;
     }
-    if (answer.kind != Answer::Kind::elsewhere) return answer;
+    if (answer.kind != Answer::Kind::not_waiting) return answer;
     for (const Wait& wait : waiting_)
         if (wait.by_program) add(wait);
     return answer;
 }
 
-void Waits::heard(int name, const CallId& in, Answer answer) {
+void WaitRegistry::receive_answer(int name, const CallId& call, Answer answer) {
     const std::lock_guard lock(mutex_);
-    for (WaitChainSearch* const each : searches_) each->hear(name, in, answer);
+    for (WaitChainSearch* const each : searches_) each->receive_answer(name, call, answer);
 }
 
 }  // namespace paceline

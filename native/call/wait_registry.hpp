@@ -7,7 +7,8 @@
 // periodically read the lanes of all groups (`serve`) and answer for the whole process. A rank without waiting threads
 // does not answer.
 //
-// Lock order: `linking_`, then the lock of a link (which links acquire only with try_lock), then `mutex_`.
+// Lock order: `transports_mutex_`, then the lock of a transport (which transports acquire only with try_lock), then
+// `mutex_`.
 #pragma once
 
 #include <atomic>
@@ -35,92 +36,93 @@ constexpr std::uint64_t group_of(std::uint64_t id) {
 }
 
 // A rank that another rank is waiting for. `name` identifies the rank in all groups of a process.
-struct Awaited {
+struct AwaitedRank {
     std::int32_t name;
     std::uint32_t reserved = 0;
-    CallId in;
+    CallId call;
 };
 
 // A rank's answer to the question of why it has not finished its part of a call or message. waits: the rank itself is
 // waiting for other ranks. elsewhere: no call of the rank's program is waiting, so no other rank holds it up. past: the
 // rank has finished its part and is in a later call.
 struct Answer {
-    enum class Kind : std::int32_t { waits, elsewhere, past };
+    enum class Kind : std::int32_t { waiting, not_waiting, completed };
 
-    Kind kind = Kind::elsewhere;
-    std::vector<Awaited> awaited;
+    Kind kind = Kind::not_waiting;
+    std::vector<AwaitedRank> awaited;
 };
 
 // The wait of one thread. `by_program` is false if only the thread for asynchronous calls is waiting.
 struct Wait {
-    CallId in;
+    CallId call;
     bool by_program = true;
     std::vector<int> names;
 };
 
-class Waits {
+class WaitRegistry {
   public:
     using Clock = std::chrono::steady_clock;
 
     // The time for which a thread waits in its call before it also serves other groups.
-    static constexpr std::chrono::milliseconds kServesAfter{200};
+    static constexpr std::chrono::milliseconds kServeDelay{200};
 
     // The lanes of one group. Neither of the functions blocks on a lock.
-    class Link {
+    class QueryTransport {
       public:
-        virtual ~Link() = default;
+        virtual ~QueryTransport() = default;
         // Reads and answers the queries that have arrived.
         virtual void serve() = 0;
-        // Sends a query to a rank; returns false if this link does not reach the rank or cannot be used at the moment.
-        virtual bool ask(int name, const CallId& in) = 0;
+        // Sends a query to a rank; returns false if this transport does not reach the rank or cannot be used at the
+        // moment.
+        virtual bool send_query(int name, const CallId& call) = 0;
     };
 
-    // Registers the wait of one thread from the first call of `say` until destruction.
+    // Registers the wait of one thread from the first call of `update` until destruction.
     class Entry {
       public:
         Entry() = default;
         Entry(const Entry&) = delete;
         Entry& operator=(const Entry&) = delete;
         ~Entry() {
-            if (waits_ != nullptr) end();
+            if (registry_ != nullptr) end();
         }
-        void say(Waits& waits, Wait wait);
+        void update(WaitRegistry& registry, Wait wait);
 
       private:
         void end();
 
-        Waits* waits_ = nullptr;
-        std::list<Wait>::iterator place_{};
+        WaitRegistry* registry_ = nullptr;
+        std::list<Wait>::iterator position_{};
     };
 
-    explicit Waits(int name) : name_(name) {}
-    Waits(const Waits&) = delete;
-    Waits& operator=(const Waits&) = delete;
+    explicit WaitRegistry(int name) : name_(name) {}
+    WaitRegistry(const WaitRegistry&) = delete;
+    WaitRegistry& operator=(const WaitRegistry&) = delete;
 
     // The name of this rank.
     int name() const { return name_; }
 
-    void add(Link& link);
-    // Removes a link; once this returns, no thread uses the link.
-    void remove(Link& link);
+    void add(QueryTransport& transport);
+    // Removes a transport; once this returns, no thread uses it.
+    void remove(QueryTransport& transport);
 
-    // Serves all links, unless they were served very recently or another thread is serving them.
+    // Serves all transports, unless they were served very recently or another thread is serving them.
     void serve();
-    // Sends a query to a rank over any link; returns false if no link reaches the rank.
-    bool ask(int name, const CallId& in);
-    // Returns this rank's answer to a query about `in`.
-    Answer about(const CallId& in) const;
+    // Sends a query to a rank over any transport; returns false if none reaches the rank.
+    bool send_query(int name, const CallId& call);
+    // Returns this rank's answer to a query about `call`.
+    Answer answer_for(const CallId& call) const;
     // Passes another rank's answer to the searches in progress.
-    void heard(int name, const CallId& in, Answer answer);
+    void receive_answer(int name, const CallId& call, Answer answer);
 
   private:
     friend class WaitChainSearch;
 
-    Answer about_locked(const CallId& in) const;
+    Answer answer_for_locked(const CallId& call) const;
 
     const int name_;
-    std::mutex linking_;
-    std::vector<Link*> links_;
+    std::mutex transports_mutex_;
+    std::vector<QueryTransport*> transports_;
     std::atomic<Clock::duration::rep> serves_again_{0};
     mutable std::mutex mutex_;
     std::list<Wait> waiting_;

@@ -14,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kBackgroundSpin = std::chrono::microseconds(5);
 // How long to wait for data in flight after a rank has left or broken the group: the rank may already have sent its
 // whole part of this call.
-constexpr auto kLastMoves = std::chrono::milliseconds(10);
+constexpr auto kDrainTimeout = std::chrono::milliseconds(10);
 
 }  // namespace
 
@@ -38,7 +38,7 @@ std::optional<Executor::Extent> Executor::extent_of(const Slice& slice) const {
 // Returns true if the call's dtype can be packed and the residual, if any, has one value per element.
 bool Executor::can_convert(const Step& step, const StepState& step_state) const {
     if (wire_kernels_ == nullptr || step_state.nbytes % item_ != 0) return false;
-    if (step.kind != Kind::pack || residual_ == nullptr) return true;
+    if (step.kind != StepKind::pack || residual_ == nullptr) return true;
     return (step_state.src_offset + step_state.nbytes) / item_ <= residual_count_;
 }
 
@@ -50,10 +50,10 @@ bool Executor::place_step(const Step& step, StepState& step_state) const {
     if (!dst || !src) return false;
     step_state.dst_offset = dst->offset;
     step_state.src_offset = src->offset;
-    step_state.nbytes = step.writes() && step.kind != Kind::pack ? dst->nbytes : src->nbytes;
+    step_state.nbytes = step.writes() && step.kind != StepKind::pack ? dst->nbytes : src->nbytes;
     if (converts(step.kind)) return can_convert(step, step_state);
     if (step.writes() && step.reads() && dst->nbytes != src->nbytes) return false;
-    return step.kind != Kind::reduce || (reduce_ != nullptr && step_state.nbytes % item_ == 0);
+    return step.kind != StepKind::reduce || (reduce_ != nullptr && step_state.nbytes % item_ == 0);
 }
 
 // Maps the schedule's three buffers to the call's tensors and locates every step in them. Returns the first step that
@@ -65,7 +65,7 @@ bool Executor::place_step(const Step& step, StepState& step_state) const {
 // block.
 std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     item_ = item_size(call.dtype);
-    for (Memory& each : buffers_) each = Memory();
+    for (TensorBytes& each : buffers_) each = TensorBytes();
     for (auto& each : starts_) each.clear();
     const bool one_tensor = call.operation == Operation::all_reduce || call.operation == Operation::reduce ||
                             call.operation == Operation::broadcast;
@@ -77,7 +77,7 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     };
     const auto lay = [&](Buffer buffer, const std::vector<ByteStream>& streams) {
         auto& starts = starts_[static_cast<std::size_t>(buffer)];
-        Memory& memory = buffers_[static_cast<std::size_t>(buffer)];
+        TensorBytes& memory = buffers_[static_cast<std::size_t>(buffer)];
         starts.push_back(0);
         for (const ByteStream& stream : streams) {
             memory.append(stream);
@@ -138,7 +138,7 @@ std::optional<std::uint32_t> Executor::lay_out_wire(const Call& call) {
     for (const std::uint32_t number : schedule_->local) {
         const Step& step = schedule_->steps[number];
         if (!converts(step.kind)) continue;
-        const bool packs = step.kind == Kind::pack;
+        const bool packs = step.kind == StepKind::pack;
         const auto floats = extent_of(packs ? step.src : step.dst);
         if (!floats) return number;
         std::optional<std::size_t>& size = sizes[(packs ? step.dst : step.src).first];
@@ -156,9 +156,9 @@ std::optional<std::uint32_t> Executor::lay_out_wire(const Call& call) {
 }
 
 // Adds the bytes that the schedule sends within this host and to other hosts.
-void Executor::observe_traffic(Observed& observed) {
+void Executor::observe_traffic(CallMetrics& metrics) {
     for (const Flow& flow : schedule_->flows) {
-        std::uint64_t& nbytes = lanes_.peer(flow.peer).mesh_rank >= 0 ? observed.shm_nbytes : observed.tcp_nbytes;
+        std::uint64_t& nbytes = lanes_.peer(flow.peer).mesh_rank >= 0 ? metrics.shm_nbytes : metrics.tcp_nbytes;
         for (const std::uint32_t step : flow.sends) nbytes += states_[step].nbytes;
     }
 }
@@ -169,7 +169,7 @@ void Executor::poll() {
 }
 
 // Reads the frames that the other ranks have sent on the control lanes.
-void Executor::hear() {
+void Executor::poll_control_lanes() {
     seen_changes_ = lanes_.changes();
     poll();
     if (!broken_at_ && messenger_.failure()) broken_at_ = Clock::now();
@@ -194,27 +194,27 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     averages_ = call.reduce_op == ReduceOp::avg;
     const bool is_mine = schedule_->rank == lanes_.rank() && schedule_->size == lanes_.size();
     if (const auto step = is_mine ? lay_out_buffers(call) : std::optional<std::uint32_t>(0)) {
-        outcome_.code = Code::schedule_unfit;
+        outcome_.code = OutcomeCode::schedule_unfit;
         outcome_.step = *step;
         return outcome_;
     }
-    observe_traffic(call.observed);
+    observe_traffic(call.metrics);
     header_ = {++sequence_, count_in_header(call), call.root, call.operation, call.dtype, call.reduce_op, 0, 0,
                0,           schedule_->algorithm,  {}};
 
     const auto spin = background ? kBackgroundSpin : kMaxSpin;
     auto idle_since = started_;
-    auto looked = started_;
+    auto last_check = started_;
     int iteration = 0;
-    Waits::Entry entry;
+    WaitRegistry::Entry entry;
     while (!over()) {
         const bool moved = progress();
         if (failed_) return outcome_;
         const auto now = Clock::now();
-        if (broken_at_ && now - *broken_at_ > kLastMoves) return *messenger_.failure();
-        if (now - looked > kPollInterval) {
-            looked = now;
-            if (!look_around(++iteration, interrupted, blocks_program(call, background), entry)) return outcome_;
+        if (broken_at_ && now - *broken_at_ > kDrainTimeout) return *messenger_.failure();
+        if (now - last_check > kPollInterval) {
+            last_check = now;
+            if (!check_events(++iteration, interrupted, blocks_program(call, background), entry)) return outcome_;
         }
         if (moved) {
             idle_since = now;
@@ -228,17 +228,17 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
         for (const FlowState& state : flows_)
             for (const auto& lane : *state.lanes) more |= lane->arm();
         if (more && progress()) continue;
-        const bool alerted = waiter_.sleep(broken_at_ ? kLastMoves : kPollInterval);
-        if (alerted || lanes_.changes() != seen_changes_) hear();
+        const bool alerted = waiter_.sleep(broken_at_ ? kDrainTimeout : kPollInterval);
+        if (alerted || lanes_.changes() != seen_changes_) poll_control_lanes();
     }
-    if (needs_all(call.operation)) messenger_.saw_all(header_);
+    if (needs_all(call.operation)) messenger_.record_completed(header_);
     return outcome_;
 }
 
-Code Executor::failure() {
+OutcomeCode Executor::failure() {
     messenger_.poll();
     const auto failure = messenger_.failure();
-    return failure ? failure->code : Code::ok;
+    return failure ? failure->code : OutcomeCode::ok;
 }
 
 bool Executor::over() const {

@@ -31,7 +31,7 @@ class Executor final : public Collectives {
 
     Outcome run(Call& call, const Interrupted& interrupted, bool background) override;
     void abort() override { messenger_.abort(); }
-    Code failure() override;
+    OutcomeCode failure() override;
 
   private:
     struct StepState {
@@ -84,11 +84,11 @@ class Executor final : public Collectives {
 
     std::optional<std::uint32_t> lay_out_buffers(Call& call);
     std::optional<std::uint32_t> lay_out_wire(const Call& call);
-    void observe_traffic(Observed& observed);
+    void observe_traffic(CallMetrics& metrics);
     bool place_step(const Step& step, StepState& step_state) const;
     bool can_convert(const Step& step, const StepState& step_state) const;
     std::optional<Extent> extent_of(const Slice& slice) const;
-    const Memory& buffer(const Slice& slice) const { return buffers_[static_cast<std::size_t>(slice.buffer)]; }
+    const TensorBytes& buffer(const Slice& slice) const { return buffers_[static_cast<std::size_t>(slice.buffer)]; }
     Side side(std::uint32_t step, bool dst) const;
     std::optional<std::size_t> limit(std::uint32_t step) const;
     bool all_received_before(std::uint32_t step) const;
@@ -102,19 +102,19 @@ class Executor final : public Collectives {
     bool copy(std::uint32_t step, std::size_t until);
     bool convert(std::uint32_t step, std::size_t until);
     void convert_run(std::uint32_t step, std::uint8_t* floats, std::size_t nbytes);
-    void convert_split_group(std::uint32_t step, const Memory& floats, std::size_t at, std::size_t nbytes);
+    void convert_split_group(std::uint32_t step, const TensorBytes& floats, std::size_t at, std::size_t nbytes);
     bool receive_lane(FlowState& state, std::size_t lane, std::uint32_t step, std::size_t offset, std::size_t count);
     bool reduce_lane(FlowState& state, std::size_t lane, std::uint32_t step, std::size_t offset, std::size_t count);
     void reduce_bytes(std::uint32_t step, std::size_t offset, const std::uint8_t* received, std::size_t nbytes);
     bool check_header(FlowState& state, std::uint32_t step);
     void lost(int peer);
     void poll();
-    void hear();
-    bool look_around(int iteration, const Interrupted& interrupted, bool blocks_program, Waits::Entry& entry);
+    void poll_control_lanes();
+    bool check_events(int iteration, const Interrupted& interrupted, bool blocks_program, WaitRegistry::Entry& entry);
     std::vector<int> awaited() const;
-    std::function<bool(int)> has_come() const;
+    std::function<bool(int)> has_begun() const;
     std::vector<int> absent() const;
-    bool blame(Outcome& outcome, std::int64_t waited_ns);
+    bool attribute_timeout(Outcome& outcome, std::int64_t waited_ns);
 
     link::LaneSet& lanes_;
     Messenger& messenger_;
@@ -130,7 +130,7 @@ class Executor final : public Collectives {
     const Schedule* schedule_ = nullptr;
     CallHeader header_{};
     std::vector<StepState> states_;
-    Memory buffers_[kBuffers];
+    TensorBytes buffers_[kBuffers];
     std::vector<std::size_t> starts_[kBuffers];  // the starts of each buffer's blocks, and the end of the last block
     std::vector<FlowState> flows_;
     std::size_t open_ = 0;         // the number of unfinished steps

@@ -7,10 +7,10 @@
 namespace paceline::executor {
 namespace {
 
-constexpr std::uint32_t kMaxListed = 1024;  // maximum length of each list in a verdict
-// A verdict contains five lists of ranks and one list of calls.
+constexpr std::uint32_t kMaxListed = 1024;  // maximum length of each list in a failure report
+// A failure report contains five lists of ranks and one list of calls.
 static_assert(kMaxListed * (5 * sizeof(int) + sizeof(CallHeader)) + 128 <= kMaxFailureBytes);
-static_assert(kMaxListed * sizeof(Awaited) + 128 <= kMaxFailureBytes);
+static_assert(kMaxListed * sizeof(AwaitedRank) + 128 <= kMaxFailureBytes);
 
 class Writer {
   public:
@@ -62,20 +62,20 @@ bool are_ranks(const std::vector<int>& ranks, int size) {
 }
 
 // Returns true if this code is a reason for which a rank can break a group.
-bool is_verdict(Code code) {
-    return code == Code::mismatch || code == Code::timed_out || code == Code::peer_lost || code == Code::interrupted ||
-           code == Code::aborted;
+bool is_failure(OutcomeCode code) {
+    return code == OutcomeCode::mismatch || code == OutcomeCode::timed_out || code == OutcomeCode::peer_lost ||
+           code == OutcomeCode::interrupted || code == OutcomeCode::aborted;
 }
 
 // Returns true if the outcome contains all data required for its error message.
 bool is_complete(const Outcome& outcome, int size) {
     const std::size_t calls = std::min(static_cast<std::size_t>(size), std::size_t{kMaxListed});
     switch (outcome.code) {
-        case Code::mismatch:
+        case OutcomeCode::mismatch:
             return outcome.calls.size() == calls && (outcome.split_from < 0) == (outcome.split_to < 0);
-        case Code::timed_out:
+        case OutcomeCode::timed_out:
             return outcome.calls.empty() || outcome.calls.size() == calls;
-        case Code::peer_lost:
+        case OutcomeCode::peer_lost:
             return !outcome.gone.empty();
         default:
             return true;
@@ -94,11 +94,11 @@ std::vector<std::uint8_t> encode(const Outcome& outcome) {
     writer.put(outcome.split_sent);
     writer.put(outcome.split_expected);
     writer.put_list(outcome.missing);
-    writer.put(static_cast<std::uint8_t>(outcome.came));
+    writer.put(static_cast<std::uint8_t>(outcome.has_begun));
     writer.put_list(outcome.gone);
     writer.put_list(outcome.left);
     writer.put_list(outcome.waiting);
-    writer.put_list(outcome.held_by);
+    writer.put_list(outcome.blocked_by);
     writer.put_list(outcome.calls);
     writer.put(outcome.cause.pack());
     return std::move(writer.bytes);
@@ -108,18 +108,18 @@ std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size) {
     Reader reader(bytes);
     Outcome outcome;
     std::uint32_t code = 0;
-    std::uint8_t came = 0;
+    std::uint8_t has_begun = 0;
     std::uint32_t cause = 0;
     const bool whole = reader.get(code) && reader.get(outcome.reporter) && reader.get(outcome.waited_ns) &&
                        reader.get(outcome.split_from) && reader.get(outcome.split_to) &&
                        reader.get(outcome.split_sent) && reader.get(outcome.split_expected) &&
-                       reader.get_list(outcome.missing) && reader.get(came) && reader.get_list(outcome.gone) &&
+                       reader.get_list(outcome.missing) && reader.get(has_begun) && reader.get_list(outcome.gone) &&
                        reader.get_list(outcome.left) && reader.get_list(outcome.waiting) &&
-                       reader.get_list(outcome.held_by) && reader.get_list(outcome.calls) && reader.get(cause);
-    outcome.code = static_cast<Code>(code);
-    if (!whole || !is_verdict(outcome.code)) return std::nullopt;
-    outcome.came = came != 0;
-    outcome.cause = Cause::unpack(cause);
+                       reader.get_list(outcome.blocked_by) && reader.get_list(outcome.calls) && reader.get(cause);
+    outcome.code = static_cast<OutcomeCode>(code);
+    if (!whole || !is_failure(outcome.code)) return std::nullopt;
+    outcome.has_begun = has_begun != 0;
+    outcome.cause = FailureCause::unpack(cause);
     const bool sound = are_ranks(outcome.missing, size) && are_ranks(outcome.gone, size) &&
                        are_ranks(outcome.left, size) && are_ranks(outcome.waiting, size) && outcome.reporter >= 0 &&
                        outcome.reporter < size && outcome.split_from >= -1 && outcome.split_from < size &&
@@ -127,7 +127,7 @@ std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size) {
                        outcome.calls.size() <= static_cast<std::size_t>(size) && is_complete(outcome, size);
     if (!sound) return std::nullopt;
     for (const CallHeader& call : outcome.calls)
-        if (!is_sound(call)) return std::nullopt;
+        if (!is_valid(call)) return std::nullopt;
     return outcome;
 }
 
@@ -139,16 +139,16 @@ std::vector<std::uint8_t> encode(const Answer& answer) {
 
 std::optional<Answer> decode_answer(const Frame& frame, std::span<const std::uint8_t> bytes) {
     Answer answer{static_cast<Answer::Kind>(frame.tag), {}};
-    if (answer.kind < Answer::Kind::waits || answer.kind > Answer::Kind::past) return std::nullopt;
+    if (answer.kind < Answer::Kind::waiting || answer.kind > Answer::Kind::completed) return std::nullopt;
     if (!Reader(bytes).get_list(answer.awaited)) return std::nullopt;
     return answer;
 }
 
-bool is_sound(const Frame& frame) {
+bool is_valid(const Frame& frame) {
     if (frame.magic != Frame::kMagic || frame.kind < FrameKind::eager || frame.kind > FrameKind::answer) return false;
     if (frame.dtype > DType::c32) return false;
     if (frame.kind == FrameKind::waiting) return frame.nbytes == sizeof(CallHeader);
-    if (frame.kind == FrameKind::verdict || frame.kind == FrameKind::answer) return frame.nbytes <= kMaxFailureBytes;
+    if (frame.kind == FrameKind::failure || frame.kind == FrameKind::answer) return frame.nbytes <= kMaxFailureBytes;
     return true;
 }
 

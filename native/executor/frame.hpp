@@ -20,17 +20,17 @@ enum class FrameKind : std::uint32_t {
     refuse,   // rejects an offer: the matching receive has a different size or dtype
     credit,   // the receiver has consumed `nbytes` of eager messages
     waiting,  // the sender is waiting in the call described in the body
-    verdict,  // the reason why the sender broke the group
-    goodbye,  // the sender destroyed the group; `id` is the packed `Cause`, or 0
-    ask,      // asks why the receiver has not finished its part of call `id` of group `offset`, which has timed out
-    answer,   // the answer to `ask` about that call; `tag` is the kind of the `Answer`
+    failure,  // the reason why the sender broke the group
+    goodbye,  // the sender destroyed the group; `id` is the packed `FailureCause`, or 0
+    query,    // asks why the receiver has not finished its part of call `id` of group `offset`, which has timed out
+    answer,   // the answer to `query` about that call; `tag` is the kind of the `Answer`
 };
 
 struct Frame {
     std::uint32_t magic = kMagic;
     FrameKind kind{};
     std::uint64_t id = 0;      // the id of the message, assigned by its sender
-    std::uint64_t nbytes = 0;  // the length of the message or, for `waiting`, `verdict` and `answer`, of the body
+    std::uint64_t nbytes = 0;  // the length of the message or, for `waiting`, `failure` and `answer`, of the body
     std::uint64_t offset = 0;  // data: the offset of the part, whose length is in `part`
     std::uint32_t part = 0;
     std::int32_t tag = 0;
@@ -43,7 +43,8 @@ static_assert(sizeof(Frame) == 48);
 
 constexpr std::size_t kMaxFailureBytes = 96 << 10;
 
-// These functions convert a verdict to bytes and back. `decode` returns nullopt if the bytes are not a valid verdict.
+// These functions convert a failure report to bytes and back. `decode` returns nullopt if the bytes are not a valid
+// failure report.
 std::vector<std::uint8_t> encode(const Outcome& outcome);
 std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size);
 
@@ -53,6 +54,6 @@ std::vector<std::uint8_t> encode(const Answer& answer);
 std::optional<Answer> decode_answer(const Frame& frame, std::span<const std::uint8_t> bytes);
 
 // Returns true if `frame` is valid.
-bool is_sound(const Frame& frame);
+bool is_valid(const Frame& frame);
 
 }  // namespace paceline::executor

@@ -15,13 +15,13 @@ void Messenger::push(int peer, Frame frame, std::vector<std::uint8_t> own, std::
 }
 
 // Copies the body of a frame, which afterward no longer refers to the request's tensor.
-void Messenger::copy_body(Outgoing& outgoing) {
+void Messenger::copy_body(OutgoingFrame& outgoing) {
     if (!outgoing.request) return;
     const bool in_parts = outgoing.frame.kind == FrameKind::data;
     const std::size_t from = in_parts ? outgoing.frame.offset : 0;
     outgoing.own.resize(in_parts ? outgoing.frame.part : outgoing.frame.nbytes);
     for (std::size_t at = 0; at < outgoing.own.size();) {
-        const ByteRange range = outgoing.request->memory_.run(from + at, outgoing.own.size() - at);
+        const ByteRange range = outgoing.request->tensor_.run(from + at, outgoing.own.size() - at);
         std::memcpy(outgoing.own.data() + at, range.data, range.nbytes);
         at += range.nbytes;
     }
@@ -32,8 +32,8 @@ void Messenger::copy_body(Outgoing& outgoing) {
 bool Messenger::flush(int peer) {
     PeerState& to = state(peer);
     bool moved = false;
-    while (!to.outgoing.empty() && !to.deaf) {
-        Outgoing& next = to.outgoing.front();
+    while (!to.outgoing.empty() && !to.is_write_closed) {
+        OutgoingFrame& next = to.outgoing.front();
         const bool in_parts = next.frame.kind == FrameKind::data;
         const std::size_t body = in_parts ? next.frame.part : next.request ? next.frame.nbytes : next.own.size();
         std::array<ByteRange, link::kMaxRanges> ranges;
@@ -44,7 +44,7 @@ bool Messenger::flush(int peer) {
         const std::size_t at = next.sent < head ? 0 : next.sent - head;
         if (at < body) {
             if (next.request)
-                used += next.request->memory_.slice(next.frame.offset + at, body - at, ranges.data() + used,
+                used += next.request->tensor_.slice(next.frame.offset + at, body - at, ranges.data() + used,
                                                     ranges.size() - used);
             else
                 ranges[used++] = {next.own.data() + at, body - at};
@@ -52,14 +52,14 @@ bool Messenger::flush(int peer) {
         const std::ptrdiff_t n = lanes_.peer(peer).control->write({ranges.data(), used});
         if (n == link::kClosed) {
             // Frames that the peer sent before it exited may still be unread and may contain the reason.
-            to.deaf = true;
+            to.is_write_closed = true;
             return true;
         }
         if (n == 0) return moved;
         moved = true;
         next.sent += static_cast<std::size_t>(n);
         if (next.sent < head + body) continue;
-        Outgoing over = std::move(next);
+        OutgoingFrame over = std::move(next);
         to.outgoing.pop_front();
         if (!over.request) continue;
         const std::size_t sent = over.frame.offset + over.frame.part;
@@ -88,7 +88,7 @@ bool Messenger::receive_from(int peer) {
         const std::size_t body = from.frame_read < sizeof(Frame)      ? 0
                                  : from.frame.kind == FrameKind::data ? from.frame.part
                                  : from.frame.kind == FrameKind::eager || from.frame.kind == FrameKind::waiting ||
-                                         from.frame.kind == FrameKind::verdict || from.frame.kind == FrameKind::answer
+                                         from.frame.kind == FrameKind::failure || from.frame.kind == FrameKind::answer
                                      ? from.frame.nbytes
                                      : 0;
         if (from.frame_read < sizeof(Frame)) {
@@ -96,7 +96,7 @@ bool Messenger::receive_from(int peer) {
                               sizeof(Frame) - from.frame_read};
         } else if (from.body_read < body) {
             if (from.body_for)
-                used = from.body_for->memory_.slice(from.frame.offset + from.body_read, body - from.body_read,
+                used = from.body_for->tensor_.slice(from.frame.offset + from.body_read, body - from.body_read,
                                                     ranges.data(), ranges.size());
             else
                 ranges[used++] = {from.body.data() + from.body_read, body - from.body_read};

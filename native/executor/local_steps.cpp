@@ -22,7 +22,7 @@ bool Executor::work_locally() {
         StepState& step_state = states_[local[at]];
         if (!step_state.finished) {
             if (const std::optional<std::size_t> until = limit(local[at])) {
-                const bool is_copy = schedule_->steps[local[at]].kind == Kind::copy;
+                const bool is_copy = schedule_->steps[local[at]].kind == StepKind::copy;
                 moved |= is_copy ? copy(local[at], *until) : convert(local[at], *until);
                 if (step_state.done == step_state.nbytes) {
                     finish(step_state);
@@ -53,8 +53,8 @@ bool Executor::convert(std::uint32_t step, std::size_t until) {
     StepState& step_state = states_[step];
     const Step& what = schedule_->steps[step];
     const std::size_t group = kWireGroup * item_;
-    const bool packs = what.kind == Kind::pack;
-    const Memory& floats = buffer(packs ? what.src : what.dst);
+    const bool packs = what.kind == StepKind::pack;
+    const TensorBytes& floats = buffer(packs ? what.src : what.dst);
     const std::size_t offset = packs ? step_state.src_offset : step_state.dst_offset;
     until = std::min(until, step_state.done + kAtATime);
     const bool moves = step_state.done < until;
@@ -77,21 +77,21 @@ void Executor::convert_run(std::uint32_t step, std::uint8_t* floats, std::size_t
     const Step& what = schedule_->steps[step];
     const std::size_t count = nbytes / item_;
     const std::size_t packed_done = packed_size(schedule_->wire, step_state.done / item_);
-    if (what.kind == Kind::pack) {
+    if (what.kind == StepKind::pack) {
         const std::size_t element = (step_state.src_offset + step_state.done) / item_;
         wire_kernels_->pack(floats, residual_ == nullptr ? nullptr : residual_ + element,
                             wire_.get() + step_state.dst_offset + packed_done, count);
         return;
     }
     const std::uint8_t* packed = wire_.get() + step_state.src_offset + packed_done;
-    if (what.kind == Kind::unpack)
+    if (what.kind == StepKind::unpack)
         wire_kernels_->unpack(packed, floats, count);
     else
         wire_kernels_->add(packed, floats, count, what.final && averages_ ? lanes_.size() : 1);
 }
 
 // Converts a group that spans several tensors, by way of a contiguous copy.
-void Executor::convert_split_group(std::uint32_t step, const Memory& floats, std::size_t at, std::size_t nbytes) {
+void Executor::convert_split_group(std::uint32_t step, const TensorBytes& floats, std::size_t at, std::size_t nbytes) {
     alignas(8) std::uint8_t group[kWireGroup * sizeof(float)];
     const auto each_piece = [&](auto visit) {
         for (std::size_t done = 0; done < nbytes;) {
@@ -102,7 +102,7 @@ void Executor::convert_split_group(std::uint32_t step, const Memory& floats, std
     };
     each_piece([](const ByteRange& range, std::uint8_t* copy) { std::memcpy(copy, range.data, range.nbytes); });
     convert_run(step, group, nbytes);
-    if (schedule_->steps[step].kind == Kind::pack) return;
+    if (schedule_->steps[step].kind == StepKind::pack) return;
     each_piece([](const ByteRange& range, const std::uint8_t* copy) { std::memcpy(range.data, copy, range.nbytes); });
 }
 

@@ -9,19 +9,19 @@
 namespace paceline::executor {
 
 // Completes `request` with a message that has arrived.
-void Messenger::take(Arrival& arrival, const std::shared_ptr<Request>& request) {
-    const Frame& frame = arrival.frame;
-    request->source_ = arrival.peer;
+void Messenger::take(UnexpectedMessage& message, const std::shared_ptr<Request>& request) {
+    const Frame& frame = message.frame;
+    request->source_ = message.peer;
     if (frame.kind == FrameKind::offer) {
-        --state(arrival.peer).offers_held;
-        accept(arrival.peer, frame, request);
+        --state(message.peer).offers_held;
+        accept(message.peer, frame, request);
         return;
     }
-    credit(arrival.peer, frame.nbytes);
-    if (!fits(frame, *request)) return misfit(frame, arrival.peer, request);
-    for (std::size_t at = 0; at < arrival.bytes.size();) {
-        const ByteRange range = request->memory_.run(at, arrival.bytes.size() - at);
-        std::memcpy(range.data, arrival.bytes.data() + at, range.nbytes);
+    credit(message.peer, frame.nbytes);
+    if (!matches(frame, *request)) return fail_mismatch(frame, message.peer, request);
+    for (std::size_t at = 0; at < message.bytes.size();) {
+        const ByteRange range = request->tensor_.run(at, message.bytes.size() - at);
+        std::memcpy(range.data, message.bytes.data() + at, range.nbytes);
         at += range.nbytes;
     }
     finish(request, {});
@@ -29,11 +29,11 @@ void Messenger::take(Arrival& arrival, const std::shared_ptr<Request>& request) 
 
 void Messenger::accept(int peer, const Frame& offer, const std::shared_ptr<Request>& request) {
     Frame answer = offer;
-    if (!fits(offer, *request)) {
-        misfit(offer, peer, request);
+    if (!matches(offer, *request)) {
+        fail_mismatch(offer, peer, request);
         answer.kind = FrameKind::refuse;
         answer.dtype = request->dtype_;
-        answer.offset = request->memory_.nbytes();
+        answer.offset = request->tensor_.nbytes();
         push(peer, answer, {}, nullptr);
     } else if (offer.nbytes == 0) {
         answer.kind = FrameKind::accept;
@@ -42,25 +42,25 @@ void Messenger::accept(int peer, const Frame& offer, const std::shared_ptr<Reque
     } else {
         answer.kind = FrameKind::accept;
         state(peer).accepted[offer.id] = request;
-        state(peer).still[offer.id] = offer.nbytes;
+        state(peer).remaining[offer.id] = offer.nbytes;
         push(peer, answer, {}, nullptr);
     }
     flush(peer);
 }
 
 // Returns true if the message's size and dtype equal those of the receive.
-bool Messenger::fits(const Frame& frame, const Request& request) {
-    return frame.nbytes == request.memory_.nbytes() && frame.dtype == request.dtype_;
+bool Messenger::matches(const Frame& frame, const Request& request) {
+    return frame.nbytes == request.tensor_.nbytes() && frame.dtype == request.dtype_;
 }
 
 // Fails a receive whose message has a different size or dtype.
-void Messenger::misfit(const Frame& frame, int peer, const std::shared_ptr<Request>& request) {
+void Messenger::fail_mismatch(const Frame& frame, int peer, const std::shared_ptr<Request>& request) {
     Outcome outcome;
-    outcome.code = Code::mismatch;
+    outcome.code = OutcomeCode::mismatch;
     outcome.split_from = peer;
     outcome.split_to = lanes_.rank();
     outcome.split_sent = frame.nbytes;
-    outcome.split_expected = request->memory_.nbytes();
+    outcome.split_expected = request->tensor_.nbytes();
     outcome.calls.resize(2);
     outcome.calls[0].dtype = frame.dtype;
     outcome.calls[1].dtype = request->dtype_;
@@ -89,14 +89,14 @@ void Messenger::finish(const std::shared_ptr<Request>& request, Outcome outcome)
 }
 
 void Messenger::record_end(Request& request) {
-    Observed observed;
+    CallMetrics metrics;
     if (request.receiving_) {
-        observed.last_arrived = request.source_;
-    } else if (request.outcome_.code == Code::ok) {
+        metrics.last_arrived = request.source_;
+    } else if (request.outcome_.code == OutcomeCode::ok) {
         const bool is_here = lanes_.peer(request.peer_).mesh_rank >= 0;
-        (is_here ? observed.shm_nbytes : observed.tcp_nbytes) = request.memory_.nbytes();
+        (is_here ? metrics.shm_nbytes : metrics.tcp_nbytes) = request.tensor_.nbytes();
     }
-    request.recorded_.end(observed, request.outcome_);
+    request.recorded_.end(metrics, request.outcome_);
 }
 
 // Chooses the memory into which the body of the received frame is read; returns false if the frame violates the
@@ -104,7 +104,7 @@ void Messenger::record_end(Request& request) {
 bool Messenger::begin_body(int peer) {
     PeerState& from = state(peer);
     Frame& frame = from.frame;
-    if (!is_sound(frame)) return false;
+    if (!is_valid(frame)) return false;
     switch (frame.kind) {
         case FrameKind::eager: {
             if (frame.nbytes > kEagerBytes || !is_next(peer)) return false;
@@ -113,7 +113,7 @@ bool Messenger::begin_body(int peer) {
             frame.offset = 0;
             // A receive that does not match the size or dtype fails only after the body has been read, as does a
             // receive posted while the body arrives.
-            if (const auto at = posted_for(frame, peer); at != posted_.end() && fits(frame, **at)) {
+            if (const auto at = posted_for(frame, peer); at != posted_.end() && matches(frame, **at)) {
                 from.body_for = *at;
                 from.body_for->source_ = peer;
                 posted_.erase(at);
@@ -125,14 +125,14 @@ bool Messenger::begin_body(int peer) {
         case FrameKind::data: {
             const auto found = from.accepted.find(frame.id);
             if (found == from.accepted.end() || frame.part == 0 || frame.part > kPartBytes) return false;
-            const std::size_t size = found->second->memory_.nbytes();
-            if (frame.offset > size || frame.part > size - frame.offset || frame.part > from.still[frame.id])
+            const std::size_t size = found->second->tensor_.nbytes();
+            if (frame.offset > size || frame.part > size - frame.offset || frame.part > from.remaining[frame.id])
                 return false;
             from.body_for = found->second;
             return true;
         }
         case FrameKind::waiting:
-        case FrameKind::verdict:
+        case FrameKind::failure:
         case FrameKind::answer:
             from.body.resize(frame.nbytes);
             return true;
@@ -163,17 +163,17 @@ std::list<std::shared_ptr<Request>>::iterator Messenger::posted_for(const Frame&
 }
 
 // Completes the posted receive that matches a message, or stores the message until such a receive is posted.
-void Messenger::arrive(Arrival arrival) {
-    PeerState& from = state(arrival.peer);
-    if (arrival.frame.kind == FrameKind::offer) ++from.offers_held;
-    const auto at = posted_for(arrival.frame, arrival.peer);
+void Messenger::arrive(UnexpectedMessage message) {
+    PeerState& from = state(message.peer);
+    if (message.frame.kind == FrameKind::offer) ++from.offers_held;
+    const auto at = posted_for(message.frame, message.peer);
     if (at == posted_.end()) {
-        arrivals_.push_back(std::move(arrival));
+        unexpected_.push_back(std::move(message));
         return;
     }
     const std::shared_ptr<Request> request = *at;
     posted_.erase(at);
-    take(arrival, request);
+    take(message, request);
 }
 
 void Messenger::end_body(int peer) {
@@ -193,7 +193,7 @@ void Messenger::end_body(int peer) {
             return;
         case FrameKind::accept:
             if (auto node = from.offered.extract(frame.id); !node.empty()) {
-                const std::size_t nbytes = node.mapped()->memory_.nbytes();
+                const std::size_t nbytes = node.mapped()->tensor_.nbytes();
                 if (nbytes == 0) {
                     finish(node.mapped(), {});
                     return;
@@ -208,8 +208,8 @@ void Messenger::end_body(int peer) {
             }
             return;
         case FrameKind::data:
-            if ((from.still[frame.id] -= frame.part) == 0) {
-                from.still.erase(frame.id);
+            if ((from.remaining[frame.id] -= frame.part) == 0) {
+                from.remaining.erase(frame.id);
                 from.accepted.erase(frame.id);
                 finish(from.body_for, {});
             }
@@ -217,10 +217,10 @@ void Messenger::end_body(int peer) {
         case FrameKind::refuse:
             if (auto node = from.offered.extract(frame.id); !node.empty()) {
                 Outcome outcome;
-                outcome.code = Code::mismatch;
+                outcome.code = OutcomeCode::mismatch;
                 outcome.split_from = lanes_.rank();
                 outcome.split_to = peer;
-                outcome.split_sent = node.mapped()->memory_.nbytes();
+                outcome.split_sent = node.mapped()->tensor_.nbytes();
                 outcome.split_expected = frame.offset;
                 outcome.calls.resize(2);
                 outcome.calls[0].dtype = node.mapped()->dtype_;
@@ -234,11 +234,12 @@ void Messenger::end_body(int peer) {
         case FrameKind::waiting: {
             CallHeader header;
             std::memcpy(&header, from.body.data(), sizeof header);
-            if (is_sound(header)) from.announced = header;
+            if (is_valid(header)) from.announced = header;
             return;
         }
-        case FrameKind::verdict:
-            // The verdict is forwarded to all ranks: each must have the reason before it detects that this rank leaves.
+        case FrameKind::failure:
+            // The failure report is forwarded to all ranks: each must have the reason before it detects that this rank
+            // leaves.
             if (auto outcome = decode(from.body, lanes_.size()); !outcome)
                 closed(peer);
             else if (!failure_)
@@ -246,17 +247,17 @@ void Messenger::end_body(int peer) {
             return;
         case FrameKind::goodbye:
             from.left = true;
-            from.cause = Cause::unpack(static_cast<std::uint32_t>(frame.id));
+            from.cause = FailureCause::unpack(static_cast<std::uint32_t>(frame.id));
             closed(peer);
             return;
-        case FrameKind::ask:
-            take_question(peer, {frame.offset, frame.id});
+        case FrameKind::query:
+            add_query(peer, {frame.offset, frame.id});
             return;
         case FrameKind::answer:
             if (auto answer = decode_answer(frame, from.body); !answer)
                 closed(peer);
             else
-                lanes_.waits().heard(lanes_.name(peer), {frame.offset, frame.id}, std::move(*answer));
+                lanes_.wait_registry().receive_answer(lanes_.name(peer), {frame.offset, frame.id}, std::move(*answer));
             return;
     }
 }

@@ -8,20 +8,20 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kFarewell = std::chrono::milliseconds(500);
+constexpr auto kGoodbyeTimeout = std::chrono::milliseconds(500);
 // An acknowledgment takes a round trip, plus up to 40 ms if the peer has nothing to send.
-constexpr auto kDelivery = std::chrono::seconds(2);
+constexpr auto kDeliveryTimeout = std::chrono::seconds(2);
 
 }  // namespace
 
 Messenger::Messenger(link::LaneSet& lanes)
-    : lanes_(lanes), states_(static_cast<std::size_t>(lanes.size())), seen_(states_.size()) {
+    : lanes_(lanes), states_(static_cast<std::size_t>(lanes.size())), received_headers_(states_.size()) {
     lanes_.watch_control(waiter_);
-    lanes_.waits().add(*this);
+    lanes_.wait_registry().add(*this);
 }
 
 void Messenger::close() {
-    lanes_.waits().remove(*this);  // acquires `linking_`, so `mutex_` must not be held
+    lanes_.wait_registry().remove(*this);  // acquires `transports_mutex_`, so `mutex_` must not be held
     std::unique_lock lock(mutex_);
     if (closing_) return;
     closing_ = true;
@@ -34,16 +34,16 @@ void Messenger::close() {
     }
     if (!open_.empty() && !failure_) {
         Outcome outcome;
-        outcome.code = Code::interrupted;
+        outcome.code = OutcomeCode::interrupted;
         break_group(std::move(outcome), true);
     }
     for (int peer = 0; peer < lanes_.size(); ++peer)
         if (lanes_.peer(peer).control)
-            push(peer, {.kind = FrameKind::goodbye, .id = lanes_.blamed().pack()}, {}, nullptr);
-    const auto until = Clock::now() + kFarewell;
+            push(peer, {.kind = FrameKind::goodbye, .id = lanes_.reported_cause().pack()}, {}, nullptr);
+    const auto until = Clock::now() + kGoodbyeTimeout;
     const auto pending = [&] {
         return std::any_of(states_.begin(), states_.end(),
-                           [](const PeerState& s) { return !s.outgoing.empty() && !s.deaf; });
+                           [](const PeerState& s) { return !s.outgoing.empty() && !s.is_write_closed; });
     };
     for (bool late = false; pending() && !late;) {  // tries at least once, even after the deadline
         late = Clock::now() >= until;
@@ -63,11 +63,11 @@ void Messenger::await_delivery(std::unique_lock<std::mutex>& lock) {
     std::vector<const link::Lane*> awaited;
     for (int peer = 0; peer < lanes_.size(); ++peer) {
         const PeerState& to = state(peer);
-        if (lanes_.peer(peer).control && !to.left && !to.lost && !to.deaf)
+        if (lanes_.peer(peer).control && !to.left && !to.lost && !to.is_write_closed)
             awaited.push_back(lanes_.peer(peer).control.get());
     }
     lock.unlock();
-    const auto until = Clock::now() + kDelivery;
+    const auto until = Clock::now() + kDeliveryTimeout;
     const auto delivered = [](const link::Lane* lane) { return lane->delivered(); };
     while (!std::all_of(awaited.begin(), awaited.end(), delivered) && Clock::now() < until)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -79,7 +79,7 @@ std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype
     request->peer_ = peer;
     request->tag_ = tag;
     request->dtype_ = dtype;
-    request->memory_.append(tensor);
+    request->tensor_.append(tensor);
     const std::lock_guard lock(mutex_);
     open(request, timeout_ns);
     PeerState& to = state(peer);
@@ -89,11 +89,11 @@ std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype
         finish(request, without_locked(peer));
     } else if (to.offered.size() >= kMaxOffers) {
         Outcome outcome;
-        outcome.code = Code::too_many_offers;
+        outcome.code = OutcomeCode::too_many_offers;
         outcome.missing = {peer};
         finish(request, std::move(outcome));
     } else {
-        const std::size_t nbytes = request->memory_.nbytes();
+        const std::size_t nbytes = request->tensor_.nbytes();
         Frame frame{.kind = FrameKind::offer, .id = to.next_id++, .nbytes = nbytes, .tag = tag, .dtype = dtype};
         if (nbytes <= kEagerBytes && to.eager_out + charge(nbytes) <= kEagerWindow) {
             frame.kind = FrameKind::eager;
@@ -115,18 +115,18 @@ std::shared_ptr<Request> Messenger::receive(int peer, std::int32_t tag, DType dt
     request->peer_ = peer;
     request->tag_ = tag;
     request->dtype_ = dtype;
-    request->memory_.append(tensor);
+    request->tensor_.append(tensor);
     const std::lock_guard lock(mutex_);
     open(request, timeout_ns);
     if (failure_) {
         finish(request, *failure_);
         return request;
     }
-    for (auto it = arrivals_.begin(); it != arrivals_.end(); ++it) {
+    for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {
         if (!belongs(it->frame, it->peer, *request)) continue;
-        Arrival arrival = std::move(*it);
-        arrivals_.erase(it);
-        take(arrival, request);
+        UnexpectedMessage message = std::move(*it);
+        unexpected_.erase(it);
+        take(message, request);
         return request;
     }
     if (peer != kAnySource && (state(peer).left || state(peer).lost)) {
@@ -142,7 +142,7 @@ void Messenger::open(const std::shared_ptr<Request>& request, std::int64_t timeo
     request->deadline_ = request->started_ + std::chrono::nanoseconds(timeout_ns);
     request->place_ = open_.insert(open_.end(), request);
     request->recorded_.arrive_message(recorded_as_.load(std::memory_order_relaxed), request->receiving_,
-                                      request->dtype_, request->memory_.nbytes() / item_size(request->dtype_),
+                                      request->dtype_, request->tensor_.nbytes() / item_size(request->dtype_),
                                       request->peer_, request->tag_);
 }
 
@@ -154,10 +154,10 @@ Outcome Messenger::without(int peer) {
 Outcome Messenger::without_locked(int peer) {
     const PeerState& from = state(peer);
     Outcome outcome;
-    outcome.code = Code::peer_lost;
+    outcome.code = OutcomeCode::peer_lost;
     outcome.missing = outcome.gone = {peer};
     if (from.left) outcome.left = {peer};
-    outcome.cause = from.cause.known() ? from.cause : lanes_.blamed_by(peer);
+    outcome.cause = from.cause.known() ? from.cause : lanes_.cause_reported_by(peer);
     note(outcome);
     return outcome;
 }
@@ -165,14 +165,14 @@ Outcome Messenger::without_locked(int peer) {
 // Reports the cause to the mesh. This rank will soon leave its other groups as well, whose ranks then have the cause.
 void Messenger::note(const Outcome& outcome) {
     const auto name = [this](int rank) { return lanes_.name(rank); };
-    const Cause cause = cause_of_leaving(outcome, lanes_.waits().name(), name);
-    if (cause.known()) lanes_.blame(cause);
+    const FailureCause cause = cause_of_leaving(outcome, lanes_.wait_registry().name(), name);
+    if (cause.known()) lanes_.report_cause(cause);
 }
 
 // Closes the connection to a peer that died, violated the protocol, or sent a goodbye.
 void Messenger::closed(int peer) {
     PeerState& from = state(peer);
-    const std::deque<Outgoing> unsent = std::exchange(from.outgoing, {});
+    const std::deque<OutgoingFrame> unsent = std::exchange(from.outgoing, {});
     if (!from.left) {
         if (from.lost) return;
         from.lost = true;
@@ -180,13 +180,13 @@ void Messenger::closed(int peer) {
         return;
     }
     const auto end = [&](const std::shared_ptr<Request>& request) { finish(request, without_locked(peer)); };
-    for (const Outgoing& each : unsent)
+    for (const OutgoingFrame& each : unsent)
         if (each.request) end(each.request);
     for (auto& [id, request] : from.offered) end(request);
     for (auto& [id, request] : from.accepted) end(request);
     from.offered.clear();
     from.accepted.clear();
-    from.still.clear();
+    from.remaining.clear();
     const bool alone = std::all_of(states_.begin(), states_.end(), [&](const PeerState& each) {
         return each.left || each.lost || &each == &states_[static_cast<std::size_t>(lanes_.rank())];
     });
@@ -208,10 +208,10 @@ void Messenger::break_group(Outcome outcome, bool notifies_others) {
     for (PeerState& each : states_) {
         each.offered.clear();
         each.accepted.clear();
-        each.still.clear();
+        each.remaining.clear();
         each.body_for = nullptr;
-        // Only a partly sent frame must be completed before the verdict; all other frames are dropped. The remainder
-        // of that frame is copied, because the program may reuse the tensors once their requests have failed.
+        // Only a partly sent frame must be completed before the failure report; all other frames are dropped. The
+        // remainder of that frame is copied, because the program may reuse the tensors once their requests have failed.
         while (each.outgoing.size() > 1) each.outgoing.pop_back();
         if (each.outgoing.empty()) continue;
         if (each.outgoing.front().sent == 0)
@@ -226,17 +226,17 @@ void Messenger::break_group(Outcome outcome, bool notifies_others) {
         const std::vector<std::uint8_t> bytes = encode(outcome);
         for (int peer = 0; peer < lanes_.size(); ++peer) {
             if (!lanes_.peer(peer).control) continue;
-            push(peer, {.kind = FrameKind::verdict, .nbytes = bytes.size()}, bytes, nullptr);
+            push(peer, {.kind = FrameKind::failure, .nbytes = bytes.size()}, bytes, nullptr);
             flush(peer);
         }
     }
     changed_.notify_all();
-    if (told_ != nullptr) told_->wake();
+    if (failure_waiter_ != nullptr) failure_waiter_->wake();
 }
 
 void Messenger::on_failure(link::Waiter* waiter) {
     const std::lock_guard lock(mutex_);
-    told_ = waiter;
+    failure_waiter_ = waiter;
 }
 
 std::optional<Outcome> Messenger::failure() {
@@ -252,17 +252,17 @@ Outcome Messenger::fail(Outcome outcome) {
 }
 
 void Messenger::abort() {
-    abort_asked_.store(true, std::memory_order_release);
+    abort_requested_.store(true, std::memory_order_release);
     waiter_.wake();
     // The driving thread may hold the lock as long as data is moving. In that case, that thread breaks the group.
     const std::lock_guard lock(mutex_);
-    heed_abort();
+    handle_abort();
 }
 
-void Messenger::heed_abort() {
-    if (!abort_asked_.load(std::memory_order_acquire) || failure_ || closing_) return;
+void Messenger::handle_abort() {
+    if (!abort_requested_.load(std::memory_order_acquire) || failure_ || closing_) return;
     Outcome outcome;
-    outcome.code = Code::aborted;
+    outcome.code = OutcomeCode::aborted;
     break_group(std::move(outcome), true);
 }
 
@@ -274,8 +274,9 @@ void Messenger::announce(const CallHeader& header) {
         if (!lanes_.peer(peer).control) continue;
         auto& outgoing = state(peer).outgoing;
         // Only the latest announcement stays queued: a peer that computes for a long time does not read any frames.
-        std::erase_if(outgoing,
-                      [](const Outgoing& each) { return each.frame.kind == FrameKind::waiting && each.sent == 0; });
+        std::erase_if(outgoing, [](const OutgoingFrame& each) {
+            return each.frame.kind == FrameKind::waiting && each.sent == 0;
+        });
         push(peer, {.kind = FrameKind::waiting, .nbytes = sizeof header}, {from, from + sizeof header}, nullptr);
         flush(peer);
     }
@@ -288,14 +289,14 @@ std::vector<CallHeader> Messenger::announced() {
     return headers;
 }
 
-void Messenger::saw(int peer, const CallHeader& header) {
-    const std::lock_guard lock(seeing_);
-    seen_[static_cast<std::size_t>(peer)] = header;
+void Messenger::record_received(int peer, const CallHeader& header) {
+    const std::lock_guard lock(headers_mutex_);
+    received_headers_[static_cast<std::size_t>(peer)] = header;
 }
 
-void Messenger::saw_all(const CallHeader& header) {
-    const std::lock_guard lock(seeing_);
-    seen_of_all_ = header;
+void Messenger::record_completed(const CallHeader& header) {
+    const std::lock_guard lock(headers_mutex_);
+    completed_header_ = header;
 }
 
 std::vector<CallHeader> Messenger::latest() {
@@ -304,10 +305,10 @@ std::vector<CallHeader> Messenger::latest() {
 }
 
 std::vector<CallHeader> Messenger::latest_locked() {
-    const std::lock_guard lock(seeing_);
+    const std::lock_guard lock(headers_mutex_);
     std::vector<CallHeader> headers;
     for (std::size_t r = 0; r < states_.size(); ++r)
-        headers.push_back(std::max({states_[r].announced, seen_[r], seen_of_all_},
+        headers.push_back(std::max({states_[r].announced, received_headers_[r], completed_header_},
                                    [](const CallHeader& a, const CallHeader& b) { return a.sequence < b.sequence; }));
     return headers;
 }

@@ -3,7 +3,7 @@
 // Note: the protocol. Every pair of ranks has one control lane, on which each side writes a sequence of frames
 // (frame.hpp).
 // - A *request* is a send or a receive of the program. A request is *open* until it is done. A receive without a
-//   matching message is *posted*; a message without a matching receive is an *arrival*. A message matches the first
+//   matching message is *posted*; a message without a matching receive is *unexpected*. A message matches the first
 //   receive, and a receive the first message, with the same sender (or kAnySource) and tag. Messages with the same tag
 //   therefore keep their order.
 // - A message of up to kEagerBytes is *eager*: its bytes follow its frame immediately, and the receiver stores them
@@ -18,10 +18,11 @@
 //   *refuse*, and the send also fails. An eager message is dropped, because its send has already completed. The group
 //   remains usable.
 // - *waiting* contains the call in which the sender is waiting; error messages for timeouts and mismatches use it.
-// - *ask* and *answer* determine which ranks hold up a call that has timed out (wait_queries.cpp).
-// - A *verdict* is the reason why the sender broke the group. A rank adopts the first verdict that it receives, fails
+// - *query* and *answer* determine which ranks hold up a call that has timed out (wait_queries.cpp).
+// - A *failure* is the reason why the sender broke the group. A rank adopts the first failure report that it receives,
+// fails
 //   all of its requests with it, and forwards it to all ranks: each must have the reason before it detects that another
-//   rank leaves. Later verdicts are ignored.
+//   rank leaves. Later failure reports are ignored.
 // - *goodbye* is the last frame of a rank that destroys its group. Its peers fail their open requests to and from that
 //   rank; all other requests continue. If a lane is closed without a goodbye, its rank has died, and the group is
 //   broken. A rank trusts its peers only with the data: a frame that violates these rules counts as the peer's death.
@@ -76,7 +77,7 @@ class Request {
     int peer_ = kAnySource;
     std::int32_t tag_ = 0;
     DType dtype_ = DType::u8;
-    Memory memory_;
+    TensorBytes tensor_;
     std::chrono::steady_clock::time_point started_{};
     std::chrono::steady_clock::time_point deadline_{};
     int source_ = -1;
@@ -86,7 +87,7 @@ class Request {
     std::list<std::shared_ptr<Request>>::iterator place_{};  // the position in the messenger's list of open requests
 };
 
-class Messenger final : public Waits::Link {
+class Messenger final : public WaitRegistry::QueryTransport {
   public:
     explicit Messenger(link::LaneSet& lanes);
     Messenger(const Messenger&) = delete;
@@ -115,8 +116,8 @@ class Messenger final : public Waits::Link {
     void on_failure(link::Waiter* waiter);
     // Returns the outcome that broke the group, or nullopt if the group is not broken.
     std::optional<Outcome> failure();
-    // Breaks the group on this rank and sends the verdict to all other ranks. Returns the outcome that first broke the
-    // group.
+    // Breaks the group on this rank and sends the failure report to all other ranks. Returns the outcome that first
+    // broke the group.
     Outcome fail(Outcome outcome);
     // Breaks the group as `aborted`; any thread may call this while others are waiting in the group.
     void abort();
@@ -124,16 +125,16 @@ class Messenger final : public Waits::Link {
     void announce(const CallHeader& header);
     // Returns the latest call that each rank has announced.
     std::vector<CallHeader> announced();
-    // Record calls without an announcement. `saw` records a call whose header arrived from `peer`; `saw_all` records a
-    // call that has completed and therefore was begun by all ranks.
-    void saw(int peer, const CallHeader& header);
-    void saw_all(const CallHeader& header);
+    // Record calls without an announcement. `record_received` records a call whose header arrived from `peer`;
+    // `record_completed` records a call that has completed and therefore was begun by all ranks.
+    void record_received(int peer, const CallHeader& header);
+    void record_completed(const CallHeader& header);
     // Returns the latest call of each rank, announced or recorded; its operation is `none` if no call is known.
     std::vector<CallHeader> latest();
     // Answers the queries from peers for which this rank already has the answer.
     void answer();
     void serve() override;
-    bool ask(int name, const CallId& in) override;
+    bool send_query(int name, const CallId& call) override;
     // Returns the number of frames pending for `peer`.
     std::size_t queued(int peer);
     // Returns the ranks that have sent a goodbye.
@@ -142,26 +143,26 @@ class Messenger final : public Waits::Link {
     Outcome without(int peer);
 
   private:
-    struct Outgoing {
+    struct OutgoingFrame {
         Frame frame;
         std::vector<std::uint8_t> own;     // the body, if the messenger owns it
         std::shared_ptr<Request> request;  // the request whose tensor is the body, if `own` is empty
         std::size_t sent = 0;              // bytes of frame and body
     };
-    struct Arrival {  // a message that has arrived
+    struct UnexpectedMessage {  // a message that has arrived
         Frame frame;
         int peer;
         std::vector<std::uint8_t> bytes;
     };
-    struct Question {
-        CallId in;
-        std::chrono::steady_clock::time_point came;
+    struct Query {
+        CallId call;
+        std::chrono::steady_clock::time_point arrived_at;
     };
     struct PeerState {
-        std::deque<Outgoing> outgoing;
+        std::deque<OutgoingFrame> outgoing;
         std::map<std::uint64_t, std::shared_ptr<Request>> offered;   // offered sends by id; removed when accepted
         std::map<std::uint64_t, std::shared_ptr<Request>> accepted;  // accepting receives by id; removed when complete
-        std::map<std::uint64_t, std::size_t> still;                  // bytes still missing, by the ids in `accepted`
+        std::map<std::uint64_t, std::size_t> remaining;              // bytes still missing, by the ids in `accepted`
         std::uint64_t next_id = 1;
         std::size_t eager_out = 0;    // charges of eager messages sent but not credited yet
         std::size_t eager_in = 0;     // charges of eager messages consumed but not credited yet
@@ -175,11 +176,11 @@ class Messenger final : public Waits::Link {
         std::size_t body_read = 0;
         std::shared_ptr<Request> body_for;
         CallHeader announced{};
-        std::vector<Question> questions;  // unanswered queries from the peer
-        bool deaf = false;                // the lane rejects further frames but may still contain unread ones
+        std::vector<Query> queries;    // unanswered queries from the peer
+        bool is_write_closed = false;  // the lane rejects further frames but may still contain unread ones
         bool left = false;
         bool lost = false;
-        Cause cause;  // the reason why the peer left, if it reported one
+        FailureCause cause;  // the reason why the peer left, if it reported one
     };
 
     std::vector<CallHeader> latest_locked();
@@ -193,59 +194,61 @@ class Messenger final : public Waits::Link {
     bool is_next(int peer);
     static bool belongs(const Frame& frame, int peer, const Request& request);
     std::list<std::shared_ptr<Request>>::iterator posted_for(const Frame& frame, int peer);
-    void arrive(Arrival arrival);
-    void take(Arrival& arrival, const std::shared_ptr<Request>& request);
+    void arrive(UnexpectedMessage message);
+    void take(UnexpectedMessage& message, const std::shared_ptr<Request>& request);
     void accept(int peer, const Frame& offer, const std::shared_ptr<Request>& request);
     void credit(int peer, std::size_t nbytes);
-    static bool fits(const Frame& frame, const Request& request);
-    void misfit(const Frame& frame, int peer, const std::shared_ptr<Request>& request);
+    static bool matches(const Frame& frame, const Request& request);
+    void fail_mismatch(const Frame& frame, int peer, const std::shared_ptr<Request>& request);
     void open(const std::shared_ptr<Request>& request, std::int64_t timeout_ns);
     void push(int peer, Frame frame, std::vector<std::uint8_t> own, std::shared_ptr<Request> request);
     void finish(const std::shared_ptr<Request>& request, Outcome outcome);
     void record_end(Request& request);
-    static void copy_body(Outgoing& outgoing);
+    static void copy_body(OutgoingFrame& outgoing);
     Outcome without_locked(int peer);
     void note(const Outcome& outcome);
     void closed(int peer);
     void await_delivery(std::unique_lock<std::mutex>& lock);
     void break_group(Outcome outcome, bool notifies_others);
-    void heed_abort();
-    void take_question(int peer, const CallId& in);
+    void handle_abort();
+    void add_query(int peer, const CallId& call);
     void answer_locked();
     std::vector<int> peers_of(const Request& request) const;
     Wait wait_for(const Request& request) const;
     void expire(std::unique_lock<std::mutex>& lock);
     std::shared_ptr<Request> expired();
-    std::optional<Outcome> time_out(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Request>& request);
-    void look_for_silence();
-    void look_around(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Request>& until, int iteration,
-                     const Interrupted& interrupted);
+    std::optional<Outcome> find_timeout_outcome(std::unique_lock<std::mutex>& lock,
+                                                const std::shared_ptr<Request>& request);
+    void check_silent_peers();
+    void check_events(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Request>& until, int iteration,
+                      const Interrupted& interrupted);
     void drive(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Request>& until,
                std::chrono::steady_clock::time_point deadline, const Interrupted& interrupted);
     void background();
 
     link::LaneSet& lanes_;
     link::Waiter waiter_;
-    link::Waiter* told_ = nullptr;  // woken on a failure
+    link::Waiter* failure_waiter_ = nullptr;  // woken on a failure
     std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<PeerState> states_;
-    std::mutex seeing_;  // guards `seen_` and `seen_of_all_`; `mutex_` may be held for long while large messages move
-    std::vector<CallHeader> seen_;
-    CallHeader seen_of_all_{};
+    std::mutex headers_mutex_;  // guards `received_headers_` and `completed_header_`; `mutex_` may be held for long
+                                // while large messages move
+    std::vector<CallHeader> received_headers_;
+    CallHeader completed_header_{};
     std::list<std::shared_ptr<Request>> posted_;  // receives without a message, in call order
-    std::list<Arrival> arrivals_;                 // messages without a receive, in order of arrival
+    std::list<UnexpectedMessage> unexpected_;     // messages without a receive, in order of arrival
     std::list<std::shared_ptr<Request>> open_;    // requests that are not done
     std::atomic<std::uint32_t> recorded_as_{0};
-    std::optional<WaitChainSearch> search_;  // the search for the ranks that hold up `search_about_`
-    std::shared_ptr<Request> search_about_;
-    bool inquiring_ = false;  // a thread is in `search_->look` without holding `mutex_`
+    std::optional<WaitChainSearch> search_;  // the search for the ranks that hold up `searched_request_`
+    std::shared_ptr<Request> searched_request_;
+    bool searching_ = false;  // a thread is in `search_->look` without holding `mutex_`
     bool driving_ = false;
-    int urgent_ = 0;  // number of threads that wait for a request while another thread drives
+    int waiting_threads_ = 0;  // number of threads that wait for a request while another thread drives
     bool closing_ = false;
     std::optional<Outcome> failure_;
     std::atomic<bool> failed_{false};
-    std::atomic<bool> abort_asked_{false};
+    std::atomic<bool> abort_requested_{false};
     std::thread thread_;
 };
 

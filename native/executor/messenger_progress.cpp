@@ -30,13 +30,13 @@ bool Messenger::progress() {
 void Messenger::expire(std::unique_lock<std::mutex>& lock) {
     lanes_.meter().measure_if_due(Clock::now());
     const std::shared_ptr<Request> late = expired();
-    if (inquiring_) return;
+    if (searching_) return;
     if (!late) {
         search_.reset();
-        search_about_.reset();
+        searched_request_.reset();
         return;
     }
-    if (std::optional<Outcome> outcome = time_out(lock, late); outcome && !failure_ && !late->done())
+    if (std::optional<Outcome> outcome = find_timeout_outcome(lock, late); outcome && !failure_ && !late->done())
         break_group(std::move(*outcome), true);
 }
 
@@ -47,7 +47,7 @@ std::shared_ptr<Request> Messenger::expired() {
     return late == open_.end() ? nullptr : *late;
 }
 
-void Messenger::look_for_silence() {
+void Messenger::check_silent_peers() {
     std::set<int> awaited;
     for (const std::shared_ptr<Request>& request : open_)
         if (request->peer_ != kAnySource && !state(request->peer_).lost) awaited.insert(request->peer_);
@@ -60,14 +60,14 @@ void Messenger::look_for_silence() {
 
 // Checks for expired deadlines, silent peers, queries and interrupts. Runs in every iteration of the wait loop, even
 // while data is moving.
-void Messenger::look_around(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Request>& until, int iteration,
-                            const Interrupted& interrupted) {
+void Messenger::check_events(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Request>& until, int iteration,
+                             const Interrupted& interrupted) {
     expire(lock);
-    if (iteration % kPollsPerSilenceCheck == 0) look_for_silence();
+    if (iteration % kPollsPerSilenceCheck == 0) check_silent_peers();
     answer_locked();
-    if (iteration * kPollInterval > Waits::kServesAfter) {
+    if (iteration * kPollInterval > WaitRegistry::kServeDelay) {
         lock.unlock();
-        lanes_.waits().serve();
+        lanes_.wait_registry().serve();
         lock.lock();
     }
     if (iteration % kPollsPerInterruptCheck != 0 || !interrupted) return;
@@ -76,7 +76,7 @@ void Messenger::look_around(std::unique_lock<std::mutex>& lock, const std::share
     lock.lock();
     if (!stop || !until || until->done()) return;
     Outcome outcome;
-    outcome.code = Code::interrupted;
+    outcome.code = OutcomeCode::interrupted;
     if (until->peer_ >= 0) outcome.missing = {until->peer_};
     break_group(std::move(outcome), true);
 }
@@ -87,19 +87,19 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const std::shared_ptr<
                       Clock::time_point deadline, const Interrupted& interrupted) {
     driving_ = true;
     auto idle_since = Clock::now();
-    auto looked = idle_since;
+    auto last_check = idle_since;
     int iteration = 0;
-    Waits::Entry entry;
+    WaitRegistry::Entry entry;
     for (;;) {
         const bool moved = progress();
-        heed_abort();
-        if (until ? until->done() : (open_.empty() || urgent_ > 0 || closing_)) break;
+        handle_abort();
+        if (until ? until->done() : (open_.empty() || waiting_threads_ > 0 || closing_)) break;
         const auto now = Clock::now();
         if (now > deadline) break;
-        if (now - looked >= kPollInterval) {
-            looked = now;
-            if (until) entry.say(lanes_.waits(), wait_for(*until));
-            look_around(lock, until, ++iteration, interrupted);
+        if (now - last_check >= kPollInterval) {
+            last_check = now;
+            if (until) entry.update(lanes_.wait_registry(), wait_for(*until));
+            check_events(lock, until, ++iteration, interrupted);
             continue;
         }
         if (moved) {
@@ -127,26 +127,26 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const std::shared_ptr<
 
 bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeout_ns, const Interrupted& interrupted) {
     if (request->done()) return true;
-    auto looked = Clock::now();
-    lanes_.meter().measure_if_due(looked);
-    const auto most = std::chrono::nanoseconds(Clock::time_point::max() - looked).count();
-    const auto deadline = looked + std::chrono::nanoseconds(std::min(timeout_ns, most / 2));
+    auto last_check = Clock::now();
+    lanes_.meter().measure_if_due(last_check);
+    const auto most = std::chrono::nanoseconds(Clock::time_point::max() - last_check).count();
+    const auto deadline = last_check + std::chrono::nanoseconds(std::min(timeout_ns, most / 2));
     std::unique_lock lock(mutex_);
-    ++urgent_;
+    ++waiting_threads_;
     if (driving_) waiter_.wake();
-    Waits::Entry entry;
+    WaitRegistry::Entry entry;
     for (int iteration = 0; !request->done() && Clock::now() <= deadline;) {
         if (!driving_) {
             drive(lock, request, deadline, interrupted);
             continue;
         }
         changed_.wait_for(lock, kPollInterval);
-        if (Clock::now() - looked < kPollInterval) continue;
-        looked = Clock::now();
-        entry.say(lanes_.waits(), wait_for(*request));
-        look_around(lock, request, ++iteration, interrupted);
+        if (Clock::now() - last_check < kPollInterval) continue;
+        last_check = Clock::now();
+        entry.update(lanes_.wait_registry(), wait_for(*request));
+        check_events(lock, request, ++iteration, interrupted);
     }
-    --urgent_;
+    --waiting_threads_;
     changed_.notify_all();
     return request->done();
 }
@@ -161,7 +161,7 @@ void Messenger::background() {
     pthread_setname_np(pthread_self(), "paceline-messages");
     std::unique_lock lock(mutex_);
     for (;;) {
-        changed_.wait(lock, [this] { return closing_ || (!open_.empty() && !driving_ && urgent_ == 0); });
+        changed_.wait(lock, [this] { return closing_ || (!open_.empty() && !driving_ && waiting_threads_ == 0); });
         if (closing_) return;
         drive(lock, nullptr, Clock::time_point::max(), nullptr);
     }

@@ -16,18 +16,18 @@ constexpr std::size_t kStaging = 256 << 10;  // bytes received before each reduc
 bool Executor::check_header(FlowState& state, std::uint32_t step) {
     const Header& theirs = state.receiving.header;
     const StepState& step_state = states_[step];
-    if (theirs.magic != Header::kMagic || !is_sound(theirs.call)) {
+    if (theirs.magic != Header::kMagic || !is_valid(theirs.call)) {
         lost(state.flow->peer);
         return false;
     }
-    messenger_.saw(state.flow->peer, theirs.call);
-    if (theirs.call.fits(header_) && theirs.nbytes == step_state.nbytes) return true;
+    messenger_.record_received(state.flow->peer, theirs.call);
+    if (theirs.call.matches(header_) && theirs.nbytes == step_state.nbytes) return true;
     Outcome outcome;
-    outcome.code = Code::mismatch;
+    outcome.code = OutcomeCode::mismatch;
     outcome.calls.resize(static_cast<std::size_t>(lanes_.size()));
     outcome.calls[static_cast<std::size_t>(lanes_.rank())] = header_;
     outcome.calls[static_cast<std::size_t>(state.flow->peer)] = theirs.call;
-    if (theirs.call.fits(header_)) {
+    if (theirs.call.matches(header_)) {
         outcome.split_from = state.flow->peer;
         outcome.split_to = lanes_.rank();
         outcome.split_sent = theirs.nbytes;
@@ -71,7 +71,7 @@ bool Executor::receive(FlowState& state) {
         if (!may) return moved;
         const std::size_t until = *may;
         const std::size_t lanes = lanes_for(step_state.nbytes, state.lanes->size());
-        const bool reduces = schedule_->steps[step].kind == Kind::reduce;
+        const bool reduces = schedule_->steps[step].kind == StepKind::reduce;
         const std::size_t before = step_state.done;
         for (std::size_t l = 0; l < lanes; ++l) {
             LaneState& lane = direction.lanes[l];
@@ -96,7 +96,7 @@ bool Executor::receive(FlowState& state) {
 
 bool Executor::receive_lane(FlowState& state, std::size_t lane, std::uint32_t step, std::size_t offset,
                             std::size_t count) {
-    const Memory& memory = buffer(schedule_->steps[step].dst);
+    const TensorBytes& memory = buffer(schedule_->steps[step].dst);
     std::array<ByteRange, link::kMaxRanges> ranges;
     const std::size_t used = memory.slice(states_[step].dst_offset + offset, count, ranges.data(), ranges.size());
     const std::ptrdiff_t n = (*state.lanes)[lane]->read({ranges.data(), used});
@@ -110,7 +110,7 @@ bool Executor::reduce_lane(FlowState& state, std::size_t lane, std::uint32_t ste
                            std::size_t count) {
     link::Lane& from = *(*state.lanes)[lane];
     LaneState& at = state.receiving.lanes[lane];
-    if (from.in_memory()) {
+    if (from.is_shared_memory()) {
         const std::span<const std::uint8_t> there = from.peek();
         const std::size_t whole = std::min(there.size(), count) / item_ * item_;
         if (whole == 0) {

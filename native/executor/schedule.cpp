@@ -29,20 +29,20 @@ bool uses_wire_well(const Step& step) {
     const bool from = step.reads() && step.src.buffer == Buffer::wire;
     const bool to = step.writes() && step.dst.buffer == Buffer::wire;
     if ((from && step.src.length != 1) || (to && step.dst.length != 1)) return false;
-    if (!converts(step.kind)) return !(from || to) || step.kind == Kind::send || step.kind == Kind::recv;
-    return step.dst.length == 1 && (step.kind == Kind::pack ? to && !from : from && !to);
+    if (!converts(step.kind)) return !(from || to) || step.kind == StepKind::send || step.kind == StepKind::recv;
+    return step.dst.length == 1 && (step.kind == StepKind::pack ? to && !from : from && !to);
 }
 
 bool to_step(const std::int32_t* numbers, int rank, int size, Step& step) {
     if (numbers[0] < 0 || numbers[0] > 6 || !to_slice(numbers + 3, step.dst) || !to_slice(numbers + 6, step.src))
         return false;
-    step.kind = static_cast<Kind>(numbers[0]);
+    step.kind = static_cast<StepKind>(numbers[0]);
     step.final = numbers[1] != 0;
     step.peer = numbers[2];
     if (is_local(step.kind) ? step.peer != -1 : (step.peer < 0 || step.peer >= size || step.peer == rank)) return false;
     const bool two = step.reads() && step.writes();
     if (two && step.dst.length != step.src.length) return false;
-    return uses_wire_well(step) && (step.kind == Kind::send || step.dst.buffer != Buffer::input);
+    return uses_wire_well(step) && (step.kind == StepKind::send || step.dst.buffer != Buffer::input);
 }
 
 class DependencyFinder {
@@ -93,7 +93,8 @@ class DependencyFinder {
 }  // namespace
 
 std::shared_ptr<const Schedule> Schedule::make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
-                                               std::span<const std::int32_t> flat, std::size_t* bad_step, Wire wire) {
+                                               std::span<const std::int32_t> flat, std::size_t* bad_step,
+                                               WireType wire) {
     if (bad_step != nullptr) *bad_step = 0;
     if (flat.size() % kNumbersPerStep != 0 || blocks > kMaxBlocks || rank < 0 || rank >= size) return nullptr;
     auto schedule = std::make_shared<Schedule>();
@@ -114,7 +115,7 @@ std::shared_ptr<const Schedule> Schedule::make(std::uint8_t algorithm, std::uint
             if (slice->buffer == Buffer::scratch) schedule->scratch_blocks = std::max(schedule->scratch_blocks, end);
             if (slice->buffer == Buffer::wire) schedule->wire_blocks = std::max(schedule->wire_blocks, end);
         }
-        if (schedule->wire_blocks != 0 && wire == Wire::none) return nullptr;
+        if (schedule->wire_blocks != 0 && wire == WireType::none) return nullptr;
         schedule->dependencies_from.push_back(static_cast<std::uint32_t>(schedule->all_dependencies.size()));
         finder.add(step, number, schedule->all_dependencies);
         if (is_local(step.kind)) {
@@ -124,7 +125,7 @@ std::shared_ptr<const Schedule> Schedule::make(std::uint8_t algorithm, std::uint
         const auto [place, is_new] = flow_of.try_emplace(step.peer, schedule->flows.size());
         if (is_new) schedule->flows.push_back({step.peer, {}, {}});
         Flow& flow = schedule->flows[place->second];
-        (step.kind == Kind::send ? flow.sends : flow.receives).push_back(number);
+        (step.kind == StepKind::send ? flow.sends : flow.receives).push_back(number);
     }
     schedule->dependencies_from.push_back(static_cast<std::uint32_t>(schedule->all_dependencies.size()));
     return schedule;

@@ -11,19 +11,19 @@
 
 namespace paceline::executor {
 
-enum class Kind : std::uint8_t { send, recv, reduce, copy, pack, unpack, add };
+enum class StepKind : std::uint8_t { send, recv, reduce, copy, pack, unpack, add };
 enum class Buffer : std::uint8_t { input, output, scratch, wire };
 
 constexpr std::size_t kBuffers = 4;
 
 // Returns true for steps that convert a block between floats and the packed form in the wire buffer.
-constexpr bool converts(Kind kind) {
-    return kind >= Kind::pack;
+constexpr bool converts(StepKind kind) {
+    return kind >= StepKind::pack;
 }
 
 // Returns true for steps that do not communicate.
-constexpr bool is_local(Kind kind) {
-    return kind >= Kind::copy;
+constexpr bool is_local(StepKind kind) {
+    return kind >= StepKind::copy;
 }
 
 // Blocks [first, first + length) of a buffer.
@@ -34,14 +34,14 @@ struct Slice {
 };
 
 struct Step {
-    Kind kind = Kind::send;
+    StepKind kind = StepKind::send;
     bool final = false;  // for a reduction: the result contains the values of all ranks
     int peer = -1;       // group rank; -1 for a local step
     Slice dst;           // written by all steps except send; an add also reads it
     Slice src;           // read by all steps except recv; for a reduction, the local operand
 
-    bool reads() const { return kind != Kind::recv; }
-    bool writes() const { return kind != Kind::send; }
+    bool reads() const { return kind != StepKind::recv; }
+    bool writes() const { return kind != StepKind::send; }
 };
 
 // An earlier step whose access to some blocks conflicts with that of a later step. The later step never overtakes it.
@@ -64,7 +64,7 @@ struct Schedule {
     // `size`. `wire` is the format of blocks in the wire buffer, if any.
     static std::shared_ptr<const Schedule> make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
                                                 std::span<const std::int32_t> flat, std::size_t* bad_step = nullptr,
-                                                Wire wire = Wire::none);
+                                                WireType wire = WireType::none);
 
     std::span<const Dependency> dependencies(std::uint32_t step) const {
         return std::span(all_dependencies)
@@ -75,7 +75,7 @@ struct Schedule {
     std::uint32_t blocks = 0;
     std::uint32_t scratch_blocks = 0;
     std::uint32_t wire_blocks = 0;
-    Wire wire = Wire::none;
+    WireType wire = WireType::none;
     int rank = 0;
     int size = 0;
     std::vector<Step> steps;

@@ -29,14 +29,14 @@ bool Executor::send(FlowState& state) {
         const std::size_t until = *may;
         if (direction.begun == 0) direction.header = {Header::kMagic, step, step_state.nbytes, header_};
 
-        const Memory& memory = buffer(schedule_->steps[step].src);
+        const TensorBytes& memory = buffer(schedule_->steps[step].src);
         const std::size_t lanes = lanes_for(step_state.nbytes, state.lanes->size());
         const std::size_t before = step_state.done;
         bool blocked = false;
         for (std::size_t l = 0; l < lanes && !blocked; ++l) {
             LaneState& lane = direction.lanes[l];
             for (;;) {
-                const Range next = next_range(lane.moved, l, lanes, until);
+                const StripeRange next = next_range(lane.moved, l, lanes, until);
                 std::array<ByteRange, link::kMaxRanges> ranges;
                 std::size_t used = 0;
                 std::size_t head = 0;

@@ -27,7 +27,7 @@ constexpr std::size_t stripe_offset(std::size_t moved, std::size_t lane, std::si
     return (moved / kStripe * lanes + lane) * kStripe + moved % kStripe;
 }
 
-struct Range {  // a range of a message, in bytes
+struct StripeRange {  // a range of a message, in bytes
     std::size_t from = 0;
     std::size_t to = 0;
 };
@@ -35,7 +35,7 @@ struct Range {  // a range of a message, in bytes
 // Returns the range that lane `lane` may move next if the first `until` bytes of the message may be moved. The range
 // ends at the latest with the stripe, because the next stripe belongs to another lane. `from >= to` means that the lane
 // cannot move any bytes yet.
-constexpr Range next_range(std::size_t moved, std::size_t lane, std::size_t lanes, std::size_t until) {
+constexpr StripeRange next_range(std::size_t moved, std::size_t lane, std::size_t lanes, std::size_t until) {
     if (lanes == 1) return {moved, until};
     const std::size_t from = stripe_offset(moved, lane, lanes);
     return {from, std::min(until, from - from % kStripe + kStripe)};

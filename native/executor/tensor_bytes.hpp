@@ -9,9 +9,9 @@
 
 namespace paceline::executor {
 
-class Memory {
+class TensorBytes {
   public:
-    Memory() = default;
+    TensorBytes() = default;
 
     void append(const ByteStream& stream) {
         for (const ByteRange& range : stream.ranges()) append(range);

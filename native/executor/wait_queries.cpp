@@ -11,36 +11,37 @@ using Clock = std::chrono::steady_clock;
 
 // A rank records its call only after one iteration of the wait loop, so a query is answered with "not in a call" only
 // after this delay.
-constexpr auto kDenies = std::chrono::milliseconds(100);
-constexpr std::size_t kMaxQuestions = 64;  // per peer
+constexpr auto kNotWaitingDelay = std::chrono::milliseconds(100);
+constexpr std::size_t kMaxQueries = 64;  // per peer
 
 }  // namespace
 
-void Messenger::take_question(int peer, const CallId& in) {
-    std::vector<Question>& questions = state(peer).questions;
-    const auto same = [&in](const Question& question) { return question.in == in; };
-    if (std::any_of(questions.begin(), questions.end(), same)) return;
-    if (questions.size() == kMaxQuestions) questions.erase(questions.begin());
-    questions.push_back({in, Clock::now()});
+void Messenger::add_query(int peer, const CallId& call) {
+    std::vector<Query>& queries = state(peer).queries;
+    const auto same = [&call](const Query& query) { return query.call == call; };
+    if (std::any_of(queries.begin(), queries.end(), same)) return;
+    if (queries.size() == kMaxQueries) queries.erase(queries.begin());
+    queries.push_back({call, Clock::now()});
 }
 
 void Messenger::answer_locked() {
     if (failure_) return;
     for (int peer = 0; peer < lanes_.size(); ++peer) {
-        const auto answers = [&](const Question& question) {
-            const Answer answer = lanes_.waits().about(question.in);
-            if (answer.kind == Answer::Kind::elsewhere && Clock::now() - question.came < kDenies) return false;
+        const auto answers = [&](const Query& query) {
+            const Answer answer = lanes_.wait_registry().answer_for(query.call);
+            if (answer.kind == Answer::Kind::not_waiting && Clock::now() - query.arrived_at < kNotWaitingDelay)
+                return false;
             const std::vector<std::uint8_t> bytes = encode(answer);
             push(peer,
                  {.kind = FrameKind::answer,
-                  .id = question.in.sequence,
+                  .id = query.call.sequence,
                   .nbytes = bytes.size(),
-                  .offset = question.in.group,
+                  .offset = query.call.group,
                   .tag = static_cast<std::int32_t>(answer.kind)},
                  bytes, nullptr);
             return true;
         };
-        if (std::erase_if(state(peer).questions, answers) != 0) flush(peer);
+        if (std::erase_if(state(peer).queries, answers) != 0) flush(peer);
     }
 }
 
@@ -56,13 +57,14 @@ void Messenger::serve() {
     answer_locked();
 }
 
-bool Messenger::ask(int name, const CallId& in) {
+bool Messenger::send_query(int name, const CallId& call) {
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock() || failure_) return false;
     for (int peer = 0; peer < lanes_.size(); ++peer) {
         const PeerState& to = state(peer);
-        if (lanes_.name(peer) != name || !lanes_.peer(peer).control || to.left || to.lost || to.deaf) continue;
-        push(peer, {.kind = FrameKind::ask, .id = in.sequence, .offset = in.group}, {}, nullptr);
+        if (lanes_.name(peer) != name || !lanes_.peer(peer).control || to.left || to.lost || to.is_write_closed)
+            continue;
+        push(peer, {.kind = FrameKind::query, .id = call.sequence, .offset = call.group}, {}, nullptr);
         flush(peer);
         return true;
     }
@@ -84,27 +86,27 @@ Wait Messenger::wait_for(const Request& request) const {
 
 // Searches for the ranks that hold up a timed-out request; returns nullopt while they are unknown. Releases the lock
 // during the search, because the queries may be sent over other groups.
-std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& lock,
-                                           const std::shared_ptr<Request>& request) {
+std::optional<Outcome> Messenger::find_timeout_outcome(std::unique_lock<std::mutex>& lock,
+                                                       const std::shared_ptr<Request>& request) {
     const std::vector<int> peers = peers_of(*request);
-    if (search_about_ != request) {
+    if (searched_request_ != request) {
         const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - request->started_).count();
-        search_.emplace(lanes_.waits(), CallId{lanes_.group(), 0}, waited_ns, waited_ns);
-        search_about_ = request;
+        search_.emplace(lanes_.wait_registry(), CallId{lanes_.group(), 0}, waited_ns, waited_ns);
+        searched_request_ = request;
     }
-    inquiring_ = true;
+    searching_ = true;
     lock.unlock();
-    const auto found = search_->look(lanes_.names_of(peers));
+    const auto found = search_->advance(lanes_.names_of(peers));
     lock.lock();
-    inquiring_ = false;
+    searching_ = false;
     if (!found) return std::nullopt;
     Outcome outcome;
-    outcome.code = Code::timed_out;
+    outcome.code = OutcomeCode::timed_out;
     outcome.waited_ns = search_->waited_ns();
     // The queried ranks have not sent or received the message; the progress of all other ranks is unknown.
-    const Members members{[this](int rank) { return lanes_.name(rank); }, [](int) { return true; }, lanes_.size()};
-    paceline::blame(outcome, *found, members, peers, peers);
-    outcome.cause = cause_of_time_out(outcome, members);
+    const GroupMembers members{[this](int rank) { return lanes_.name(rank); }, [](int) { return true; }, lanes_.size()};
+    paceline::attribute_timeout(outcome, *found, members, peers, peers);
+    outcome.cause = cause_of_timeout(outcome, members);
     outcome.calls = latest_locked();
     const bool any = std::any_of(outcome.calls.begin(), outcome.calls.end(),
                                  [](const CallHeader& call) { return call.sequence != 0; });
@@ -113,7 +115,7 @@ std::optional<Outcome> Messenger::time_out(std::unique_lock<std::mutex>& lock,
 }
 
 // Returns a predicate that is true for the ranks known to have begun the current call.
-std::function<bool(int)> Executor::has_come() const {
+std::function<bool(int)> Executor::has_begun() const {
     return [this, latest = messenger_.latest()](int rank) {
         return rank == lanes_.rank() || latest[static_cast<std::size_t>(rank)].sequence >= header_.sequence;
     };
@@ -123,29 +125,30 @@ std::function<bool(int)> Executor::has_come() const {
 // ranks that have not begun it. In calls that do not need all ranks, a rank without any sign of the call may have
 // finished its part and continued.
 std::vector<int> Executor::absent() const {
-    const auto has_come = this->has_come();
+    const auto has_begun = this->has_begun();
     std::vector<int> ranks = awaited();
-    std::erase_if(ranks, has_come);
+    std::erase_if(ranks, has_begun);
     if (!ranks.empty() || !needs_all(header_.operation)) return ranks;
     for (int rank = 0; rank < lanes_.size(); ++rank)
-        if (!has_come(rank)) ranks.push_back(rank);
+        if (!has_begun(rank)) ranks.push_back(rank);
     return ranks;
 }
 
 // Stores the ranks to blame for a timeout in `outcome`; returns false while they are unknown.
-bool Executor::blame(Outcome& outcome, std::int64_t waited_ns) {
+bool Executor::attribute_timeout(Outcome& outcome, std::int64_t waited_ns) {
     const std::vector<int> mine = awaited();
     std::vector<int> missing = absent();
-    if (!search_) search_.emplace(lanes_.waits(), CallId{lanes_.group(), header_.sequence}, timeout_ns_, waited_ns);
+    if (!search_)
+        search_.emplace(lanes_.wait_registry(), CallId{lanes_.group(), header_.sequence}, timeout_ns_, waited_ns);
     std::vector<int> first = missing;
     first.insert(first.end(), mine.begin(), mine.end());
-    const auto found = search_->look(lanes_.names_of(first));
+    const auto found = search_->advance(lanes_.names_of(first));
     if (!found) return false;
-    const Members members{[this](int rank) { return lanes_.name(rank); }, has_come(), lanes_.size(),
-                          needs_all(header_.operation)};
-    paceline::blame(outcome, *found, members, std::move(missing), mine);
+    const GroupMembers members{[this](int rank) { return lanes_.name(rank); }, has_begun(), lanes_.size(),
+                               needs_all(header_.operation)};
+    paceline::attribute_timeout(outcome, *found, members, std::move(missing), mine);
     outcome.waited_ns = search_->waited_ns();
-    outcome.cause = cause_of_time_out(outcome, members);
+    outcome.cause = cause_of_timeout(outcome, members);
     return true;
 }
 

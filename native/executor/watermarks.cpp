@@ -9,7 +9,7 @@ namespace paceline::executor {
 // such sends.
 bool Executor::all_received_before(std::uint32_t step) const {
     for (std::uint32_t earlier = 0; earlier < step; ++earlier)
-        if (schedule_->steps[earlier].kind != Kind::send && !states_[earlier].finished) return false;
+        if (schedule_->steps[earlier].kind != StepKind::send && !states_[earlier].finished) return false;
     return true;
 }
 
@@ -18,7 +18,7 @@ Executor::Side Executor::side(std::uint32_t step, bool dst) const {
     const StepState& state = states_[step];
     const Step& what = schedule_->steps[step];
     const std::size_t offset = dst ? state.dst_offset : state.src_offset;
-    const bool packed = converts(what.kind) && dst == (what.kind == Kind::pack);
+    const bool packed = converts(what.kind) && dst == (what.kind == StepKind::pack);
     if (!packed) return {offset, state.nbytes, state.done, false};
     const auto size = [&](std::size_t nbytes) { return packed_size(schedule_->wire, nbytes / item_); };
     return {offset, size(state.nbytes), size(state.done), true};
@@ -33,7 +33,7 @@ Executor::Side Executor::side(std::uint32_t step, bool dst) const {
 std::optional<std::size_t> Executor::limit(std::uint32_t step) const {
     const StepState& step_state = states_[step];
     const Step& what = schedule_->steps[step];
-    if (what.kind == Kind::send && what.src.length == 0)
+    if (what.kind == StepKind::send && what.src.length == 0)
         return all_received_before(step) ? std::optional(step_state.nbytes) : std::nullopt;
     std::size_t most = step_state.nbytes;
     for (const Dependency& on : schedule_->dependencies(step)) {
@@ -72,7 +72,7 @@ void Executor::finish(StepState& step_state) {
 // Finishes a step whose message has been transferred, and proceeds to the next step in the same direction.
 void Executor::finish_message(FlowState& state, FlowDirection& direction, StepState& step_state) {
     constexpr std::size_t whole = link::kMemoryAlignment;
-    if ((*state.lanes)[0]->in_memory()) direction.padding = (whole - step_state.nbytes % whole) % whole;
+    if ((*state.lanes)[0]->is_shared_memory()) direction.padding = (whole - step_state.nbytes % whole) % whole;
     finish(step_state);
     ++direction.next;
     direction.begun = 0;

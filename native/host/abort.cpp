@@ -13,7 +13,7 @@ int Group::aborted_by() const {
 
 // Fails the call because a rank has aborted the group; always returns false.
 bool Group::adopt_abort() {
-    outcome_.code = Code::aborted;
+    outcome_.code = OutcomeCode::aborted;
     outcome_.reporter = aborted_by();
     broken_ = true;
     return false;
@@ -28,12 +28,13 @@ void Group::abort() {
         for (Cell& each : control(r).cells) shm::futex_wake_all(each.round);
 }
 
-Code Group::failure() {
+OutcomeCode Group::failure() {
     for (int r = 0; r < size_; ++r)
-        if (const Code code = code_of(control(r).gave_up.load(std::memory_order_acquire)); code != Code::ok)
+        if (const OutcomeCode code = code_of(control(r).exit_reason.load(std::memory_order_acquire));
+            code != OutcomeCode::ok)
             return code;
-    if (aborted_by() >= 0) return Code::aborted;
-    return lost().empty() ? Code::ok : Code::peer_lost;
+    if (aborted_by() >= 0) return OutcomeCode::aborted;
+    return lost().empty() ? OutcomeCode::ok : OutcomeCode::peer_lost;
 }
 
 }  // namespace paceline::host

@@ -10,67 +10,70 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::int64_t kServesAfterNs = std::chrono::nanoseconds(Waits::kServesAfter).count();
+constexpr std::int64_t kServeDelayNs = std::chrono::nanoseconds(WaitRegistry::kServeDelay).count();
 
 }  // namespace
 
 // Called after each iteration of the wait loop. Returns false if the call must fail, because this rank gave up or
-// adopted a verdict. `missing` returns the ranks that have not arrived; `since` is the time at which the wait began.
-// The function checks for verdicts from other ranks, aborts, ranks that died or left, the deadline and interrupts, in
-// this order: a rank that gave up or aborted usually leaves soon afterward, and its verdict or abort is the more
-// precise reason.
-bool Group::look_around(int iteration, Clock::time_point since, const std::function<RankSet()>& missing,
-                        Waits::Entry& entry) {
+// adopted a failure report. `missing` returns the ranks that have not arrived; `since` is the time at which the wait
+// began. The function checks for failure reports from other ranks, aborts, ranks that died or left, the deadline and
+// interrupts, in this order: a rank that gave up or aborted usually leaves soon afterward, and its failure report or
+// abort is the more precise reason.
+bool Group::check_events(int iteration, Clock::time_point since, const std::function<RankSet()>& missing,
+                         WaitRegistry::Entry& entry) {
     const RankSet lost = this->lost();
     const RankSet left = this->left();
     const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - since).count();
     // `missing` must be read after `lost` and `left`, whose acquire loads make visible what a peer published before it
     // exited. In the other order, a peer that completed the round and then left would be reported as missing.
     const RankSet ranks = missing();
-    // Verdicts must be read last: a rank that gave up and then withdrew its marks or left would otherwise be reported
-    // as missing.
+    // Failure reports must be read last: a rank that gave up and then withdrew its marks or left would otherwise be
+    // reported as missing.
     for (int other = 0; other < size_; ++other)
-        if (other != rank_ && adopt_verdict(other)) return false;
+        if (other != rank_ && adopt_failure_report(other)) return false;
     if (ranks.empty()) return true;
     // The aborting rank may have published the round before it aborted.
     if (aborted_by() >= 0) return missing().empty() || adopt_abort();
-    if (!(ranks & (lost | left)).empty()) return give_up_without(ranks, ranks & lost, ranks & left, waited_ns);
-    say_whom_it_awaits(ranks, entry);
-    if (waited_ns > kServesAfterNs) mesh_.waits().serve();
+    if (!(ranks & (lost | left)).empty()) return fail_peer_lost(ranks, ranks & lost, ranks & left, waited_ns);
+    update_wait_entry(ranks, entry);
+    if (waited_ns > kServeDelayNs) mesh_.wait_registry().serve();
     if (waited_ns > timeout_ns_)
-        if (const auto verdict = look_for_the_cause(ranks, waited_ns)) return give_up(GaveUp::timed_out, *verdict);
+        if (const auto failure_report = find_timeout_cause(ranks, waited_ns))
+            return fail_call(ExitReason::timed_out, *failure_report);
     if (iteration % std::max(1, kPollsPerInterruptCheck / poll_interval_factor_) == 0 && *interrupted_ &&
         (*interrupted_)())
-        return give_up(GaveUp::interrupted, {.missing = ranks, .waited_ns = waited_ns, .came = have_begun(ranks)});
+        return fail_call(ExitReason::interrupted,
+                         {.missing = ranks, .waited_ns = waited_ns, .has_begun = have_begun(ranks)});
     return true;
 }
 
-void Group::say_whom_it_awaits(const RankSet& ranks, Waits::Entry& entry) const {
-    entry.say(mesh_.waits(),
-              {{group_of(id_), sequence_}, blocks_program(*call_, background_), names_of(ranks.ranks())});
+void Group::update_wait_entry(const RankSet& ranks, WaitRegistry::Entry& entry) const {
+    entry.update(mesh_.wait_registry(),
+                 {{group_of(id_), sequence_}, blocks_program(*call_, background_), names_of(ranks.ranks())});
 }
 
-// Returns the verdict on a timed-out call that is waiting for `missing`, or nullopt while the ranks to blame are
+// Returns the failure report on a timed-out call that is waiting for `missing`, or nullopt while the ranks to blame are
 // unknown.
-std::optional<Verdict> Group::look_for_the_cause(const RankSet& missing, std::int64_t waited_ns) {
-    if (!search_) search_.emplace(mesh_.waits(), CallId{group_of(id_), sequence_}, timeout_ns_, waited_ns);
+std::optional<FailureReport> Group::find_timeout_cause(const RankSet& missing, std::int64_t waited_ns) {
+    if (!search_) search_.emplace(mesh_.wait_registry(), CallId{group_of(id_), sequence_}, timeout_ns_, waited_ns);
     const std::vector<int> awaited = missing.ranks();
-    const auto found = search_->look(names_of(awaited));
+    const auto found = search_->advance(names_of(awaited));
     if (!found) return std::nullopt;
     std::vector<int> absent;
     for (const int rank : awaited)
         if (!has_begun(rank)) absent.push_back(rank);
-    const Members members{[this](int rank) { return name_of(rank); }, [this](int rank) { return has_begun(rank); },
-                          size_};
+    const GroupMembers members{[this](int rank) { return name_of(rank); }, [this](int rank) { return has_begun(rank); },
+                               size_};
     Outcome outcome;
-    blame(outcome, *found, members, std::move(absent), awaited);
-    Verdict verdict{.waited_ns = search_->waited_ns(), .came = outcome.came};
-    for (const int rank : outcome.missing) verdict.missing.add(rank);
-    for (const int rank : outcome.waiting) verdict.waiting.add(rank);
-    for (const int name : outcome.held_by)
-        if (verdict.held_by_count < kMaxHeldBy) verdict.held_by[verdict.held_by_count++] = name;
-    verdict.cause = cause_of_time_out(outcome, members).pack();
-    return verdict;
+    attribute_timeout(outcome, *found, members, std::move(absent), awaited);
+    FailureReport failure_report{.waited_ns = search_->waited_ns(), .has_begun = outcome.has_begun};
+    for (const int rank : outcome.missing) failure_report.missing.add(rank);
+    for (const int rank : outcome.waiting) failure_report.waiting.add(rank);
+    for (const int name : outcome.blocked_by)
+        if (failure_report.blocked_by_count < kMaxBlockedBy)
+            failure_report.blocked_by[failure_report.blocked_by_count++] = name;
+    failure_report.cause = cause_of_timeout(outcome, members).pack();
+    return failure_report;
 }
 
 int Group::name_of(int rank) const {
@@ -96,7 +99,7 @@ RankSet Group::left() const {
     RankSet ranks;
     for (int r = 0; r < size_; ++r)
         if (r != rank_ && (mesh_.has_left(members_[static_cast<std::size_t>(r)]) ||
-                           control(r).gave_up.load(std::memory_order_acquire) == GaveUp::left))
+                           control(r).exit_reason.load(std::memory_order_acquire) == ExitReason::left))
             ranks.add(r);
     return ranks;
 }
@@ -120,38 +123,39 @@ bool Group::have_begun(const RankSet& ranks) const {
 }
 
 // Returns the cause that `rank` reported in the group or to the mesh when it left, if any.
-Cause Group::cause_of(int rank) const {
-    const Control& theirs = control(rank);
-    if (theirs.gave_up.load(std::memory_order_acquire) == GaveUp::left && theirs.verdict.cause != 0)
-        return Cause::unpack(theirs.verdict.cause);
-    return mesh_.blamed_by(members_[static_cast<std::size_t>(rank)]);
+FailureCause Group::cause_of(int rank) const {
+    const ControlPage& theirs = control(rank);
+    if (theirs.exit_reason.load(std::memory_order_acquire) == ExitReason::left && theirs.failure_report.cause != 0)
+        return FailureCause::unpack(theirs.failure_report.cause);
+    return mesh_.cause_reported_by(members_[static_cast<std::size_t>(rank)]);
 }
 
 // Gives up because ranks died or left. Blames dead ranks rather than ranks that left, and ranks that reported no cause
 // rather than ranks that gave up because of another rank.
-bool Group::give_up_without(const RankSet& missing, const RankSet& lost, const RankSet& left, std::int64_t waited_ns) {
+bool Group::fail_peer_lost(const RankSet& missing, const RankSet& lost, const RankSet& left, std::int64_t waited_ns) {
     const RankSet& gone = lost.empty() ? left : lost;
     RankSet first;
     for (const int r : gone.ranks())
         if (!cause_of(r).known()) first.add(r);
     const RankSet& named = first.empty() ? gone : first;
-    const Cause cause = first.empty() ? cause_of(gone.first()) : Cause{};
-    return give_up(GaveUp::peer_lost, {.missing = missing,
-                                       .gone = named,
-                                       .left = lost.empty() ? named : RankSet{},
-                                       .waited_ns = waited_ns,
-                                       .cause = cause.pack()});
+    const FailureCause cause = first.empty() ? cause_of(gone.first()) : FailureCause{};
+    return fail_call(ExitReason::peer_lost, {.missing = missing,
+                                             .gone = named,
+                                             .left = lost.empty() ? named : RankSet{},
+                                             .waited_ns = waited_ns,
+                                             .cause = cause.pack()});
 }
 
-bool Group::give_up(GaveUp reason, const Verdict& verdict) {
+bool Group::fail_call(ExitReason reason, const FailureReport& failure_report) {
     outcome_.code = code_of(reason);
-    outcome_.missing = verdict.missing.ranks();
-    outcome_.gone = verdict.gone.ranks();
-    outcome_.left = verdict.left.ranks();
-    outcome_.waiting = verdict.waiting.ranks();
-    outcome_.held_by.assign(verdict.held_by, verdict.held_by + std::min(verdict.held_by_count, kMaxHeldBy));
-    outcome_.cause = Cause::unpack(verdict.cause);
-    outcome_.waited_ns = verdict.waited_ns;
+    outcome_.missing = failure_report.missing.ranks();
+    outcome_.gone = failure_report.gone.ranks();
+    outcome_.left = failure_report.left.ranks();
+    outcome_.waiting = failure_report.waiting.ranks();
+    outcome_.blocked_by.assign(failure_report.blocked_by,
+                               failure_report.blocked_by + std::min(failure_report.blocked_by_count, kMaxBlockedBy));
+    outcome_.cause = FailureCause::unpack(failure_report.cause);
+    outcome_.waited_ns = failure_report.waited_ns;
     // A missing rank's latest call shows which call it made instead.
     outcome_.calls.resize(static_cast<std::size_t>(size_));
     for (int r = 0; r < size_; ++r) {
@@ -161,42 +165,43 @@ bool Group::give_up(GaveUp reason, const Verdict& verdict) {
             if (header.sequence > latest.sequence) latest = header;
         }
     }
-    outcome_.came = verdict.came;
+    outcome_.has_begun = failure_report.has_begun;
     broken_ = true;
-    Control& mine = control(rank_);
-    mine.verdict = verdict;
-    mine.gave_up.store(reason, std::memory_order_release);
-    take_marks_back();
-    const Cause told = cause_of_leaving(outcome_, mesh_.waits().name(), [this](int rank) { return name_of(rank); });
-    if (told.known()) mesh_.blame(told);
+    ControlPage& mine = control(rank_);
+    mine.failure_report = failure_report;
+    mine.exit_reason.store(reason, std::memory_order_release);
+    withdraw_rounds();
+    const FailureCause cause =
+        cause_of_leaving(outcome_, mesh_.wait_registry().name(), [this](int rank) { return name_of(rank); });
+    if (cause.known()) mesh_.report_cause(cause);
     return false;
 }
 
 // Withdraws this rank's marks for the rounds of the failed call. A rank that begins the call later then reads the
-// verdict and fails as well. Marks of earlier calls stay, because those calls have completed.
-void Group::take_marks_back() {
+// failure report and fails as well. Marks of earlier calls stay, because those calls have completed.
+void Group::withdraw_rounds() {
     for (Cell& each : control(rank_).cells) {
         const std::uint32_t round = each.round.load(std::memory_order_relaxed);
         // `round + 1` belongs to the next cell, so no rank waits for it in this cell. A rank that reads it also sees
-        // the verdict.
+        // the failure report.
         if (static_cast<std::int32_t>(round - first_round_) >= 0)
             each.round.store(round + 1, std::memory_order_release);
         shm::futex_wake_all(each.round);
     }
 }
 
-// Adopts the verdict of `peer` if that rank gave up; returns false if it did not.
-bool Group::adopt_verdict(int peer) {
-    const Control& theirs = control(peer);
-    const GaveUp reason = theirs.gave_up.load(std::memory_order_acquire);
-    if (reason == GaveUp::no || reason == GaveUp::left) return false;
+// Adopts the failure report of `peer` if that rank gave up; returns false if it did not.
+bool Group::adopt_failure_report(int peer) {
+    const ControlPage& theirs = control(peer);
+    const ExitReason reason = theirs.exit_reason.load(std::memory_order_acquire);
+    if (reason == ExitReason::none || reason == ExitReason::left) return false;
     outcome_.reporter = peer;
-    give_up(reason, theirs.verdict);
+    fail_call(reason, theirs.failure_report);
     return true;
 }
 
 bool Group::mismatch(std::uint32_t round) {
-    outcome_.code = Code::mismatch;
+    outcome_.code = OutcomeCode::mismatch;
     outcome_.calls.resize(static_cast<std::size_t>(size_));
     for (int r = 0; r < size_; ++r) outcome_.calls[static_cast<std::size_t>(r)] = cell(r, round).header;
     return false;

@@ -9,16 +9,16 @@ bool Group::broadcast(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     if (size_ == 1) return true;
     ByteStream& tensor = call.outputs[0];
-    const Parts parts{tensor.nbytes(), slot_bytes_};
-    stage_in(parts.largest());
+    const Chunks chunks{tensor.nbytes(), slot_bytes_};
+    set_stage_bytes(chunks.largest());
     const bool root = rank_ == call.root;
     return pipeline(
-        parts.count(),
-        [&](std::size_t part, std::uint8_t* slot) {
-            if (root) tensor.copy_to(slot, parts.size(part));
+        chunks.count(),
+        [&](std::size_t chunk, std::uint8_t* slot) {
+            if (root) tensor.copy_to(slot, chunks.size(chunk));
         },
-        [&](std::size_t part, std::uint32_t round) {
-            if (!root) tensor.copy_from(slot(call.root, round), parts.size(part));
+        [&](std::size_t chunk, std::uint32_t round) {
+            if (!root) tensor.copy_from(slot(call.root, round), chunks.size(chunk));
         });
 }
 
@@ -27,22 +27,22 @@ bool Group::gather(Call& call, bool receives_result) {
     if (!begin(call, nullptr, 0)) return false;
     ByteStream& input = call.inputs[0];
     ByteStream own = input;
-    const Parts parts{input.nbytes(), slot_bytes_};
-    stage_in(parts.largest());
+    const Chunks chunks{input.nbytes(), slot_bytes_};
+    set_stage_bytes(chunks.largest());
     const bool stages = call.operation == Operation::all_gather || !receives_result;
     return pipeline(
-        parts.count(),
-        [&](std::size_t part, std::uint8_t* slot) {
-            if (stages) copying_.stage_next(input, slot, parts.size(part));
+        chunks.count(),
+        [&](std::size_t chunk, std::uint8_t* slot) {
+            if (stages) slot_copier_.stage_next(input, slot, chunks.size(chunk));
         },
-        [&](std::size_t part, std::uint32_t round) {
+        [&](std::size_t chunk, std::uint32_t round) {
             if (!receives_result) return;
             for (int r = 0; r < size_; ++r) {
                 ByteStream& output = call.outputs[static_cast<std::size_t>(r)];
                 if (r == rank_)
-                    output.copy_from(own, parts.size(part));
+                    output.copy_from(own, chunks.size(chunk));
                 else
-                    output.copy_from(slot(r, round), parts.size(part));
+                    output.copy_from(slot(r, round), chunks.size(chunk));
             }
         });
 }
@@ -51,25 +51,25 @@ bool Group::scatter(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     ByteStream& output = call.outputs[0];
     const auto ranks = static_cast<std::size_t>(size_);
-    const std::size_t part_bytes = staged(output.nbytes(), slot_bytes_ / ranks);
-    const Parts parts{output.nbytes(), part_bytes};
-    stage_in(ranks * part_bytes);
+    const std::size_t chunk_bytes = staged(output.nbytes(), slot_bytes_ / ranks);
+    const Chunks chunks{output.nbytes(), chunk_bytes};
+    set_stage_bytes(ranks * chunk_bytes);
     const bool root = rank_ == call.root;
     return pipeline(
-        parts.count(),
-        [&](std::size_t part, std::uint8_t* slot) {
+        chunks.count(),
+        [&](std::size_t chunk, std::uint8_t* slot) {
             if (!root) return;
             for (std::size_t r = 0; r < call.inputs.size(); ++r) {
                 if (static_cast<int>(r) == rank_)
-                    output.copy_from(call.inputs[r], parts.size(part));
+                    output.copy_from(call.inputs[r], chunks.size(chunk));
                 else
-                    call.inputs[r].copy_to(slot + r * part_bytes, parts.size(part));
+                    call.inputs[r].copy_to(slot + r * chunk_bytes, chunks.size(chunk));
             }
         },
-        [&](std::size_t part, std::uint32_t round) {
+        [&](std::size_t chunk, std::uint32_t round) {
             if (!root)
-                output.copy_from(slot(call.root, round) + static_cast<std::size_t>(rank_) * part_bytes,
-                                 parts.size(part));
+                output.copy_from(slot(call.root, round) + static_cast<std::size_t>(rank_) * chunk_bytes,
+                                 chunks.size(chunk));
         });
 }
 
@@ -78,7 +78,7 @@ bool Group::scatter(Call& call) {
 bool Group::all_to_all(Call& call) {
     const auto ranks = static_cast<std::size_t>(size_);
     const std::uint32_t first = round_;
-    stage_in(2 * ranks * sizeof(std::uint64_t));
+    set_stage_bytes(2 * ranks * sizeof(std::uint64_t));
     auto* table = reinterpret_cast<std::uint64_t*>(slot(rank_, first));
     for (std::size_t r = 0; r < ranks; ++r) {
         table[r] = call.inputs[r].nbytes();
@@ -102,23 +102,24 @@ bool Group::all_to_all(Call& call) {
         }
     }
 
-    const std::size_t part_bytes = staged(largest, slot_bytes_ / ranks);
-    const Parts parts{largest, part_bytes};
-    stage_in(ranks * part_bytes);
-    const auto size_of = [&](const ByteStream& stream, std::size_t part) {
-        const std::size_t from = part * part_bytes;
-        return stream.nbytes() <= from ? std::size_t{0} : std::min(part_bytes, stream.nbytes() - from);
+    const std::size_t chunk_bytes = staged(largest, slot_bytes_ / ranks);
+    const Chunks chunks{largest, chunk_bytes};
+    set_stage_bytes(ranks * chunk_bytes);
+    const auto size_of = [&](const ByteStream& stream, std::size_t chunk) {
+        const std::size_t from = chunk * chunk_bytes;
+        return stream.nbytes() <= from ? std::size_t{0} : std::min(chunk_bytes, stream.nbytes() - from);
     };
     return pipeline(
-        parts.count(),
-        [&](std::size_t part, std::uint8_t* slot) {
+        chunks.count(),
+        [&](std::size_t chunk, std::uint8_t* slot) {
             for (std::size_t r = 0; r < ranks; ++r)
-                call.inputs[r].copy_to(slot + r * part_bytes, size_of(call.inputs[r], part));
+                call.inputs[r].copy_to(slot + r * chunk_bytes, size_of(call.inputs[r], chunk));
         },
-        [&](std::size_t part, std::uint32_t round) {
+        [&](std::size_t chunk, std::uint32_t round) {
             for (int r = 0; r < size_; ++r) {
                 ByteStream& output = call.outputs[static_cast<std::size_t>(r)];
-                output.copy_from(slot(r, round) + static_cast<std::size_t>(rank_) * part_bytes, size_of(output, part));
+                output.copy_from(slot(r, round) + static_cast<std::size_t>(rank_) * chunk_bytes,
+                                 size_of(output, chunk));
             }
         });
 }

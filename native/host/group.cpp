@@ -20,10 +20,10 @@ using Clock = std::chrono::steady_clock;
 // asynchronous calls competes with the program's threads, so it spins less unless it has its own core.
 constexpr int kSpins = 4000;
 constexpr int kBackgroundSpins = 100;
-constexpr int kMoment = 50;  // number of spins in a brief wait, about one or two microseconds
+constexpr int kBriefSpins = 50;  // number of spins in a brief wait, about one or two microseconds
 constexpr int kYields = 20;
-constexpr double kManyYielding = 4;  // ranks per core above which yielding takes longer than sleeping
-constexpr double kManyLooking = 8;   // ranks per core above which a wait iteration lasts longer than kPollInterval
+constexpr double kMaxRanksYielding = 4;  // ranks per core above which yielding takes longer than sleeping
+constexpr double kMaxRanksPolling = 8;   // ranks per core above which a wait iteration lasts longer than kPollInterval
 constexpr int kMaxPollIntervalFactor = 10;  // in units of kPollInterval
 // A yield that took this long gave the core to a computing thread. Yielding again would cost another time slice,
 // whereas the scheduler soon runs a thread that is woken from sleep.
@@ -39,58 +39,58 @@ std::uint64_t total_nbytes(const std::vector<ByteStream>& streams) {
 
 }  // namespace
 
-Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes)
+Group::Group(shm::HostMesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes)
     : mesh_(mesh), members_(std::move(members)), id_(id), slot_bytes_(slot_bytes), sleeper_(mesh.changes()) {
     size_ = static_cast<int>(members_.size());
     rank_ = static_cast<int>(std::find(members_.begin(), members_.end(), mesh.rank()) - members_.begin());
-    room_ = size_ == 2 ? kRoomOfTwo * slot_bytes : slot_bytes;
+    slot_capacity_ = size_ == 2 ? kSlotFactorOfTwoRanks * slot_bytes : slot_bytes;
     sources_.resize(members_.size());
 }
 
-std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id,
+std::unique_ptr<Group> Group::create(shm::HostMesh& mesh, std::vector<int> members, std::uint64_t id,
                                      std::size_t slot_bytes, Clock::time_point deadline, int threads,
-                                     std::optional<Domain> domain) {
+                                     std::optional<LocalityDomain> domain) {
     std::unique_ptr<Group> group(new Group(mesh, std::move(members), id, slot_bytes));
     const auto ranks = static_cast<std::size_t>(group->size_);
-    const std::size_t nbytes = ranks * (kControlBytes + kSlots * group->room_);
+    const std::size_t nbytes = ranks * (kControlBytes + kSlots * group->slot_capacity_);
     auto shared = shm::GroupSegment::open(mesh, group->members_, id, nbytes, deadline);
     if (!shared) return nullptr;
     group->controls_ = shared->data();
     group->slots_ = group->controls_ + ranks * kControlBytes;
-    Control* const mine = new (&group->control(group->rank_)) Control;
+    ControlPage* const mine = new (&group->control(group->rank_)) ControlPage;
     mine->cores = usable_cores();
     mine->cores.threads = threads;
     mine->domain = domain ? *domain : domain_of(mine->cores);
     if (!shared->wait_for_all(deadline)) return nullptr;
     group->shared_ = std::move(shared);
-    group->learn_of_cores();
+    group->configure_for_cores();
     return group;
 }
 
 // Chooses how to wait and how to divide reductions into blocks, based on the cores of all ranks.
-void Group::learn_of_cores() {
-    std::vector<Cores> everyones;
-    std::vector<Domain> domains;
+void Group::configure_for_cores() {
+    std::vector<Cores> all_cores;
+    std::vector<LocalityDomain> domains;
     for (int r = 0; r < size_; ++r) {
-        everyones.push_back(control(r).cores);
+        all_cores.push_back(control(r).cores);
         domains.push_back(control(r).domain);
     }
     const auto mine = static_cast<std::size_t>(rank_);
-    const double crowd = crowding(everyones, mine);
-    crowded_ = crowd > 1;
-    yields_ = std::max(1, static_cast<int>(kYields * std::min(1.0, kManyYielding / crowd)));
+    const double load = oversubscription(all_cores, mine);
+    oversubscribed_ = load > 1;
+    yields_ = std::max(1, static_cast<int>(kYields * std::min(1.0, kMaxRanksYielding / load)));
     poll_interval_factor_ =
-        static_cast<int>(std::clamp(crowd / kManyLooking, 1.0, static_cast<double>(kMaxPollIntervalFactor)));
-    has_spare_core_ = paceline::has_spare_core(everyones, mine, static_cast<std::size_t>(mesh_.size() - size_));
-    block_ = block_of(domains);
+        static_cast<int>(std::clamp(load / kMaxRanksPolling, 1.0, static_cast<double>(kMaxPollIntervalFactor)));
+    has_spare_core_ = paceline::has_spare_core(all_cores, mine, static_cast<std::size_t>(mesh_.size() - size_));
+    block_ = reduction_block(domains);
 }
 
 Group::~Group() {
     if (forked_from_member()) return;
     if (shared_ && !broken_) {
-        Control& mine = control(rank_);
-        mine.verdict.cause = mesh_.blamed().pack();
-        mine.gave_up.store(GaveUp::left, std::memory_order_release);
+        ControlPage& mine = control(rank_);
+        mine.failure_report.cause = mesh_.reported_cause().pack();
+        mine.exit_reason.store(ExitReason::left, std::memory_order_release);
         for (Cell& each : mine.cells) shm::futex_wake_all(each.round);
     }
 }
@@ -98,9 +98,9 @@ Group::~Group() {
 // Sets the number of bytes of a slot that each round of the call may use. Small calls rotate through the slot: when a
 // rank writes to the same bytes again, they have been evicted from the L2 caches, and fetching a line from the shared
 // cache is several times as fast as fetching it from another core's cache.
-void Group::stage_in(std::size_t nbytes) {
-    span_ = staged(nbytes, room_);
-    places_ = static_cast<std::uint32_t>(room_ / span_);
+void Group::set_stage_bytes(std::size_t nbytes) {
+    stage_bytes_ = staged(nbytes, slot_capacity_);
+    stages_per_slot_ = static_cast<std::uint32_t>(slot_capacity_ / stage_bytes_);
 }
 
 void Group::publish(std::uint32_t round) {
@@ -125,7 +125,7 @@ bool Group::await(std::uint32_t round) {
 // Waits for `peer` to publish `round`: spins or yields, then sleeps on the cell's futex repeatedly.
 bool Group::await_slowly(int peer, std::uint32_t round) {
     const std::atomic<std::uint32_t>& word = cell(peer, round).round;
-    if (crowded_) {
+    if (oversubscribed_) {
         notify_before_waiting(*call_);
         auto before = Clock::now();
         for (int i = 0; i < yields_; ++i) {
@@ -138,9 +138,9 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
     } else {
         const int spins = background_ && !has_spare_core_ ? kBackgroundSpins : kSpins;
         for (int i = 0; i < spins; ++i) {
-            shm::relax_cpu();
+            shm::cpu_relax();
             if (word.load(std::memory_order_acquire) == round) return true;
-            if (i == kMoment) notify_before_waiting(*call_);
+            if (i == kBriefSpins) notify_before_waiting(*call_);
         }
     }
     if (!clock_started_) {
@@ -152,17 +152,17 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
         const RankSet ranks = missing_in(round);
         return ranks.has(peer) ? ranks : RankSet{};
     };
-    Waits::Entry entry;
+    WaitRegistry::Entry entry;
     search_.reset();
     // If the group has already been aborted, no rank will wake this thread.
-    if (aborted_by() >= 0 && !look_around(1, started_, missing, entry)) return false;
+    if (aborted_by() >= 0 && !check_events(1, started_, missing, entry)) return false;
     for (int iteration = 1;; ++iteration) {
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         const std::uint32_t seen = word.load(std::memory_order_seq_cst);
         if (seen != round) sleeper_.sleep(word, seen, poll_interval_factor_ * kPollIntervalNs);
         sleepers.fetch_sub(1, std::memory_order_relaxed);
         if (word.load(std::memory_order_acquire) == round) return true;
-        if (!look_around(iteration, started_, missing, entry)) return false;
+        if (!check_events(iteration, started_, missing, entry)) return false;
     }
 }
 
@@ -179,10 +179,10 @@ bool Group::begin(Call& call, const void* payload, std::size_t payload_bytes) {
     if (!await(round)) return false;
     // The last rank for which this rank had to wait is the last to arrive. If it did not wait, this rank itself arrived
     // last.
-    call.observed.last_arrived = last_awaited_ >= 0 ? last_awaited_ : rank_;
-    if (total_nbytes(call.outputs) > slot_bytes_) call.observed.complete = record::ticks();
+    call.metrics.last_arrived = last_awaited_ >= 0 ? last_awaited_ : rank_;
+    if (total_nbytes(call.outputs) > slot_bytes_) call.metrics.complete = record::ticks();
     for (int r = 0; r < size_; ++r)
-        if (!cell(r, round).header.fits(header_)) return mismatch(round);
+        if (!cell(r, round).header.matches(header_)) return mismatch(round);
     return true;
 }
 
@@ -196,7 +196,7 @@ std::uint64_t Group::sent_nbytes(const Call& call) const {
 
 Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) {
     if (broken_) return outcome_;
-    if (outcome_.code != Code::ok) outcome_ = {};
+    if (outcome_.code != OutcomeCode::ok) outcome_ = {};
     // Checks only this rank's own flag. An abort by another rank is detected in the first round of the call.
     if (control(rank_).aborted.load(std::memory_order_acquire) != 0) {
         adopt_abort();
@@ -208,8 +208,8 @@ Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) 
     timeout_ns_ = call.timeout_ns;
     clock_started_ = false;
     ++sequence_;
-    call.observed.shm_nbytes = sent_nbytes(call);
-    copying_.begin(call.operation, call.observed.shm_nbytes);
+    call.metrics.shm_nbytes = sent_nbytes(call);
+    slot_copier_.begin(call.operation, call.metrics.shm_nbytes);
     switch (call.operation) {
         case Operation::all_reduce:
             all_reduce(call);
@@ -240,11 +240,11 @@ Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) 
             begin(call, nullptr, 0);
             break;
     }
-    if (outcome_.code == Code::ok) {
-        copying_.end();
+    if (outcome_.code == OutcomeCode::ok) {
+        slot_copier_.end();
         return {};  // avoids copying the lists in `outcome_`
     }
-    if (broken_ && call.region != 0) isolate(call);
+    if (broken_ && call.region != 0) make_tensor_private(call);
     return outcome_;
 }
 

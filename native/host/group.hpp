@@ -28,45 +28,46 @@ class Group final : public Collectives {
     // `threads` is the number of compute threads in this process. `domain` overrides the detected domain of this rank,
     // for tests. Returns nullptr if a member does not arrive by `deadline`. Throws std::system_error if descriptors or
     // memory run out.
-    static std::unique_ptr<Group> create(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id,
+    static std::unique_ptr<Group> create(shm::HostMesh& mesh, std::vector<int> members, std::uint64_t id,
                                          std::size_t slot_bytes, std::chrono::steady_clock::time_point deadline,
-                                         int threads = 1, std::optional<Domain> domain = std::nullopt);
+                                         int threads = 1, std::optional<LocalityDomain> domain = std::nullopt);
     Group(const Group&) = delete;
     Group& operator=(const Group&) = delete;
     ~Group() override;
 
     Outcome run(Call& call, const Interrupted& interrupted, bool background) override;
     void abort() override;
-    Code failure() override;
+    OutcomeCode failure() override;
     bool has_spare_core() const override { return has_spare_core_; }
 
   private:
-    Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes);
+    Group(shm::HostMesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes);
 
-    void learn_of_cores();
-    Control& control(int rank) const {
-        return *std::launder(reinterpret_cast<Control*>(controls_ + static_cast<std::size_t>(rank) * kControlBytes));
+    void configure_for_cores();
+    ControlPage& control(int rank) const {
+        return *std::launder(
+            reinterpret_cast<ControlPage*>(controls_ + static_cast<std::size_t>(rank) * kControlBytes));
     }
     Cell& cell(int rank, std::uint32_t round) const { return control(rank).cells[round % kSlots]; }
     // Returns the address, within a rank's slot, of the data that the rank stages in a round of this call.
     std::uint8_t* slot(int rank, std::uint32_t round) const {
-        return slots_ + (static_cast<std::size_t>(rank) * kSlots + round % kSlots) * room_ +
-               round / kSlots % places_ * span_;
+        return slots_ + (static_cast<std::size_t>(rank) * kSlots + round % kSlots) * slot_capacity_ +
+               round / kSlots % stages_per_slot_ * stage_bytes_;
     }
-    void stage_in(std::size_t nbytes);
+    void set_stage_bytes(std::size_t nbytes);
 
     void publish(std::uint32_t round);
     bool await(std::uint32_t round);
     bool await_slowly(int peer, std::uint32_t round);
-    bool look_around(int iteration, std::chrono::steady_clock::time_point since,
-                     const std::function<RankSet()>& missing, Waits::Entry& entry);
-    void say_whom_it_awaits(const RankSet& ranks, Waits::Entry& entry) const;
-    std::optional<Verdict> look_for_the_cause(const RankSet& missing, std::int64_t waited_ns);
-    bool give_up(GaveUp reason, const Verdict& verdict);
-    bool give_up_without(const RankSet& missing, const RankSet& lost, const RankSet& left, std::int64_t waited_ns);
-    void take_marks_back();
-    Cause cause_of(int rank) const;
-    bool adopt_verdict(int peer);
+    bool check_events(int iteration, std::chrono::steady_clock::time_point since,
+                      const std::function<RankSet()>& missing, WaitRegistry::Entry& entry);
+    void update_wait_entry(const RankSet& ranks, WaitRegistry::Entry& entry) const;
+    std::optional<FailureReport> find_timeout_cause(const RankSet& missing, std::int64_t waited_ns);
+    bool fail_call(ExitReason reason, const FailureReport& failure_report);
+    bool fail_peer_lost(const RankSet& missing, const RankSet& lost, const RankSet& left, std::int64_t waited_ns);
+    void withdraw_rounds();
+    FailureCause cause_of(int rank) const;
+    bool adopt_failure_report(int peer);
     int aborted_by() const;
     bool adopt_abort();
     bool begin(Call& call, const void* payload, std::size_t payload_bytes);
@@ -100,20 +101,20 @@ class Group final : public Collectives {
     bool scatter(Call& call);
     bool all_to_all(Call& call);
 
-    shm::Mesh& mesh_;
+    shm::HostMesh& mesh_;
     std::vector<int> members_;
     std::uint64_t id_;
-    std::size_t slot_bytes_;    // number of bytes that most calls stage per round
-    std::size_t room_ = 0;      // the size of a slot in bytes
-    std::size_t span_ = 0;      // number of bytes of a slot that each round of the call may use
-    std::uint32_t places_ = 1;  // the number of such spans in a slot
+    std::size_t slot_bytes_;             // number of bytes that most calls stage per round
+    std::size_t slot_capacity_ = 0;      // the size of a slot in bytes
+    std::size_t stage_bytes_ = 0;        // number of bytes of a slot that each round of the call may use
+    std::uint32_t stages_per_slot_ = 1;  // the number of such spans in a slot
     int rank_ = 0;
     int size_ = 0;
     std::unique_ptr<shm::GroupSegment> shared_;
     std::uint8_t* controls_ = nullptr;  // in `shared_`, like the slots
     std::uint8_t* slots_ = nullptr;
     std::vector<const void*> sources_;
-    Copying copying_;
+    SlotCopier slot_copier_;
     shm::ChangeNotifier::Sleeper sleeper_;
 
     std::uint32_t round_ = 1;        // the next round to publish
@@ -122,9 +123,9 @@ class Group final : public Collectives {
     CallHeader header_{};
     Outcome outcome_;
     bool broken_ = false;
-    std::size_t block_ = 0;         // see `block_of`
-    bool crowded_ = false;          // a busy-waiting rank may take processor time from another rank
-    int yields_ = 0;                // the number of yields if `crowded_`
+    std::size_t block_ = 0;         // see `reduction_block`
+    bool oversubscribed_ = false;   // a busy-waiting rank may take processor time from another rank
+    int yields_ = 0;                // the number of yields if `oversubscribed_`
     int poll_interval_factor_ = 1;  // in units of kPollInterval; longer if many ranks share a core
     bool has_spare_core_ = false;
 

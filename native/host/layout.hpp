@@ -31,24 +31,24 @@ static_assert(sizeof(Cell) == 128);
 
 // `left`: the rank destroyed the group after publishing all data that its peers needed. `starved`: the rank ran out of
 // descriptors or memory when it mapped another rank's memory; `missing` is the rank itself.
-enum class GaveUp : std::uint32_t { no, timed_out, peer_lost, interrupted, left, starved };
+enum class ExitReason : std::uint32_t { none, timed_out, peer_lost, interrupted, left, starved };
 
 // Returns the outcome code for a rank that gave up for this reason, or `ok` if the group is not broken.
-constexpr Code code_of(GaveUp reason) {
+constexpr OutcomeCode code_of(ExitReason reason) {
     switch (reason) {
-        case GaveUp::no:
-        case GaveUp::left:
-            return Code::ok;
-        case GaveUp::timed_out:
-            return Code::timed_out;
-        case GaveUp::peer_lost:
-            return Code::peer_lost;
-        case GaveUp::interrupted:
-            return Code::interrupted;
-        case GaveUp::starved:
-            return Code::starved;
+        case ExitReason::none:
+        case ExitReason::left:
+            return OutcomeCode::ok;
+        case ExitReason::timed_out:
+            return OutcomeCode::timed_out;
+        case ExitReason::peer_lost:
+            return OutcomeCode::peer_lost;
+        case ExitReason::interrupted:
+            return OutcomeCode::interrupted;
+        case ExitReason::starved:
+            return OutcomeCode::starved;
     }
-    return Code::ok;
+    return OutcomeCode::ok;
 }
 
 constexpr std::size_t kLine = 64;  // size of a cache line in bytes
@@ -67,39 +67,39 @@ constexpr std::uint32_t kSlots = 4;
 // The size of a slot with two ranks, as a multiple of `slot_bytes`. Long all-reduces use the whole slot and wait a
 // third as often; this reduces the time for 1 MiB by 20% and for 4 MiB by 30%. reduce_scatter uses it too: with an
 // update, larger parts absorb more of one rank's delays. With four ranks on two cores, larger slots did not speed up a
-// step with an update. Shorter calls rotate through the slot (`stage_in`), and each rank writes 1.5 MiB before it
-// reuses a cache line; doubling this was no faster.
-constexpr std::size_t kRoomOfTwo = 3;
+// step with an update. Shorter calls rotate through the slot (`set_stage_bytes`), and each rank writes 1.5 MiB before
+// it reuses a cache line; doubling this was no faster.
+constexpr std::size_t kSlotFactorOfTwoRanks = 3;
 
-constexpr std::uint32_t kMaxHeldBy = 16;
+constexpr std::uint32_t kMaxBlockedBy = 16;
 
 // The reason why a rank gave up.
-struct Verdict {
+struct FailureReport {
     shm::RankSet missing{};  // group ranks that did not arrive
     shm::RankSet gone{};     // the ranks in `missing` that died or left
     shm::RankSet left{};     // the ranks in `missing` that left
     shm::RankSet waiting{};  // the ranks in `missing` that are waiting in other calls
     std::int64_t waited_ns = 0;
-    std::uint32_t cause = 0;  // a packed `Cause`: why the ranks in `gone`, or this rank, gave up
-    bool came = false;        // see `Outcome`
-    std::uint32_t held_by_count = 0;
-    std::int32_t held_by[kMaxHeldBy] = {};  // see `Outcome`
+    std::uint32_t cause = 0;  // a packed `FailureCause`: why the ranks in `gone`, or this rank, gave up
+    bool has_begun = false;   // see `Outcome`
+    std::uint32_t blocked_by_count = 0;
+    std::int32_t blocked_by[kMaxBlockedBy] = {};  // see `Outcome`
 };
 
-struct Control {
+struct ControlPage {
     Cell cells[kSlots];
-    alignas(128) std::atomic<std::uint32_t> sleepers{0};   // number of peers asleep on this rank's cells
-    alignas(128) std::atomic<GaveUp> gave_up{GaveUp::no};  // stored with release after the verdict
-    Verdict verdict;
-    // Nonzero after the rank has aborted the group. Separate from the verdict, because any thread may set it while the
-    // thread that runs a call writes the verdict.
+    alignas(128) std::atomic<std::uint32_t> sleepers{0};                 // number of peers asleep on this rank's cells
+    alignas(128) std::atomic<ExitReason> exit_reason{ExitReason::none};  // stored with release after the failure report
+    FailureReport failure_report;
+    // Nonzero after the rank has aborted the group. Separate from the failure report, because any thread may set it
+    // while the thread that runs a call writes the failure report.
     alignas(128) std::atomic<std::uint32_t> aborted{0};
-    Cores cores;    // the rank's cores, set once at the start
-    Domain domain;  // the rank's domain, set once at the start
+    Cores cores;            // the rank's cores, set once at the start
+    LocalityDomain domain;  // the rank's domain, set once at the start
 };
-static_assert(std::is_standard_layout_v<Control>);
+static_assert(std::is_standard_layout_v<ControlPage>);
 
 constexpr std::size_t kControlBytes = 4096;
-static_assert(sizeof(Control) <= kControlBytes);
+static_assert(sizeof(ControlPage) <= kControlBytes);
 
 }  // namespace paceline::host

@@ -23,21 +23,21 @@ struct Slice {
 // parts.
 struct Slices {
     Slices(std::size_t nbytes, std::size_t slot_bytes, std::size_t count, std::size_t extra)
-        : slices(count), parts{nbytes, staged(nbytes, (slot_bytes - extra * kLine) / (count + extra) * count)} {}
+        : slices(count), chunks{nbytes, staged(nbytes, (slot_bytes - extra * kLine) / (count + extra) * count)} {}
 
-    Slice of(std::size_t part, std::size_t slice) const {
-        const std::size_t nbytes = parts.size(part);
+    Slice of(std::size_t chunk, std::size_t slice) const {
+        const std::size_t nbytes = chunks.size(chunk);
         const std::size_t each = in_lines((nbytes + slices - 1) / slices);
         const std::size_t from = each * slice < nbytes ? each * slice : nbytes;
         return {from, nbytes - from < each ? nbytes - from : each};
     }
     // Returns the offset in a slot of the extra slice with this number (0 or 1).
     std::size_t after(std::size_t number) const {
-        return parts.part_bytes + number * in_lines((parts.part_bytes + slices - 1) / slices);
+        return chunks.chunk_bytes + number * in_lines((chunks.chunk_bytes + slices - 1) / slices);
     }
 
     std::size_t slices;
-    Parts parts;
+    Chunks chunks;
 };
 
 // Returns this rank's contribution to a reduction with one output.
@@ -84,10 +84,10 @@ bool Group::all_reduce_in_one_round(Call& call) {
     ByteStream& tensor = call.outputs[0];
     const std::size_t nbytes = tensor.nbytes();
     const std::uint32_t round = round_;
-    stage_in(nbytes);
-    copying_.timed([&] { copying_.stage(contribution(call), slot(rank_, round), nbytes); });
+    set_stage_bytes(nbytes);
+    slot_copier_.timed([&] { slot_copier_.stage(contribution(call), slot(rank_, round), nbytes); });
     if (!begin(call, nullptr, 0)) return false;
-    copying_.timed([&] { reduce_out_of_slots(call, tensor, nbytes, round); });
+    slot_copier_.timed([&] { reduce_out_of_slots(call, tensor, nbytes, round); });
     return true;
 }
 
@@ -117,16 +117,16 @@ bool Group::reduce_flat(Call& call, bool receives_result) {
     ByteStream& tensor = call.outputs[0];
     ByteStream input = contribution(call);
     // Data that would fit into one large part is divided into several parts: one is reduced while the next is staged.
-    const Parts parts{tensor.nbytes(), tensor.nbytes() > room_ ? room_ : slot_bytes_};
+    const Chunks chunks{tensor.nbytes(), tensor.nbytes() > slot_capacity_ ? slot_capacity_ : slot_bytes_};
     const bool stages = call.operation != Operation::reduce || !receives_result;
-    stage_in(parts.largest());
+    set_stage_bytes(chunks.largest());
     return pipeline(
-        parts.count(),
-        [&](std::size_t part, std::uint8_t* slot) {
-            if (stages) copying_.stage_next(input, slot, parts.size(part));
+        chunks.count(),
+        [&](std::size_t chunk, std::uint8_t* slot) {
+            if (stages) slot_copier_.stage_next(input, slot, chunks.size(chunk));
         },
-        [&](std::size_t part, std::uint32_t round) {
-            if (receives_result) reduce_out_of_slots(call, tensor, parts.size(part), round);
+        [&](std::size_t chunk, std::uint32_t round) {
+            if (receives_result) reduce_out_of_slots(call, tensor, chunks.size(chunk), round);
         });
 }
 
@@ -141,26 +141,26 @@ bool Group::reduce_in_slices(Call& call, bool receives_result) {
     ByteStream& tensor = call.outputs[0];
     ByteStream input = contribution(call);
     const Slices slices(tensor.nbytes(), slot_bytes_, static_cast<std::size_t>(size_), 1);
-    stage_in(slices.after(1));
+    set_stage_bytes(slices.after(1));
     const std::size_t item = item_size(call.dtype);
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
-    for (std::size_t part = 0; part <= slices.parts.count(); ++part) {
+    for (std::size_t chunk = 0; chunk <= slices.chunks.count(); ++chunk) {
         const std::uint32_t round = round_++;
-        if (part < slices.parts.count())
-            copying_.timed([&] { copying_.stage_next(input, slot(rank_, round), slices.parts.size(part)); });
+        if (chunk < slices.chunks.count())
+            slot_copier_.timed([&] { slot_copier_.stage_next(input, slot(rank_, round), slices.chunks.size(chunk)); });
         publish(round);
         if (!await(round)) return false;
-        copying_.timed([&] {
-            if (part < slices.parts.count()) {
-                const Slice mine = slices.of(part, static_cast<std::size_t>(rank_));
+        slot_copier_.timed([&] {
+            if (chunk < slices.chunks.count()) {
+                const Slice mine = slices.of(chunk, static_cast<std::size_t>(rank_));
                 for (int r = 0; r < size_; ++r) sources_[static_cast<std::size_t>(r)] = slot(r, round) + mine.from;
                 if (mine.nbytes != 0)
                     kernel(slot(rank_, round + 1) + slices.after(0), sources_.data(), size_, mine.nbytes / item, size_);
             }
-            if (part > 0 && receives_result)
+            if (chunk > 0 && receives_result)
                 for (int r = 0; r < size_; ++r)
                     tensor.copy_from(slot(r, round) + slices.after(0),
-                                     slices.of(part - 1, static_cast<std::size_t>(r)).nbytes);
+                                     slices.of(chunk - 1, static_cast<std::size_t>(r)).nbytes);
         });
     }
     return true;
@@ -173,8 +173,8 @@ bool Group::reduce_in_blocks(Call& call, bool receives_result) {
     ByteStream& tensor = call.outputs[0];
     ByteStream input = contribution(call);
     const Slices slices(tensor.nbytes(), slot_bytes_, block_, 2);
-    stage_in(slices.after(2));
-    const std::size_t parts = slices.parts.count();
+    set_stage_bytes(slices.after(2));
+    const std::size_t chunks = slices.chunks.count();
     const std::size_t item = item_size(call.dtype);
     const ReduceFn last = find_reduction(call.dtype, call.reduce_op);
     const ReduceFn first = call.reduce_op == ReduceOp::avg ? find_reduction(call.dtype, ReduceOp::sum) : last;
@@ -184,26 +184,26 @@ bool Group::reduce_in_blocks(Call& call, bool receives_result) {
         return slot(static_cast<int>(block * block_ + in_block), round);
     };
     const std::size_t blocks = static_cast<std::size_t>(size_) / block_;
-    for (std::size_t part = 0; part < parts + 2; ++part) {
+    for (std::size_t chunk = 0; chunk < chunks + 2; ++chunk) {
         const std::uint32_t round = round_++;
-        if (part < parts)
-            copying_.timed([&] { copying_.stage_next(input, slot(rank_, round), slices.parts.size(part)); });
+        if (chunk < chunks)
+            slot_copier_.timed([&] { slot_copier_.stage_next(input, slot(rank_, round), slices.chunks.size(chunk)); });
         publish(round);
         if (!await(round)) return false;
         std::uint8_t* const next = slot(rank_, round + 1);
-        copying_.timed([&] {
-            if (const Slice mine = part < parts ? slices.of(part, place) : Slice{}; mine.nbytes != 0) {
+        slot_copier_.timed([&] {
+            if (const Slice mine = chunk < chunks ? slices.of(chunk, place) : Slice{}; mine.nbytes != 0) {
                 for (std::size_t i = 0; i < block_; ++i) sources_[i] = at(rank / block_, i, round) + mine.from;
                 first(next + slices.after(0), sources_.data(), static_cast<int>(block_), mine.nbytes / item, size_);
             }
-            if (const Slice mine = part >= 1 && part <= parts ? slices.of(part - 1, place) : Slice{};
+            if (const Slice mine = chunk >= 1 && chunk <= chunks ? slices.of(chunk - 1, place) : Slice{};
                 mine.nbytes != 0) {
                 for (std::size_t i = 0; i < blocks; ++i) sources_[i] = at(i, place, round) + slices.after(0);
                 last(next + slices.after(1), sources_.data(), static_cast<int>(blocks), mine.nbytes / item, size_);
             }
-            if (part >= 2 && receives_result)
+            if (chunk >= 2 && receives_result)
                 for (std::size_t i = 0; i < block_; ++i)
-                    tensor.copy_from(at(rank / block_, i, round) + slices.after(1), slices.of(part - 2, i).nbytes);
+                    tensor.copy_from(at(rank / block_, i, round) + slices.after(1), slices.of(chunk - 2, i).nbytes);
         });
     }
     return true;
@@ -215,17 +215,17 @@ std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     using Clock = std::chrono::steady_clock;
     const int member = members_[static_cast<std::size_t>(rank)];
     const auto started = Clock::now();
-    Waits::Entry entry;
+    WaitRegistry::Entry entry;
     search_.reset();
     for (int iteration = 1;; ++iteration) {
-        shm::Found found = mesh_.region(member, id, Clock::now() + kPollInterval);
+        shm::FetchResult found = mesh_.region(member, id, Clock::now() + kPollInterval);
         if (found.segment) return std::move(found.segment);
-        if (found.shortage != 0) {
+        if (found.error != 0) {
             const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started).count();
-            give_up(GaveUp::starved, {.missing = RankSet::of(rank_), .waited_ns = waited_ns});
+            fail_call(ExitReason::starved, {.missing = RankSet::of(rank_), .waited_ns = waited_ns});
             return nullptr;
         }
-        if (!look_around(iteration, started, [rank] { return RankSet::of(rank); }, entry)) return nullptr;
+        if (!check_events(iteration, started, [rank] { return RankSet::of(rank); }, entry)) return nullptr;
     }
 }
 
@@ -246,7 +246,7 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
         regions[at] = region_of(r, header.region);
         if (!regions[at]) return false;
         if (header.offset > regions[at]->size() || nbytes > regions[at]->size() - header.offset)
-            return give_up(GaveUp::peer_lost, {.missing = RankSet::of(r), .gone = RankSet::of(r)});
+            return fail_call(ExitReason::peer_lost, {.missing = RankSet::of(r), .gone = RankSet::of(r)});
         tensors[at] = regions[at]->data() + header.offset;
     }
 
@@ -275,22 +275,22 @@ bool Group::reduce_scatter(Call& call) {
     const auto rank = static_cast<std::size_t>(rank_);
     const std::size_t others = size_ == 1 ? 1 : static_cast<std::size_t>(size_) - 1;
     const std::size_t nbytes = call.inputs[rank].nbytes();
-    const std::size_t part_bytes = staged(nbytes, room_ / others);
-    const auto offset = [part_bytes](std::size_t to, std::size_t from) {
-        return (to < from ? to : to - 1) * part_bytes;
+    const std::size_t chunk_bytes = staged(nbytes, slot_capacity_ / others);
+    const auto offset = [chunk_bytes](std::size_t to, std::size_t from) {
+        return (to < from ? to : to - 1) * chunk_bytes;
     };
-    const Parts parts{nbytes, part_bytes};
-    stage_in(others * part_bytes);
+    const Chunks chunks{nbytes, chunk_bytes};
+    set_stage_bytes(others * chunk_bytes);
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
     alignas(64) std::uint8_t tile[kUpdateTile];
     return pipeline(
-        parts.count(),
-        [&](std::size_t part, std::uint8_t* slot) {
+        chunks.count(),
+        [&](std::size_t chunk, std::uint8_t* slot) {
             for (std::size_t r = 0; r < call.inputs.size(); ++r)
-                if (r != rank) copying_.stage_next(call.inputs[r], slot + offset(r, rank), parts.size(part));
+                if (r != rank) slot_copier_.stage_next(call.inputs[r], slot + offset(r, rank), chunks.size(chunk));
         },
-        [&](std::size_t part, std::uint32_t round) {
-            call.inputs[rank].next(parts.size(part), [&](const std::uint8_t* own, std::size_t n, std::size_t done) {
+        [&](std::size_t chunk, std::uint32_t round) {
+            call.inputs[rank].next(chunks.size(chunk), [&](const std::uint8_t* own, std::size_t n, std::size_t done) {
                 const auto reduce = [&](std::uint8_t* data, std::size_t within, std::size_t at) {
                     for (std::size_t r = 0; r < sources_.size(); ++r)
                         sources_[r] =

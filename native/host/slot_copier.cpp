@@ -28,21 +28,21 @@ std::size_t number_of(Operation operation) {
 
 }  // namespace
 
-std::pair<Way, bool> Experience::next() {
-    const std::uint32_t every = calls_ < kEarly ? kEarlyEvery : kLaterEvery;
+std::pair<CopyMethod, bool> CopyMethodSelector::next() {
+    const std::uint32_t every = calls_ < kInitialCalls ? kInitialPeriod : kPeriod;
     const std::uint32_t at = calls_ % every;
     ++calls_;
-    if (at == every / 2) return {Way::cached, true};
-    if (at == every - 1) return {Way::streamed, true};
+    if (at == every / 2) return {CopyMethod::cached, true};
+    if (at == every - 1) return {CopyMethod::streamed, true};
     return {best_, false};
 }
 
-void Experience::learn(Way way, float ticks_per_byte) {
-    Times& times = times_[static_cast<std::size_t>(way)];
-    times.latest[times.count++ % kKept] = ticks_per_byte;
-    const auto& [cached, streamed] = times_;
+void CopyMethodSelector::add_measurement(CopyMethod method, float ticks_per_byte) {
+    Timings& timings = timings_[static_cast<std::size_t>(method)];
+    timings.latest[timings.count++ % kKeptMeasurements] = ticks_per_byte;
+    const auto& [cached, streamed] = timings_;
     if (cached.count == 0 || streamed.count == 0) return;
-    best_ = streamed.least() < kWorth * cached.least() ? Way::streamed : Way::cached;
+    best_ = streamed.least() < kStreamedThreshold * cached.least() ? CopyMethod::streamed : CopyMethod::cached;
 }
 
 void copy_streamed(std::uint8_t* to, const std::uint8_t* from, std::size_t nbytes) {
@@ -61,26 +61,27 @@ void copy_streamed(std::uint8_t* to, const std::uint8_t* from, std::size_t nbyte
 #endif
 }
 
-void Copying::begin(Operation operation, std::size_t nbytes) {
-    experience_ = nullptr;
-    way_ = Way::cached;
+void SlotCopier::begin(Operation operation, std::size_t nbytes) {
+    selector_ = nullptr;
+    method_ = CopyMethod::cached;
     is_measured_ = false;
     const std::size_t number = number_of(operation);
     if (!kCanStream || nbytes < kMin || number >= kOperations) return;
     const auto size = static_cast<std::size_t>(std::bit_width(nbytes / kMin)) - 1;
-    experience_ = &experiences_[number][std::min(size, kSizes - 1)];
-    std::tie(way_, is_measured_) = experience_->next();
+    selector_ = &selectors_[number][std::min(size, kSizes - 1)];
+    std::tie(method_, is_measured_) = selector_->next();
     nbytes_ = nbytes;
     ticks_ = 0;
 }
 
-void Copying::end() {
-    if (is_measured_ && ticks_ != 0) experience_->learn(way_, static_cast<float>(ticks_) / static_cast<float>(nbytes_));
+void SlotCopier::end() {
+    if (is_measured_ && ticks_ != 0)
+        selector_->add_measurement(method_, static_cast<float>(ticks_) / static_cast<float>(nbytes_));
     is_measured_ = false;
 }
 
-void Copying::stage_next(ByteStream& from, std::uint8_t* slot, std::size_t nbytes) const {
-    if (way_ == Way::cached) {
+void SlotCopier::stage_next(ByteStream& from, std::uint8_t* slot, std::size_t nbytes) const {
+    if (method_ == CopyMethod::cached) {
         from.copy_to(slot, nbytes);
         return;
     }
@@ -89,8 +90,8 @@ void Copying::stage_next(ByteStream& from, std::uint8_t* slot, std::size_t nbyte
     });
 }
 
-void Copying::stage(const ByteStream& from, std::uint8_t* slot, std::size_t nbytes) const {
-    if (way_ == Way::cached) {
+void SlotCopier::stage(const ByteStream& from, std::uint8_t* slot, std::size_t nbytes) const {
+    if (method_ == CopyMethod::cached) {
         from.peek_to(slot, nbytes);
     } else {
         ByteStream copy = from;

@@ -18,7 +18,7 @@
 
 namespace paceline::host {
 
-enum class Way : std::uint8_t { cached, streamed };
+enum class CopyMethod : std::uint8_t { cached, streamed };
 
 #if defined(__x86_64__)
 constexpr bool kCanStream = true;
@@ -27,40 +27,42 @@ constexpr bool kCanStream = false;  // arm64 has no store instruction that relia
 #endif
 
 // Measurements of both methods for calls with the same operation and about the same size.
-class Experience {
+class CopyMethodSelector {
   public:
-    static constexpr std::uint32_t kEarly = 64;        // number of initial calls, which are measured more often
-    static constexpr std::uint32_t kEarlyEvery = 16;   // initial calls per measurement of each method
-    static constexpr std::uint32_t kLaterEvery = 256;  // later calls per measurement of each method
+    static constexpr std::uint32_t kInitialCalls = 64;   // number of initial calls, which are measured more often
+    static constexpr std::uint32_t kInitialPeriod = 16;  // initial calls per measurement of each method
+    static constexpr std::uint32_t kPeriod = 256;        // later calls per measurement of each method
 
     // Returns the method for the next call, and whether to measure the call.
-    std::pair<Way, bool> next();
+    std::pair<CopyMethod, bool> next();
     // Adds the time per byte of a measured call, excluding waits for other ranks.
-    void learn(Way way, float ticks_per_byte);
+    void add_measurement(CopyMethod method, float ticks_per_byte);
 
   private:
-    static constexpr std::size_t kKept = 4;  // number of measurements kept: some may be disturbed by lost cores
-    static constexpr float kWorth = 0.9F;    // streaming is used below this fraction of the cached time
+    static constexpr std::size_t kKeptMeasurements =
+        4;  // number of measurements kept: some may be disturbed by lost cores
+    static constexpr float kStreamedThreshold = 0.9F;  // streaming is used below this fraction of the cached time
 
-    struct Times {
-        std::array<float, kKept> latest{};
+    struct Timings {
+        std::array<float, kKeptMeasurements> latest{};
         std::uint32_t count = 0;
 
         float least() const {
-            return *std::min_element(latest.begin(), latest.begin() + std::min(count, std::uint32_t{kKept}));
+            return *std::min_element(latest.begin(),
+                                     latest.begin() + std::min(count, std::uint32_t{kKeptMeasurements}));
         }
     };
 
     std::uint32_t calls_ = 0;
-    Way best_ = Way::cached;
-    std::array<Times, 2> times_;  // indexed by method
+    CopyMethod best_ = CopyMethod::cached;
+    std::array<Timings, 2> timings_;  // indexed by method
 };
 
 // Copies like memcpy but bypasses the cache if possible. The copied data is visible before later stores by this thread.
 void copy_streamed(std::uint8_t* to, const std::uint8_t* from, std::size_t nbytes);
 
 // Performs and measures the copies of one group.
-class Copying {
+class SlotCopier {
   public:
     // Prepares for a call that stages `nbytes` bytes.
     void begin(Operation operation, std::size_t nbytes);
@@ -89,9 +91,9 @@ class Copying {
     static constexpr std::size_t kSizes = 22;      // number of size classes: `kMin`, then powers of two times it
     static constexpr std::size_t kOperations = 3;  // operations in which all ranks stage and read in the same way
 
-    std::array<std::array<Experience, kSizes>, kOperations> experiences_;
-    Experience* experience_ = nullptr;  // for the current call; null if such calls are never measured
-    Way way_ = Way::cached;
+    std::array<std::array<CopyMethodSelector, kSizes>, kOperations> selectors_;
+    CopyMethodSelector* selector_ = nullptr;  // for the current call; null if such calls are never measured
+    CopyMethod method_ = CopyMethod::cached;
     bool is_measured_ = false;
     std::size_t nbytes_ = 0;
     std::uint64_t ticks_ = 0;

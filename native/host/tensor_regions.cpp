@@ -13,8 +13,8 @@ constexpr shm::RegionId kTensorRegion = shm::RegionId{1} << 63;  // distinguishe
 struct Region {
     shm::RegionId id;
     std::shared_ptr<shm::Segment> segment;
-    std::vector<std::weak_ptr<shm::Mesh>> offered_to;
-    bool is_isolated = false;  // whether any part of the region has been isolated
+    std::vector<std::weak_ptr<shm::HostMesh>> offered_to;
+    bool is_partly_private = false;  // whether any part of the region has been made private
 };
 
 struct Registry {
@@ -49,17 +49,17 @@ std::shared_ptr<shm::Segment> create_region(std::size_t nbytes) {
     return segment;
 }
 
-void forget_region(const shm::Segment& segment) {
+void unregister_region(const shm::Segment& segment) {
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
     const auto found = all.by_address.find(segment.data());
     if (found == all.by_address.end()) return;
-    for (const std::weak_ptr<shm::Mesh>& each : found->second.offered_to)
+    for (const std::weak_ptr<shm::HostMesh>& each : found->second.offered_to)
         if (const auto mesh = each.lock()) mesh->withdraw(found->second.id);
     all.by_address.erase(found);
 }
 
-SharedMemory share(shm::Mesh& mesh, std::size_t nbytes) {
+SharedRegion share_region(shm::HostMesh& mesh, std::size_t nbytes) {
     auto segment = shm::Segment::create(nbytes);
     if (!segment) return {nullptr, 0};
     Registry& all = registry();
@@ -72,20 +72,20 @@ SharedMemory share(shm::Mesh& mesh, std::size_t nbytes) {
     return {std::move(segment), id};
 }
 
-void end_sharing(shm::Mesh& mesh, shm::RegionId id) {
+void withdraw_region(shm::HostMesh& mesh, shm::RegionId id) {
     if (const auto segment = mesh.withdraw(id)) segment->close_descriptor();  // no process can receive it anymore
 }
 
-void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh) {
+void locate_tensor(Call& call, const std::shared_ptr<shm::HostMesh>& mesh) {
     if (call.outputs[0].ranges().size() != 1) return;
     const ByteRange& tensor = call.outputs[0].ranges()[0];
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
     Region* const found = region_around(all, tensor);
-    if (found == nullptr || found->is_isolated) return;
+    if (found == nullptr || found->is_partly_private) return;
     Region& region = *found;
 
-    const auto is_this = [&](const std::weak_ptr<shm::Mesh>& each) { return each.lock() == mesh; };
+    const auto is_this = [&](const std::weak_ptr<shm::HostMesh>& each) { return each.lock() == mesh; };
     if (std::none_of(region.offered_to.begin(), region.offered_to.end(), is_this)) {
         mesh->offer(region.id, region.segment);
         region.offered_to.emplace_back(mesh);
@@ -94,13 +94,13 @@ void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh) {
     call.offset = static_cast<std::size_t>(tensor.data - region.segment->data());
 }
 
-void isolate(const Call& call) {
+void make_tensor_private(const Call& call) {
     const ByteRange& tensor = call.outputs[0].ranges()[0];
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
     Region* const region = region_around(all, tensor);
     if (region == nullptr) return;
-    region->is_isolated = true;
+    region->is_partly_private = true;
     region->segment->make_private(call.offset, tensor.nbytes);
 }
 

@@ -89,14 +89,14 @@ std::ptrdiff_t EncryptedLane::read(std::span<const ByteRange> ranges) {
             got += n;
             continue;
         }
-        is_dry_ = true;
+        is_drained_ = true;
         return n < 0 && errno == EAGAIN ? got : got != 0 ? got : kClosed;
     }
-    is_dry_ = false;
+    is_drained_ = false;
     return got;
 }
 
-std::unique_ptr<Lane> lane_over(tls::Socket socket) {
+std::unique_ptr<Lane> make_lane(tls::Socket socket) {
     if (socket.session) return std::make_unique<EncryptedLane>(std::move(socket));
     return std::make_unique<SocketLane>(socket.descriptor);
 }

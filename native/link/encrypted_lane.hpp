@@ -18,7 +18,7 @@ class EncryptedLane final : public SocketLane {
     std::ptrdiff_t write(std::span<const ByteRange> ranges) override;
     std::ptrdiff_t read(std::span<const ByteRange> ranges) override;
     // Returns true if the session may have buffered more data than was requested from it.
-    bool arm() override { return !is_dry_; }
+    bool arm() override { return !is_drained_; }
 
   private:
     static constexpr std::size_t kRecordBytes = 16 << 10;
@@ -26,10 +26,10 @@ class EncryptedLane final : public SocketLane {
     std::unique_ptr<tls::Session> session_;
     std::array<std::uint8_t, kRecordBytes> record_;  // a record gathered from several ranges or partly sent
     std::size_t held_ = 0;                           // number of bytes of a partly sent record
-    bool is_dry_ = false;                            // true if the session has no data until the socket is readable
+    bool is_drained_ = false;                        // true if the session has no data until the socket is readable
 };
 
 // Returns a lane that takes ownership of `socket`.
-std::unique_ptr<Lane> lane_over(tls::Socket socket);
+std::unique_ptr<Lane> make_lane(tls::Socket socket);
 
 }  // namespace paceline::link

@@ -12,7 +12,7 @@ constexpr std::size_t kMaxRingBytes = 256 << 10;
 constexpr std::size_t kMinRingBytes = 4 << 10;
 constexpr std::size_t kAllRingsBytes = std::size_t{2} << 30;  // limit per group; most of this memory is never touched
 
-// The rings between the ranks of one host. The marks of all rings are followed by the bytes of all rings; rings with
+// The rings between the ranks of one host. The counters of all rings are followed by the bytes of all rings; rings with
 // the same reader are adjacent.
 class Rings {
   public:
@@ -24,7 +24,7 @@ class Rings {
 
     Ring at(std::uint8_t* memory, std::size_t writer, std::size_t reader, std::size_t lane) const {
         const std::size_t number = (reader * kLanesOfAPair + lane) * ranks_ + writer;
-        return {std::launder(reinterpret_cast<RingMarks*>(memory)) + number,
+        return {std::launder(reinterpret_cast<RingCounters*>(memory)) + number,
                 memory + marks_nbytes() + number * ring_bytes_, ring_bytes_};
     }
 
@@ -32,7 +32,7 @@ class Rings {
     static constexpr std::size_t kPage = 4096;
 
     std::size_t count() const { return ranks_ * ranks_ * kLanesOfAPair; }
-    std::size_t marks_nbytes() const { return (count() * sizeof(RingMarks) + kPage - 1) / kPage * kPage; }
+    std::size_t marks_nbytes() const { return (count() * sizeof(RingCounters) + kPage - 1) / kPage * kPage; }
 
     std::size_t ranks_;
     std::size_t ring_bytes_ = kMaxRingBytes;
@@ -40,7 +40,7 @@ class Rings {
 
 }  // namespace
 
-std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
+std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::HostMesh> mesh, std::uint64_t id, int rank,
                                          const std::vector<int>& mesh_ranks,
                                          std::vector<std::vector<tls::Socket>> sockets,
                                          std::chrono::steady_clock::time_point deadline, std::vector<int> names) {
@@ -54,7 +54,7 @@ std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::u
         std::vector<int> connections;
         for (tls::Socket& socket : sockets[r]) {
             connections.push_back(socket.descriptor);
-            std::unique_ptr<Lane> lane = lane_over(std::move(socket));
+            std::unique_ptr<Lane> lane = make_lane(std::move(socket));
             if (!peer.control)
                 peer.control = std::move(lane);
             else
@@ -89,7 +89,7 @@ bool LaneSet::share_rings(std::uint64_t id, const std::vector<int>& mesh_ranks,
         for (std::size_t lane = 0; lane < kLanesOfAPair; ++lane) {
             const Ring outgoing = rings.at(rings_->data(), mine, at, lane);
             const Ring incoming = rings.at(rings_->data(), at, mine, lane);
-            new (incoming.marks) RingMarks;
+            new (incoming.counters) RingCounters;
             auto rings_of_pair = std::make_unique<RingLane>(
                 outgoing, incoming, [mesh = mesh_.get(), to = peer.mesh_rank] { mesh->wake_peer(to); },
                 [mesh = mesh_.get(), to = peer.mesh_rank] { return mesh->is_gone(to); });
@@ -102,9 +102,9 @@ bool LaneSet::share_rings(std::uint64_t id, const std::vector<int>& mesh_ranks,
     return rings_->wait_for_all(deadline);
 }
 
-Cause LaneSet::blamed_by(int rank) const {
+FailureCause LaneSet::cause_reported_by(int rank) const {
     const int there = peers_[static_cast<std::size_t>(rank)].mesh_rank;
-    return mesh_ && there >= 0 ? mesh_->blamed_by(there) : Cause{};
+    return mesh_ && there >= 0 ? mesh_->cause_reported_by(there) : FailureCause{};
 }
 
 int LaneSet::name(int rank) const {

@@ -30,7 +30,7 @@ class LaneSet {
     // takes ownership of all of them, even on failure. `id` is unique to the group and the same on every member.
     // `names[r]` is the name of group rank r in all groups of this process. Returns nullptr if a member on this host
     // has not shared its rings by `deadline`. Throws std::system_error if descriptors or memory run out.
-    static std::unique_ptr<LaneSet> create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
+    static std::unique_ptr<LaneSet> create(std::shared_ptr<shm::HostMesh> mesh, std::uint64_t id, int rank,
                                            const std::vector<int>& mesh_ranks,
                                            std::vector<std::vector<tls::Socket>> sockets,
                                            std::chrono::steady_clock::time_point deadline, std::vector<int> names = {});
@@ -44,16 +44,16 @@ class LaneSet {
     LinkMeter& meter() { return meter_; }
     Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
 
-    // See `Mesh::blame`. Ranks on other hosts receive the cause only over their control lanes.
-    void blame(const Cause& cause) {
-        if (mesh_) mesh_->blame(cause);
+    // See `HostMesh::report_cause`. Ranks on other hosts receive the cause only over their control lanes.
+    void report_cause(const FailureCause& cause) {
+        if (mesh_) mesh_->report_cause(cause);
     }
     // Returns the record of what this process's threads are waiting for.
-    Waits& waits() { return mesh_ ? mesh_->waits() : alone_; }
+    WaitRegistry& wait_registry() { return mesh_ ? mesh_->wait_registry() : local_wait_registry_; }
     // Returns the id of this group as used in `CallId`.
     std::uint64_t group() const { return group_; }
-    Cause blamed() const { return mesh_ ? mesh_->blamed() : Cause{}; }
-    Cause blamed_by(int rank) const;
+    FailureCause reported_cause() const { return mesh_ ? mesh_->reported_cause() : FailureCause{}; }
+    FailureCause cause_reported_by(int rank) const;
     int name(int rank) const;
     std::vector<int> names_of(const std::vector<int>& ranks) const;
 
@@ -64,13 +64,13 @@ class LaneSet {
     std::uint32_t changes() const { return mesh_->changes().count(); }
 
   private:
-    explicit LaneSet(std::shared_ptr<shm::Mesh> mesh) : mesh_(std::move(mesh)) {}
+    explicit LaneSet(std::shared_ptr<shm::HostMesh> mesh) : mesh_(std::move(mesh)) {}
 
     bool share_rings(std::uint64_t id, const std::vector<int>& mesh_ranks,
                      std::chrono::steady_clock::time_point deadline);
 
-    std::shared_ptr<shm::Mesh> mesh_;
-    Waits alone_{0};  // used if there is no mesh
+    std::shared_ptr<shm::HostMesh> mesh_;
+    WaitRegistry local_wait_registry_{0};  // used if there is no mesh
     std::uint64_t group_ = 0;
     int rank_ = 0;
     std::vector<Peer> peers_;

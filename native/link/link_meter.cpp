@@ -43,7 +43,7 @@ bool add_connection(int socket, record::LinkFields& to) {
 void LinkMeter::close() {
     if (links_.empty()) return;
     measure(Clock::now());
-    for (Link& link : links_) record::Recorder::close_link(link.written);
+    for (Link& link : links_) record::Recorder::close_link(link.handle);
     links_.clear();
 }
 
@@ -63,10 +63,10 @@ void LinkMeter::measure(Clock::time_point now) {
         fields.measured = record::ticks();
         for (const int socket : link.sockets) add_connection(socket, fields);
         if (fields.connections == 0) continue;
-        if (link.written)
-            record::Recorder::change(link.written, fields);
+        if (link.handle)
+            record::Recorder::change(link.handle, fields);
         else
-            link.written = recorder->open_link(fields);
+            link.handle = recorder->open_link(fields);
     }
     measuring_.clear(std::memory_order_release);
 }

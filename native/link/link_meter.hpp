@@ -44,7 +44,7 @@ class LinkMeter {
     struct Link {
         int peer;
         std::vector<int> sockets;
-        record::WrittenLink written;
+        record::LinkEntryHandle handle;
     };
 
     void measure(Clock::time_point now);

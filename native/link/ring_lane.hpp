@@ -12,9 +12,9 @@
 
 namespace paceline::link {
 
-// The marks of a ring. They are stored apart from its bytes, so that a rank accesses fewer pages when it polls many
+// The counters of a ring. They are stored apart from its bytes, so that a rank accesses fewer pages when it polls many
 // rings.
-struct RingMarks {
+struct RingCounters {
     alignas(128) std::atomic<std::uint64_t> head{0};
     alignas(128) std::atomic<std::uint64_t> tail{0};
     alignas(128) std::atomic<std::uint32_t> reader_waits{0};
@@ -23,7 +23,7 @@ struct RingMarks {
 };
 
 struct Ring {
-    RingMarks* marks;
+    RingCounters* counters;
     std::uint8_t* bytes;
     std::size_t nbytes;  // a power of two
 };
@@ -37,14 +37,14 @@ class RingLane final : public Lane {
 
     std::ptrdiff_t write(std::span<const ByteRange> ranges) override;
     std::ptrdiff_t read(std::span<const ByteRange> ranges) override;
-    bool in_memory() const override { return true; }
+    bool is_shared_memory() const override { return true; }
     std::span<const std::uint8_t> peek() override;
     void consume(std::size_t nbytes) override;
     bool arm() override;
     void finish() override;
 
   private:
-    std::ptrdiff_t nothing_more() const;
+    std::ptrdiff_t empty_read_result() const;
 
     Ring out_;
     Ring in_;

@@ -74,7 +74,7 @@ Cgroups cgroups_of_this_process(const std::string& controller, const std::string
     const std::optional<Membership> mine = membership_of(controller, root);
     if (!mine) return found;
     const std::optional<Mounted> mounted = mount_of(*mine, controller, root);
-    found.is_mounted_so = mounted.has_value();
+    found.is_from_mount_table = mounted.has_value();
     const std::string usual = root + kUsual + (mine->is_version_2 ? "" : "/" + controller);
     const std::string base = mounted ? mounted->at : usual;
     for (std::string path = mounted ? mounted->below : mine->path;; path.erase(path.rfind('/'))) {

@@ -12,7 +12,7 @@ struct Cgroups {
     std::vector<std::string> directories;
     // True if the directories come from the mount table. If false, they are the default ones, because in a container
     // the path of the cgroup may be a host path of which only the end or the outermost directory is visible.
-    bool is_mounted_so = false;
+    bool is_from_mount_table = false;
 };
 
 // Returns this process's cgroup for `controller`, or the version 2 cgroup if `controller` is empty. `root` is prepended

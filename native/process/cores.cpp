@@ -40,7 +40,7 @@ struct Contest {
     std::size_t processes = 0;  // the number of processes on the shared cores
     Cores together;             // the cores of all these processes
 
-    double crowding(const Cores& me) const {
+    double oversubscription(const Cores& me) const {
         const double on_cores = busy / together.count();
         return me.quota.cores > 0 ? std::max(on_cores, busy_in_cgroup / me.quota.cores) : on_cores;
     }
@@ -62,8 +62,8 @@ Contest contest_of(std::span<const Cores> ranks, const Cores& me, BusyIn busy_in
 
 }  // namespace
 
-Quota cpu_quota(const std::string& root) {
-    Quota smallest;
+CpuQuota cpu_quota(const std::string& root) {
+    CpuQuota smallest;
     for (const std::string& directory : cgroups_of_this_process("cpu", root).directories) {
         const double cores = quota_in(directory);
         if (cores > 0 && (smallest.cores == 0 || cores < smallest.cores)) smallest = {cores, inode(directory)};
@@ -91,9 +91,9 @@ Cores usable_cores() {
     return mine;
 }
 
-double crowding(std::span<const Cores> ranks, std::size_t mine) {
+double oversubscription(std::span<const Cores> ranks, std::size_t mine) {
     const auto one_each = [](const Cores&) { return 1.0; };
-    return contest_of(ranks, ranks[mine], one_each).crowding(ranks[mine]);
+    return contest_of(ranks, ranks[mine], one_each).oversubscription(ranks[mine]);
 }
 
 bool has_spare_core(std::span<const Cores> ranks, std::size_t mine, std::size_t absent) {
@@ -103,7 +103,7 @@ bool has_spare_core(std::span<const Cores> ranks, std::size_t mine, std::size_t 
     const double elsewhere = static_cast<double>(absent) * one_more(me);
     if (contest.processes == ranks.size()) contest.busy += elsewhere;
     contest.busy_in_cgroup += elsewhere;
-    return contest.crowding(me) <= 1;
+    return contest.oversubscription(me) <= 1;
 }
 
 }  // namespace paceline

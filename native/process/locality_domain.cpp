@@ -69,7 +69,8 @@ int cache_of(const Allowed& cores, const std::string& root) {
 
 // Returns the largest power of two that divides the length of every run of consecutive ranks with the same `place_of`.
 // Returns 0 if all ranks have the same one, one is unknown (negative), or blocks would not reduce the traffic enough.
-std::size_t common_block(std::span<const Domain> ranks, const std::function<int(const Domain&)>& place_of) {
+std::size_t common_block(std::span<const LocalityDomain> ranks,
+                         const std::function<int(const LocalityDomain&)>& place_of) {
     std::size_t divisor = 0;
     std::size_t runs = 0;
     for (std::size_t first = 0; first < ranks.size(); ++runs) {
@@ -88,14 +89,14 @@ std::size_t common_block(std::span<const Domain> ranks, const std::function<int(
 
 }  // namespace
 
-Domain domain_of(const Cores& cores, const std::string& root) {
+LocalityDomain domain_of(const Cores& cores, const std::string& root) {
     if (first_of(cores.allowed) < 0) return {};
     return {node_of(cores.allowed, root), cache_of(cores.allowed, root)};
 }
 
-std::size_t block_of(std::span<const Domain> ranks) {
-    const std::size_t by_node = common_block(ranks, [](const Domain& each) { return each.node; });
-    return by_node != 0 ? by_node : common_block(ranks, [](const Domain& each) { return each.cache; });
+std::size_t reduction_block(std::span<const LocalityDomain> ranks) {
+    const std::size_t by_node = common_block(ranks, [](const LocalityDomain& each) { return each.node; });
+    return by_node != 0 ? by_node : common_block(ranks, [](const LocalityDomain& each) { return each.cache; });
 }
 
 }  // namespace paceline

@@ -14,7 +14,7 @@ constexpr int kCopies = 1000;  // attempts to copy an entry; a write takes nanos
 // A writer's handle to an entry: its address and latest stamp. A null address means that the entry was not recorded;
 // all operations on such a handle have no effect.
 template <std::size_t N>
-struct Written {
+struct EntryHandle {
     Entry<N>* entry = nullptr;
     std::uint64_t stamp = 0;
 
@@ -25,7 +25,7 @@ struct Written {
 // claim entries concurrently; the compare-exchange on the stamp resolves conflicts and makes an atomic increment of
 // `next` unnecessary.
 template <std::size_t N, std::size_t Capacity>
-Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
+EntryHandle<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
     std::uint64_t index = next.load(std::memory_order_relaxed);
     for (int i = 0; i < kMaxOpen; ++index) {
         Entry<N>& entry = ring[index % Capacity];
@@ -61,29 +61,29 @@ void fill(Entry<N>& entry, const Fields& fields) {
 
 // Finishes writing an entry. `state` is `kOpen` if the entry will be changed again, or 0.
 template <std::size_t N>
-void publish(Written<N>& written, std::uint64_t state) {
-    written.stamp = ((written.stamp & ~kStateMask) + kNextVersion) | state;
-    written.entry->stamp.store(written.stamp, std::memory_order_release);
+void publish(EntryHandle<N>& handle, std::uint64_t state) {
+    handle.stamp = ((handle.stamp & ~kStateMask) + kNextVersion) | state;
+    handle.entry->stamp.store(handle.stamp, std::memory_order_release);
 }
 
 // Begins to change an open entry that only this thread writes.
 template <std::size_t N>
-void reopen_own(Written<N>& written) {
-    written.stamp = (written.stamp & ~kStateMask) | kWriting;
-    written.entry->stamp.store(written.stamp, std::memory_order_relaxed);  // the fields are stored later, with release
+void reopen_own(EntryHandle<N>& handle) {
+    handle.stamp = (handle.stamp & ~kStateMask) | kWriting;
+    handle.entry->stamp.store(handle.stamp, std::memory_order_relaxed);  // the fields are stored later, with release
 }
 
 // Begins to change an open entry that several threads may write; returns false if the entry has changed since
-// `written` was read.
+// `handle` was read.
 template <std::size_t N>
-bool reopen(Written<N>& written) {
-    std::uint64_t seen = written.stamp;
+bool reopen(EntryHandle<N>& handle) {
+    std::uint64_t seen = handle.stamp;
     if ((seen & kStateMask) != kOpen) return false;
     const std::uint64_t writing = (seen & ~kStateMask) | kWriting;
-    if (!written.entry->stamp.compare_exchange_strong(seen, writing, std::memory_order_acquire,
-                                                      std::memory_order_relaxed))
+    if (!handle.entry->stamp.compare_exchange_strong(seen, writing, std::memory_order_acquire,
+                                                     std::memory_order_relaxed))
         return false;
-    written.stamp = writing;
+    handle.stamp = writing;
     return true;
 }
 

@@ -106,7 +106,7 @@ struct GroupFields {
     std::uint16_t members[kMaxMembers];
 };
 
-enum class State : std::uint8_t { pending, running, done, failed };
+enum class CallState : std::uint8_t { pending, running, done, failed };
 
 struct CallFields {
     std::uint32_t group = 0;
@@ -117,7 +117,7 @@ struct CallFields {
     std::uint64_t sequence = 0;
     std::uint64_t count = 0;
     std::int32_t root = -1;  // for a point-to-point message, the other rank
-    State state = State::pending;
+    CallState state = CallState::pending;
     std::uint8_t outcome = 0;
     std::uint8_t is_async = 0;
     std::uint8_t spare = 0;

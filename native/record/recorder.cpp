@@ -63,7 +63,7 @@ void set_next_site(std::uint32_t site) {
     next_site = site;
 }
 
-bool Recorder::begin(int fd, const Identity& identity) {
+bool Recorder::begin(int fd, const ProcessIdentity& identity) {
     static std::mutex beginning;
     const std::lock_guard lock(beginning);
     if (active() != nullptr) return true;
@@ -88,7 +88,7 @@ bool Recorder::begin(int fd, const Identity& identity) {
     }
     recorder->calibrate();  // two pairs are required to compute the tick length
     static std::once_flag once;
-    std::call_once(once, [] { pthread_atfork(nullptr, nullptr, &Recorder::leave_to_parent); });
+    std::call_once(once, [] { pthread_atfork(nullptr, nullptr, &Recorder::detach_in_child); });
     active_.store(recorder, std::memory_order_release);
     return true;
 }
@@ -102,7 +102,7 @@ void Recorder::pause(bool is_paused) {
 
 Recorder::Recorder(Recording& recording) : recording_(recording), calibration_gap_ns_(kFirstGapNs) {}
 
-void Recorder::describe(const Identity& identity) {
+void Recorder::describe(const ProcessIdentity& identity) {
     Header& to = header();
     to.version = kVersion;
     to.header_bytes = sizeof(Header);
@@ -134,7 +134,7 @@ void Recorder::finish() {
 }
 
 std::uint32_t Recorder::name(std::string_view text) {
-    const std::lock_guard lock(naming_);
+    const std::lock_guard lock(names_mutex_);
     if (const auto found = names_.find(std::string(text)); found != names_.end()) return found->second;
     const std::uint64_t count = header().name_count.load(std::memory_order_relaxed);
     if (count == kNames) return kNames;
@@ -157,7 +157,7 @@ std::uint32_t Recorder::open_group(std::string_view name, std::string_view engin
         std::transform(members.begin(), members.end(), fields.members,
                        [](int member) { return static_cast<std::uint16_t>(member); });
     }
-    const std::lock_guard lock(grouping_);
+    const std::lock_guard lock(groups_mutex_);
     fields.serial = ++groups_;
     for (std::uint32_t i = 0; i < kGroups; ++i) {
         auto& entry = recording_.groups[(fields.serial + i - 1) % kGroups];
@@ -165,30 +165,30 @@ std::uint32_t Recorder::open_group(std::string_view name, std::string_view engin
         if ((old & kStateMask) != 0) continue;  // the entry of an open group is not reused
         const std::uint64_t stamp = std::uint64_t{fields.serial} << kIndexShift | kWriting;
         entry.stamp.store(stamp, std::memory_order_relaxed);
-        Written<sizeof(GroupFields) / sizeof(std::uint64_t)> written{&entry, stamp};
+        EntryHandle<sizeof(GroupFields) / sizeof(std::uint64_t)> handle{&entry, stamp};
         fill(entry, fields);
-        publish(written, kOpen);
-        open_groups_[fields.serial] = written;
+        publish(handle, kOpen);
+        open_groups_[fields.serial] = handle;
         break;
     }
     return fields.serial;
 }
 
 void Recorder::close_group(std::uint32_t serial) {
-    const std::lock_guard lock(grouping_);
+    const std::lock_guard lock(groups_mutex_);
     const auto found = open_groups_.find(serial);
     if (found == open_groups_.end()) return;
-    auto& written = found->second;
-    if (reopen(written)) {
+    auto& handle = found->second;
+    if (reopen(handle)) {
         constexpr std::size_t kClosed = offsetof(GroupFields, closed) / sizeof(std::uint64_t);
-        written.entry->words[kClosed].store(ticks(), std::memory_order_release);
-        publish(written, 0);
+        handle.entry->words[kClosed].store(ticks(), std::memory_order_release);
+        publish(handle, 0);
     }
     open_groups_.erase(found);
 }
 
-WrittenLink Recorder::open_link(const LinkFields& fields) {
-    const std::lock_guard lock(linking_);
+LinkEntryHandle Recorder::open_link(const LinkFields& fields) {
+    const std::lock_guard lock(links_mutex_);
     for (std::uint32_t i = 0; i < kLinks; ++i) {
         const std::uint32_t place = (links_ + i) % kLinks;
         auto& entry = recording_.links[place];
@@ -196,32 +196,32 @@ WrittenLink Recorder::open_link(const LinkFields& fields) {
         links_ += i + 1;
         const std::uint64_t stamp = std::uint64_t{links_} << kIndexShift | kWriting;
         entry.stamp.store(stamp, std::memory_order_relaxed);
-        WrittenLink written{&entry, stamp};
+        LinkEntryHandle handle{&entry, stamp};
         fill(entry, fields);
-        publish(written, kOpen);
+        publish(handle, kOpen);
         const std::uint32_t used = header().links_used.load(std::memory_order_relaxed);
         header().links_used.store(std::max(used, place + 1), std::memory_order_release);
-        return written;
+        return handle;
     }
     return {};
 }
 
-void Recorder::change(WrittenLink& written, const LinkFields& fields) {
-    if (!written) return;
-    reopen_own(written);
-    fill(*written.entry, fields);
-    publish(written, kOpen);
+void Recorder::change(LinkEntryHandle& handle, const LinkFields& fields) {
+    if (!handle) return;
+    reopen_own(handle);
+    fill(*handle.entry, fields);
+    publish(handle, kOpen);
 }
 
-void Recorder::close_link(WrittenLink& written) {
-    if (!written) return;
-    reopen_own(written);
-    publish(written, 0);
-    written = {};
+void Recorder::close_link(LinkEntryHandle& handle) {
+    if (!handle) return;
+    reopen_own(handle);
+    publish(handle, 0);
+    handle = {};
 }
 
 // Updates the latest tick after an entry was recorded; adds a calibration pair if one is due.
-void Recorder::wrote(std::uint64_t tick) {
+void Recorder::update_latest_tick(std::uint64_t tick) {
     // Device times are recorded late and may be older than the latest tick.
     if (tick > header().latest_tick.load(std::memory_order_relaxed))
         header().latest_tick.store(tick, std::memory_order_relaxed);
@@ -237,9 +237,9 @@ void Recorder::calibrate() {
     auto& entry = recording_.pairs[count == 0 ? 0 : 1 + (count - 1) % (kPairs - 1)];
     const std::uint64_t stamp = count << kIndexShift | kWriting;
     entry.stamp.store(stamp, std::memory_order_relaxed);
-    Written<sizeof(PairFields) / sizeof(std::uint64_t)> written{&entry, stamp};
+    EntryHandle<sizeof(PairFields) / sizeof(std::uint64_t)> handle{&entry, stamp};
     fill(entry, now);
-    publish(written, 0);
+    publish(handle, 0);
     header().pair_count.store(count + 1, std::memory_order_release);
     const double gap = static_cast<double>(calibration_gap_ns_) * ticks_per_ns(now);
     next_calibration_.store(now.tick + static_cast<std::uint64_t>(gap), std::memory_order_relaxed);
@@ -262,50 +262,50 @@ std::uint64_t Recorder::tick_at(std::int64_t monotonic_ns) const {
     return now.tick - static_cast<std::uint64_t>(std::clamp(ago, 0.0, static_cast<double>(now.tick - 1)));
 }
 
-WrittenCall Recorder::add(CallFields& fields, bool is_over) {
+CallEntryHandle Recorder::add(CallFields& fields, bool is_over) {
     fields.step = static_cast<std::uint32_t>(header().step.load(std::memory_order_relaxed));
     fields.thread = thread_number();
     fields.site = std::exchange(next_site, 0);
-    WrittenCall written = claim(header().calls_begun, recording_.calls);
-    if (!written) return written;
-    fill(*written.entry, fields);
-    publish(written, is_over ? 0 : kOpen);
-    wrote(fields.ended != 0 ? fields.ended : fields.arrived);
-    return written;
+    CallEntryHandle handle = claim(header().calls_begun, recording_.calls);
+    if (!handle) return handle;
+    fill(*handle.entry, fields);
+    publish(handle, is_over ? 0 : kOpen);
+    update_latest_tick(fields.ended != 0 ? fields.ended : fields.arrived);
+    return handle;
 }
 
-void Recorder::change(WrittenCall& written, const CallFields& fields, bool is_over) {
-    if (!written || (written.stamp & kStateMask) != kOpen) return;
-    reopen_own(written);
-    fill_from(*written.entry, fields, offsetof(CallFields, root) / sizeof(std::uint64_t));
-    publish(written, is_over ? 0 : kOpen);
-    wrote(std::max(fields.started, fields.ended));
+void Recorder::change(CallEntryHandle& handle, const CallFields& fields, bool is_over) {
+    if (!handle || (handle.stamp & kStateMask) != kOpen) return;
+    reopen_own(handle);
+    fill_from(*handle.entry, fields, offsetof(CallFields, root) / sizeof(std::uint64_t));
+    publish(handle, is_over ? 0 : kOpen);
+    update_latest_tick(std::max(fields.started, fields.ended));
 }
 
-WrittenEvent Recorder::add(EventFields fields, bool is_over) {
+EventEntryHandle Recorder::add(EventFields fields, bool is_over) {
     fields.step = static_cast<std::uint32_t>(header().step.load(std::memory_order_relaxed));
     fields.thread = thread_number();
-    WrittenEvent written = claim(header().events_begun, recording_.events);
-    if (!written) return written;
-    fill(*written.entry, fields);
-    publish(written, is_over ? 0 : kOpen);
-    wrote(std::max(fields.start, fields.end));
-    return written;
+    EventEntryHandle handle = claim(header().events_begun, recording_.events);
+    if (!handle) return handle;
+    fill(*handle.entry, fields);
+    publish(handle, is_over ? 0 : kOpen);
+    update_latest_tick(std::max(fields.start, fields.end));
+    return handle;
 }
 
 template <class Change>
 void Recorder::change_event(std::uint64_t stamp, bool is_over, Change change) {
     if (stamp == 0) return;
-    WrittenEvent written{&recording_.events[(stamp >> kIndexShift) % kEvents], stamp};
+    EventEntryHandle handle{&recording_.events[(stamp >> kIndexShift) % kEvents], stamp};
     // Compares only the index, because `stamp` may belong to an earlier version of the entry.
-    const std::uint64_t seen = written.entry->stamp.load(std::memory_order_relaxed);
+    const std::uint64_t seen = handle.entry->stamp.load(std::memory_order_relaxed);
     if (seen >> kIndexShift != stamp >> kIndexShift) return;
-    written.stamp = seen;
-    if (!reopen(written)) return;
+    handle.stamp = seen;
+    if (!reopen(handle)) return;
     const std::uint64_t now = ticks();
-    change(*written.entry, now);
-    publish(written, is_over ? 0 : kOpen);
-    wrote(now);
+    change(*handle.entry, now);
+    publish(handle, is_over ? 0 : kOpen);
+    update_latest_tick(now);
 }
 
 namespace {
@@ -346,7 +346,7 @@ void Recorder::event_sent(std::uint64_t stamp) {
 
 // Runs in a forked child and may therefore only make system calls. The child may still hold handles to entries, so the
 // memory at the same address must remain writable.
-void Recorder::leave_to_parent() {
+void Recorder::detach_in_child() {
     Recorder* const recorder = active_.load(std::memory_order_relaxed);
     this_thread = 0;
     if (recorder == nullptr) return;

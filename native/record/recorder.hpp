@@ -1,7 +1,7 @@
 // The recorder of this process. All threads write their calls and events into one recording without blocking. The
 // recorder is off until `begin` provides memory, and then stays on until the process exits. In a forked child it is
 // off: private memory replaces the recording, and writes through the parent's entries have no effect (see
-// `Recorder::leave_to_parent`).
+// `Recorder::detach_in_child`).
 #pragma once
 
 #include <memory>
@@ -16,12 +16,12 @@
 
 namespace paceline::record {
 
-using WrittenCall = Written<sizeof(CallFields) / sizeof(std::uint64_t)>;
-using WrittenEvent = Written<sizeof(EventFields) / sizeof(std::uint64_t)>;
-using WrittenLink = Written<sizeof(LinkFields) / sizeof(std::uint64_t)>;
+using CallEntryHandle = EntryHandle<sizeof(CallFields) / sizeof(std::uint64_t)>;
+using EventEntryHandle = EntryHandle<sizeof(EventFields) / sizeof(std::uint64_t)>;
+using LinkEntryHandle = EntryHandle<sizeof(LinkFields) / sizeof(std::uint64_t)>;
 
 // The description of a process in its recording.
-struct Identity {
+struct ProcessIdentity {
     std::string worker;
     std::string host;
     std::string boot;
@@ -35,7 +35,7 @@ class Recorder {
     // Starts recording into the file `fd`, whose `kBytes` bytes must stay allocated, or into private memory if `fd` is
     // -1. Takes over the memory of a process that has exited; returns false if a live process is using it. Has no
     // effect if the recorder is on. Throws std::system_error if the memory cannot be mapped.
-    static bool begin(int fd, const Identity& identity);
+    static bool begin(int fd, const ProcessIdentity& identity);
 
     Recorder(const Recorder&) = delete;
     Recorder& operator=(const Recorder&) = delete;
@@ -61,10 +61,10 @@ class Recorder {
 
     // Records a call that was submitted at `fields.arrived`; `change` records later updates. The entry is not reused
     // until `is_over` is true.
-    WrittenCall add(CallFields& fields, bool is_over);
-    void change(WrittenCall& written, const CallFields& fields, bool is_over);
+    CallEntryHandle add(CallFields& fields, bool is_over);
+    void change(CallEntryHandle& handle, const CallFields& fields, bool is_over);
 
-    WrittenEvent add(EventFields fields, bool is_over);
+    EventEntryHandle add(EventFields fields, bool is_over);
     // These functions end the event with this stamp, now or at `tick`, unless the event's entry has been overwritten.
     void end_event(std::uint64_t stamp);
     void end_event_at(std::uint64_t stamp, std::uint64_t tick);
@@ -74,33 +74,33 @@ class Recorder {
 
     // Allocates an entry for a link's measurements, which `change` writes. After `close_link` the entry remains until
     // another link reuses it. Each link may have only one writer at a time.
-    WrittenLink open_link(const LinkFields& fields);
-    static void change(WrittenLink& written, const LinkFields& fields);
-    static void close_link(WrittenLink& written);
+    LinkEntryHandle open_link(const LinkFields& fields);
+    static void change(LinkEntryHandle& handle, const LinkFields& fields);
+    static void close_link(LinkEntryHandle& handle);
 
   private:
     explicit Recorder(Recording& recording);
 
     Header& header() const { return recording_.header; }
-    void describe(const Identity& identity);
-    void wrote(std::uint64_t tick);
+    void describe(const ProcessIdentity& identity);
+    void update_latest_tick(std::uint64_t tick);
     void calibrate();
     double ticks_per_ns(const PairFields& now) const;
     template <class Change>
     void change_event(std::uint64_t stamp, bool is_over, Change change);
-    static void leave_to_parent();
+    static void detach_in_child();
 
     static std::atomic<Recorder*> active_;
     static std::atomic<Recorder*> paused_;
 
     Recording& recording_;
-    std::mutex naming_;
+    std::mutex names_mutex_;
     std::unordered_map<std::string, std::uint32_t> names_;
-    std::mutex grouping_;
+    std::mutex groups_mutex_;
     std::uint32_t groups_ = 0;
-    std::mutex linking_;
+    std::mutex links_mutex_;
     std::uint32_t links_ = 0;
-    std::unordered_map<std::uint32_t, Written<sizeof(GroupFields) / sizeof(std::uint64_t)>> open_groups_;
+    std::unordered_map<std::uint32_t, EntryHandle<sizeof(GroupFields) / sizeof(std::uint64_t)>> open_groups_;
     std::atomic_flag calibrating_;
     std::uint64_t calibration_gap_ns_;                // time until the next pair
     std::atomic<std::uint64_t> next_calibration_{0};  // in ticks

@@ -17,7 +17,7 @@ ChangeNotifier::Sleeper::~Sleeper() {
 
 void ChangeNotifier::Sleeper::sleep(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
                                     std::int64_t timeout_ns) {
-    // seq_cst, paired with `notify` and the load in `repeat`: at least one side reads the other's store.
+    // seq_cst, paired with `notify` and the load in `repeat_wakeups`: at least one side reads the other's store.
     word_.store(&word, std::memory_order_seq_cst);
     if (notifier_.count_.load(std::memory_order_seq_cst) == seen_.load(std::memory_order_relaxed))
         futex_wait(word, expected, timeout_ns);
@@ -25,7 +25,7 @@ void ChangeNotifier::Sleeper::sleep(const std::atomic<std::uint32_t>& word, std:
     word_.store(nullptr, std::memory_order_release);
 }
 
-bool ChangeNotifier::repeat() {
+bool ChangeNotifier::repeat_wakeups() {
     const std::lock_guard lock(mutex_);
     bool anybody = false;
     for (const Sleeper* each : sleepers_) {

@@ -40,10 +40,10 @@ class ChangeNotifier {
 
     // Returns the number of changes. An acquire load: the latest change is visible afterward.
     std::uint32_t count() const { return count_.load(std::memory_order_acquire); }
-    // Increments the count; `repeat` must be called next.
+    // Increments the count; `repeat_wakeups` must be called next.
     void notify() { count_.fetch_add(1, std::memory_order_seq_cst); }
     // Wakes every sleeper that has not read the latest count; returns false if all have.
-    bool repeat();
+    bool repeat_wakeups();
 
   private:
     std::atomic<std::uint32_t> count_{0};

@@ -28,9 +28,9 @@ struct WaitV {
     std::uint32_t reserved;
 };
 
-constexpr int kManyLooking = 32;  // number of ranks above which each rank checks less often
+constexpr int kManyRanks = 32;  // number of ranks above which each rank checks less often
 constexpr std::chrono::milliseconds kRarePollInterval{200};
-constexpr std::chrono::hours kLong{1};  // timeout while the thread is watching every rank
+constexpr std::chrono::hours kNoPollTimeout{1};  // timeout while the thread is watching every rank
 
 WaitV expecting(const std::atomic<std::uint32_t>& word, std::uint32_t value) {
     return {value, reinterpret_cast<std::uintptr_t>(&word), kWord32, 0};
@@ -49,25 +49,25 @@ void wait_for_any(const std::vector<WaitV>& words, std::chrono::nanoseconds time
 }  // namespace
 
 // The result of one check of all entries.
-struct DeathWatch::Look {
+struct FailureDetector::ScanResult {
     int gone = 0;
     bool has_found = false;     // whether the check found a rank whose exit had not been reported
     bool waits_for_all = true;  // whether `futexes` covers every rank
     std::vector<std::pair<const std::atomic<std::uint32_t>*, std::uint32_t>> futexes;  // futexes and values
 };
 
-bool DeathWatch::is_possible() {
+bool FailureDetector::is_supported() {
     // A kernel that supports futex_waitv rejects an empty list with EINVAL; other kernels return ENOSYS.
     return syscall(kFutexWaitV, nullptr, 0, 0, nullptr, 0) < 0 && errno == EINVAL;
 }
 
-DeathWatch::DeathWatch(std::shared_ptr<HostDirectory> directory, int rank, std::function<void()> changed,
-                       bool waits_for_many)
+FailureDetector::FailureDetector(std::shared_ptr<HostDirectory> directory, int rank, std::function<void()> changed,
+                                 bool waits_for_many)
     : directory_(std::move(directory)), rank_(rank), changed_(std::move(changed)), waits_for_many_(waits_for_many) {
     thread_ = std::thread([this] { run(); });
 }
 
-DeathWatch::~DeathWatch() {
+FailureDetector::~FailureDetector() {
     if (forked_from_member()) {
         if (thread_.joinable()) thread_.detach();  // the thread does not exist in a forked child
         return;
@@ -75,30 +75,30 @@ DeathWatch::~DeathWatch() {
     close();
 }
 
-void DeathWatch::close() {
+void FailureDetector::close() {
     closing_.store(1, std::memory_order_release);
     futex_wake_all(closing_);  // a thread that polls reads the flag in its next iteration
     if (thread_.joinable()) thread_.join();
 }
 
-DeathWatch::Look DeathWatch::look() const {
-    Look seen;
+FailureDetector::ScanResult FailureDetector::scan() const {
+    ScanResult seen;
     for (int distance = 1; distance < directory_->size(); ++distance) {
         const int rank = (rank_ + distance) % directory_->size();
         const RankEntry& entry = directory_->entry(rank);
-        const State state = entry.state.load(std::memory_order_acquire);
-        if (state == State::absent) seen.waits_for_all = false;
+        const RankState state = entry.state.load(std::memory_order_acquire);
+        if (state == RankState::absent) seen.waits_for_all = false;
         if (is_gone(state)) ++seen.gone;
-        if (state != State::present) continue;
-        const bool is_mine = distance <= kMaxWatchers;
-        const std::atomic<std::uint32_t>& word = entry.futexes[is_mine ? distance - 1 : 0].holder;
+        if (state != RankState::present) continue;
+        const bool is_watched = distance <= kMaxWatchers;
+        const std::atomic<std::uint32_t>& word = entry.futexes[is_watched ? distance - 1 : 0].holder;
         const std::uint32_t holder = word.load(std::memory_order_acquire);
         if ((holder & FUTEX_OWNER_DIED) != 0 || (holder == 0 && !RegionExchange::is_open(entry.listener))) {
             if (directory_->mark_lost(rank)) seen.has_found = true;
             ++seen.gone;
         } else if (holder == 0) {
             seen.waits_for_all = false;
-        } else if (is_mine) {
+        } else if (is_watched) {
             seen.futexes.emplace_back(&word, holder);
         }
     }
@@ -106,23 +106,23 @@ DeathWatch::Look DeathWatch::look() const {
 }
 
 // Returns the interval between two infrequent checks.
-std::chrono::milliseconds DeathWatch::rare_poll_interval() const {
-    return std::min(kPollInterval * (1 + directory_->size() / kManyLooking), kRarePollInterval);
+std::chrono::milliseconds FailureDetector::rare_poll_interval() const {
+    return std::min(kPollInterval * (1 + directory_->size() / kManyRanks), kRarePollInterval);
 }
 
-void DeathWatch::run() {
+void FailureDetector::run() {
     pthread_setname_np(pthread_self(), "paceline-watch");
     int known = 0;
     for (;;) {
         const std::uint32_t changes = directory_->changes().load(std::memory_order_acquire);
         if (closing_.load(std::memory_order_acquire) != 0) return;
-        Look seen = look();
+        ScanResult seen = scan();
         if (seen.has_found) directory_->notify();
         if (seen.gone != known) {
             known = seen.gone;
             changed_();
             // Ranks often leave in quick succession; without this pause, each of them would wake all remaining ranks.
-            if (directory_->size() > kManyLooking)
+            if (directory_->size() > kManyRanks)
                 futex_wait(closing_, 0, std::chrono::nanoseconds(rare_poll_interval()).count());
             continue;
         }
@@ -135,8 +135,8 @@ void DeathWatch::run() {
         if (!seen.waits_for_all)
             wait_for_any(words, rare_poll_interval());
         else
-            wait_for_any(words,
-                         directory_->size() - 1 > kMaxWatchers ? std::chrono::nanoseconds(kRarePollInterval) : kLong);
+            wait_for_any(words, directory_->size() - 1 > kMaxWatchers ? std::chrono::nanoseconds(kRarePollInterval)
+                                                                      : kNoPollTimeout);
     }
 }
 

@@ -19,26 +19,26 @@
 
 namespace paceline::shm {
 
-class DeathWatch {
+class FailureDetector {
   public:
     // Returns true if this kernel supports futex_waitv.
-    static bool is_possible();
+    static bool is_supported();
 
     // Calls `changed` on the thread whenever a rank has died or left.
-    DeathWatch(std::shared_ptr<HostDirectory> directory, int rank, std::function<void()> changed,
-               bool waits_for_many = is_possible());
-    DeathWatch(const DeathWatch&) = delete;
-    DeathWatch& operator=(const DeathWatch&) = delete;
-    ~DeathWatch();
+    FailureDetector(std::shared_ptr<HostDirectory> directory, int rank, std::function<void()> changed,
+                    bool waits_for_many = is_supported());
+    FailureDetector(const FailureDetector&) = delete;
+    FailureDetector& operator=(const FailureDetector&) = delete;
+    ~FailureDetector();
 
     // Idempotent.
     void close();
 
   private:
-    struct Look;
+    struct ScanResult;
 
     void run();
-    Look look() const;
+    ScanResult scan() const;
     std::chrono::milliseconds rare_poll_interval() const;
 
     std::shared_ptr<HostDirectory> directory_;

@@ -13,7 +13,7 @@ void futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, 
 
 void futex_wake_all(const std::atomic<std::uint32_t>& word);
 
-inline void relax_cpu() {
+inline void cpu_relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)

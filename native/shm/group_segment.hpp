@@ -11,11 +11,11 @@ namespace paceline::shm {
 
 class GroupSegment {
   public:
-    // `places` lists the members' mesh ranks, in the same order on every member; `id` is unique to the group. Returns
-    // nullptr if the first member does not offer the memory by `deadline`. Throws std::system_error if descriptors or
-    // memory run out.
-    static std::unique_ptr<GroupSegment> open(Mesh& mesh, std::vector<int> places, RegionId id, std::size_t nbytes,
-                                              Mesh::Deadline deadline);
+    // `mesh_ranks` lists the members' mesh ranks, in the same order on every member; `id` is unique to the group.
+    // Returns nullptr if the first member does not offer the memory by `deadline`. Throws std::system_error if
+    // descriptors or memory run out.
+    static std::unique_ptr<GroupSegment> open(HostMesh& mesh, std::vector<int> mesh_ranks, RegionId id,
+                                              std::size_t nbytes, HostMesh::Deadline deadline);
     GroupSegment(const GroupSegment&) = delete;
     GroupSegment& operator=(const GroupSegment&) = delete;
     // Cancels the segment for all members unless all of them have arrived.
@@ -25,16 +25,17 @@ class GroupSegment {
     std::uint8_t* data() const;
     // Waits until all members have called this; afterward each member's earlier writes are visible to all. Returns
     // false if a member has not called it by `deadline`, has died or left, or gives up.
-    bool wait_for_all(Mesh::Deadline deadline);
+    bool wait_for_all(HostMesh::Deadline deadline);
 
   private:
-    GroupSegment(Mesh& mesh, std::vector<int> places, RegionId id) : mesh_(mesh), places_(std::move(places)), id_(id) {}
+    GroupSegment(HostMesh& mesh, std::vector<int> mesh_ranks, RegionId id)
+        : mesh_(mesh), mesh_ranks_(std::move(mesh_ranks)), id_(id) {}
 
-    bool is_mine() const { return places_[0] == mesh_.rank(); }
-    bool waits_in_vain() const;
+    bool is_creator() const { return mesh_ranks_[0] == mesh_.rank(); }
+    bool cannot_complete() const;
 
-    Mesh& mesh_;
-    std::vector<int> places_;
+    HostMesh& mesh_;
+    std::vector<int> mesh_ranks_;
     RegionId id_;
     std::shared_ptr<Segment> segment_;
     bool is_complete_ = false;

@@ -22,10 +22,10 @@ std::size_t nbytes_for(int ranks) {
 }  // namespace
 
 std::shared_ptr<HostDirectory> HostDirectory::create(int ranks) {
-    static_assert(sizeof(Head) <= kHeadBytes);
+    static_assert(sizeof(Header) <= kHeadBytes);
     auto segment = Segment::create(nbytes_for(ranks));
     if (!segment) return nullptr;
-    Head* const head = new (segment->data()) Head{static_cast<std::uint32_t>(ranks), 0, {}, 0};
+    Header* const head = new (segment->data()) Header{static_cast<std::uint32_t>(ranks), 0, {}, 0};
     if (getrandom(head->key.data(), head->key.size(), 0) != static_cast<ssize_t>(head->key.size())) return nullptr;
     for (int r = 0; r < ranks; ++r)
         new (segment->data() + kHeadBytes + static_cast<std::size_t>(r) * sizeof(RankEntry)) RankEntry;
@@ -39,8 +39,8 @@ std::shared_ptr<HostDirectory> HostDirectory::adopt(int fd, int ranks) {
     return directory->head().ranks == static_cast<std::uint32_t>(ranks) ? directory : nullptr;
 }
 
-HostDirectory::Head& HostDirectory::head() const {
-    return *std::launder(reinterpret_cast<Head*>(segment_->data()));
+HostDirectory::Header& HostDirectory::head() const {
+    return *std::launder(reinterpret_cast<Header*>(segment_->data()));
 }
 
 RankEntry& HostDirectory::entry(int rank) const {
@@ -53,18 +53,18 @@ void HostDirectory::notify() const {
 }
 
 void HostDirectory::arrive(int rank) const {
-    entry(rank).state.store(State::present, std::memory_order_release);
+    entry(rank).state.store(RankState::present, std::memory_order_release);
     if (head().arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == head().ranks) notify();
 }
 
 void HostDirectory::leave(int rank) const {
-    entry(rank).state.store(State::left, std::memory_order_release);
+    entry(rank).state.store(RankState::left, std::memory_order_release);
     notify();
 }
 
 bool HostDirectory::mark_lost(int rank) const {
-    State before = State::present;
-    return entry(rank).state.compare_exchange_strong(before, State::lost, std::memory_order_acq_rel);
+    RankState before = RankState::present;
+    return entry(rank).state.compare_exchange_strong(before, RankState::lost, std::memory_order_acq_rel);
 }
 
 std::vector<int> HostDirectory::absent(std::chrono::milliseconds timeout) const {
@@ -73,7 +73,7 @@ std::vector<int> HostDirectory::absent(std::chrono::milliseconds timeout) const 
         const std::uint32_t seen = changes().load(std::memory_order_acquire);
         std::vector<int> missing;
         for (int r = 0; r < ranks_; ++r)
-            if (entry(r).state.load(std::memory_order_acquire) == State::absent) missing.push_back(r);
+            if (entry(r).state.load(std::memory_order_acquire) == RankState::absent) missing.push_back(r);
         const auto left = deadline - std::chrono::steady_clock::now();
         if (missing.empty() || left <= left.zero()) return missing;
         futex_wait(changes(), seen, std::chrono::nanoseconds(left).count());

@@ -34,10 +34,10 @@ namespace paceline::shm {
 constexpr int kMaxWatchers = 120;  // futex_waitv accepts at most 128 words
 constexpr std::size_t kNameBytes = 36;
 
-enum class State : std::uint32_t { absent, present, left, lost };
+enum class RankState : std::uint32_t { absent, present, left, lost };
 
-constexpr bool is_gone(State state) {
-    return state == State::left || state == State::lost;
+constexpr bool is_gone(RankState state) {
+    return state == RankState::left || state == RankState::lost;
 }
 
 // A robust futex that one watcher waits on.
@@ -46,8 +46,9 @@ struct alignas(16) RobustFutex {
 };
 
 struct alignas(2048) RankEntry {
-    std::atomic<State> state{State::absent};
-    std::atomic<std::uint32_t> blamed{0};  // a packed `Cause`: why the rank has given up or will soon give up
+    std::atomic<RankState> state{RankState::absent};
+    std::atomic<std::uint32_t> reported_cause{
+        0};                                // a packed `FailureCause`: why the rank has given up or will soon give up
     std::atomic<std::uint32_t> offers{0};  // number of regions that the rank has offered; other ranks wait on this word
     std::array<char, kNameBytes> listener{};  // the abstract name of the rank's listening socket
     std::array<char, kNameBytes> doorbell{};
@@ -82,7 +83,7 @@ class HostDirectory {
     std::vector<int> absent(std::chrono::milliseconds timeout) const;
 
   private:
-    struct Head {
+    struct Header {
         std::uint32_t ranks;
         std::atomic<std::uint32_t> arrived;
         Key key;
@@ -90,7 +91,7 @@ class HostDirectory {
     };
 
     HostDirectory(std::shared_ptr<Segment> segment, int ranks) : segment_(std::move(segment)), ranks_(ranks) {}
-    Head& head() const;
+    Header& head() const;
 
     std::shared_ptr<Segment> segment_;
     int ranks_;

@@ -35,53 +35,56 @@ namespace paceline::shm {
 
 // Another rank's region. If mapping it failed for lack of descriptors or memory, contains the errno instead. Contains
 // neither if the region did not arrive in time or its owner died, left or canceled it.
-struct Found {
+struct FetchResult {
     std::shared_ptr<Segment> segment;
-    int shortage = 0;
+    int error = 0;
 };
 
-class Mesh {
+class HostMesh {
   public:
     using Deadline = std::chrono::steady_clock::time_point;
 
     // `names[p]` is the name that all groups of this process use for mesh rank p; the name is p itself if `names` is
     // empty. Throws std::system_error if the system has no descriptors left.
-    Mesh(int rank, std::shared_ptr<HostDirectory> directory, std::vector<int> names = {});
-    Mesh(const Mesh&) = delete;
-    Mesh& operator=(const Mesh&) = delete;
-    ~Mesh();
+    HostMesh(int rank, std::shared_ptr<HostDirectory> directory, std::vector<int> names = {});
+    HostMesh(const HostMesh&) = delete;
+    HostMesh& operator=(const HostMesh&) = delete;
+    ~HostMesh();
 
     int rank() const { return rank_; }
     int size() const { return directory_->size(); }
     const HostDirectory& directory() const { return *directory_; }
     // Returns true if the rank has died. An acquire load: all data that the rank published is visible afterward.
-    bool has_died(int rank) const { return state_of(rank) == State::lost; }
-    bool has_left(int rank) const { return state_of(rank) == State::left; }
+    bool has_died(int rank) const { return state_of(rank) == RankState::lost; }
+    bool has_left(int rank) const { return state_of(rank) == RankState::left; }
     bool is_gone(int rank) const { return shm::is_gone(state_of(rank)); }
     // Returns the notifier for deaths and departures. Each such change also rings the doorbell.
     ChangeNotifier& changes() { return changes_; }
     int name(int rank) const { return names_[static_cast<std::size_t>(rank)]; }
 
     // Returns the record of what this process's threads are waiting for.
-    Waits& waits() { return waits_; }
+    WaitRegistry& wait_registry() { return wait_registry_; }
 
     // Reports to the other ranks that this process gives up because of `cause`; a later cause replaces an earlier one.
-    void blame(const Cause& cause);
-    // Returns the latest cause passed to `blame`. Timeouts expire, because a program may continue after a timeout.
-    Cause blamed() const;
+    void report_cause(const FailureCause& cause);
+    // Returns the latest cause passed to `report_cause`. Timeouts expire, because a program may continue after a
+    // timeout.
+    FailureCause reported_cause() const;
     // Returns the cause that a rank has reported, if any. A rank sets its cause before it exits.
-    Cause blamed_by(int rank) const;
+    FailureCause cause_reported_by(int rank) const;
 
     // Offers `segment` to the other ranks. `id` must not have been used for an earlier region of this rank.
     void offer(RegionId id, std::shared_ptr<Segment> segment);
     // Withdraws the offer, requests that all ranks that cached the region drop it, and returns the region.
     std::shared_ptr<Segment> withdraw(RegionId id);
     // Cancels a present or future offer. Ranks that wait for the region then stop waiting.
-    void give_up(RegionId id);
+    void cancel(RegionId id);
     // Waits until `deadline` for the region that `owner` offers as `id`.
-    Found fetch(int owner, RegionId id, Deadline deadline) { return get(Request::Kind::fetch, owner, id, deadline); }
+    FetchResult fetch(int owner, RegionId id, Deadline deadline) {
+        return get(RegionRequest::Kind::fetch, owner, id, deadline);
+    }
     // Like `fetch`, but caches the region for later calls until its owner withdraws it.
-    Found region(int owner, RegionId id, Deadline deadline);
+    FetchResult region(int owner, RegionId id, Deadline deadline);
 
     // Returns the socket that wakes threads waiting for changes in shared memory; see `Waiter::watch_doorbell`.
     int doorbell() const { return exchange_ ? exchange_->doorbell() : -1; }
@@ -93,32 +96,32 @@ class Mesh {
   private:
     struct Offer {
         std::shared_ptr<Segment> segment;
-        std::set<int> keepers;  // the ranks that have cached the region
+        std::set<int> cached_by;  // the ranks that have cached the region
     };
 
-    State state_of(int rank) const { return directory_->entry(rank).state.load(std::memory_order_acquire); }
+    RankState state_of(int rank) const { return directory_->entry(rank).state.load(std::memory_order_acquire); }
     void serve(std::promise<void> begun);
-    void answer(const Request& request, int connection);
+    void answer(const RegionRequest& request, int connection);
     void announce_offers();
-    Found get(Request::Kind kind, int owner, RegionId id, Deadline deadline);
-    void ranks_are_gone();
+    FetchResult get(RegionRequest::Kind kind, int owner, RegionId id, Deadline deadline);
+    void handle_departures();
 
     int rank_;
     std::shared_ptr<HostDirectory> directory_;
     std::vector<int> names_;
-    Waits waits_;
-    std::atomic<Deadline::rep> blamed_at_{0};
+    WaitRegistry wait_registry_;
+    std::atomic<Deadline::rep> cause_reported_at_{0};
     const std::uint32_t forks_ = forks_from_members();  // the value when the mesh was created
     ChangeNotifier changes_;
     std::mutex mutex_;
     std::map<RegionId, Offer> offers_;
-    std::set<RegionId> given_up_;
-    std::map<std::pair<int, RegionId>, std::shared_ptr<Segment>> kept_;
+    std::set<RegionId> canceled_;
+    std::map<std::pair<int, RegionId>, std::shared_ptr<Segment>> cache_;
     bool closed_ = false;
     std::unique_ptr<RegionExchange> exchange_;  // nullptr if this is the only rank
     ForkGuard guard_;
     std::thread server_;
-    std::unique_ptr<DeathWatch> watch_;
+    std::unique_ptr<FailureDetector> failure_detector_;
 };
 
 }  // namespace paceline::shm

@@ -23,15 +23,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kMaxStrangers = 64;
+constexpr std::size_t kMaxPendingConnections = 64;
 constexpr std::chrono::seconds kSilence{5};  // time after which a connection without a request is closed
-constexpr int kLook = 1000;                  // milliseconds between checks for silent connections
+constexpr int kPollMs = 1000;                // milliseconds between checks for silent connections
 constexpr int kQueued = 1024;                // the listen backlog
 constexpr std::chrono::milliseconds kPause{2};
 
 struct ReplyHead {
     std::uint64_t size = 0;  // size of the region; 0: the region does not exist
-    Pages pages{};
+    PagePolicy pages{};
     std::int32_t failure = 0;  // an errno if the region does not exist, or 0 if it may exist later
 };
 
@@ -54,7 +54,7 @@ class Descriptor {
 };
 
 // A connection on which no request has arrived yet.
-struct Stranger {
+struct PendingConnection {
     Descriptor connection;
     Clock::time_point since;
 };
@@ -87,9 +87,9 @@ int bound_socket(int type, const SocketName& name) {
     const int fd = socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     const Address address(name);
     if (fd >= 0 && bind(fd, address.get(), address.nbytes) == 0) return fd;
-    const int why = errno;
+    const int error = errno;
     if (fd >= 0) ::close(fd);
-    throw std::system_error(why, std::generic_category(), "a Unix socket");
+    throw std::system_error(error, std::generic_category(), "a Unix socket");
 }
 
 bool is_same_user(int connection) {
@@ -105,7 +105,7 @@ bool equal(const HostDirectory::Key& a, const HostDirectory::Key& b) {
 }
 
 // Reads a reply that is ready. `failure` is ECONNRESET if the other end closed the connection without a reply.
-Received read_reply(int connection) {
+RegionReply read_reply(int connection) {
     ReplyHead head;
     iovec data{&head, sizeof head};
     msghdr header{};
@@ -123,22 +123,22 @@ Received read_reply(int connection) {
     if (head.size == 0) return {nullptr, head.failure};
     if (fd < 0) return {nullptr, EMFILE};  // the kernel drops a descriptor if this process has no free one
     auto segment = Segment::adopt(fd, head.size, head.pages);
-    return segment ? Received{std::move(segment), 0} : Received{nullptr, ENOMEM};
+    return segment ? RegionReply{std::move(segment), 0} : RegionReply{nullptr, ENOMEM};
 }
 
 // Waits for data for at most kPollInterval; returns true if there is data to read.
-bool has_come(int connection) {
+bool has_arrived(int connection) {
     pollfd watched{connection, POLLIN, 0};
     return poll(&watched, 1, static_cast<int>(kPollInterval.count())) > 0;
 }
 
 // Handles a request on a connection; returns true if the connection can be closed.
-bool handle(int connection, const HostDirectory::Key& key, const RegionExchange::Answer& answer) {
-    Request request{};
+bool handle(int connection, const HostDirectory::Key& key, const RegionExchange::RequestHandler& handler) {
+    RegionRequest request{};
     const ssize_t got = recv(connection, &request, sizeof request, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
     if (got != static_cast<ssize_t>(sizeof request) || !equal(request.key, key)) return true;
-    answer(request, connection);
+    handler(request, connection);
     return true;
 }
 
@@ -148,9 +148,9 @@ RegionExchange::RegionExchange() : listener_name_(random_name()), doorbell_name_
     try {
         listener_ = bound_socket(SOCK_STREAM, listener_name_);
         doorbell_ = bound_socket(SOCK_DGRAM, doorbell_name_);
-        ringer_ = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        ring_socket_ = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
         stop_ = eventfd(0, EFD_CLOEXEC);
-        if (ringer_ < 0 || stop_ < 0 || listen(listener_, kQueued) != 0)
+        if (ring_socket_ < 0 || stop_ < 0 || listen(listener_, kQueued) != 0)
             throw std::system_error(errno, std::generic_category(), "the sockets of a rank");
     } catch (...) {
         close();
@@ -169,14 +169,14 @@ void RegionExchange::close_listener() {
 
 void RegionExchange::close() {
     close_listener();
-    for (const int fd : {doorbell_, ringer_, stop_})
+    for (const int fd : {doorbell_, ring_socket_, stop_})
         if (fd >= 0) ::close(fd);
 }
 
 void RegionExchange::ring(const SocketName& name) const {
     const Address address(name);
     const char nothing = 0;
-    static_cast<void>(sendto(ringer_, &nothing, 1, MSG_DONTWAIT | MSG_NOSIGNAL, address.get(), address.nbytes));
+    static_cast<void>(sendto(ring_socket_, &nothing, 1, MSG_DONTWAIT | MSG_NOSIGNAL, address.get(), address.nbytes));
 }
 
 void RegionExchange::stop() const {
@@ -185,29 +185,29 @@ void RegionExchange::stop() const {
     }
 }
 
-void RegionExchange::serve(const HostDirectory::Key& key, const Answer& answer) const {
-    std::vector<Stranger> asking;
+void RegionExchange::serve(const HostDirectory::Key& key, const RequestHandler& handler) const {
+    std::vector<PendingConnection> pending;
     for (;;) {
         std::vector<pollfd> watched{{stop_, POLLIN, 0}, {listener_, POLLIN, 0}};
-        for (const Stranger& each : asking) watched.push_back({each.connection.get(), POLLIN, 0});
-        if (poll(watched.data(), watched.size(), asking.empty() ? -1 : kLook) < 0) continue;
+        for (const PendingConnection& each : pending) watched.push_back({each.connection.get(), POLLIN, 0});
+        if (poll(watched.data(), watched.size(), pending.empty() ? -1 : kPollMs) < 0) continue;
         if (watched[0].revents != 0) return;
-        std::vector<Stranger> still;
-        for (std::size_t i = 0; i < asking.size(); ++i) {
-            const bool is_done = watched[i + 2].revents != 0 ? handle(asking[i].connection.get(), key, answer)
-                                                             : Clock::now() - asking[i].since > kSilence;
-            if (!is_done) still.push_back(std::move(asking[i]));
+        std::vector<PendingConnection> remaining;
+        for (std::size_t i = 0; i < pending.size(); ++i) {
+            const bool is_done = watched[i + 2].revents != 0 ? handle(pending[i].connection.get(), key, handler)
+                                                             : Clock::now() - pending[i].since > kSilence;
+            if (!is_done) remaining.push_back(std::move(pending[i]));
         }
-        asking = std::move(still);
+        pending = std::move(remaining);
         if (watched[1].revents == 0) continue;
         Descriptor connection(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
         if (connection.get() < 0) {
             std::this_thread::sleep_for(kPause);  // out of descriptors; the other end waits or tries again
             continue;
         }
-        if (!is_same_user(connection.get()) || handle(connection.get(), key, answer)) continue;
-        if (asking.size() >= kMaxStrangers) asking.erase(asking.begin());
-        asking.push_back({std::move(connection), Clock::now()});
+        if (!is_same_user(connection.get()) || handle(connection.get(), key, handler)) continue;
+        if (pending.size() >= kMaxPendingConnections) pending.erase(pending.begin());
+        pending.push_back({std::move(connection), Clock::now()});
     }
 }
 
@@ -234,9 +234,9 @@ void RegionExchange::reply(int connection, const Segment* segment, int failure) 
     static_cast<void>(sendmsg(connection, &header, MSG_NOSIGNAL | MSG_DONTWAIT));
 }
 
-Received RegionExchange::ask(const SocketName& listener, const Request& request, Clock::time_point deadline,
-                             const std::function<bool()>& given_up) {
-    const auto is_over = [&] { return Clock::now() >= deadline || given_up(); };
+RegionReply RegionExchange::request_region(const SocketName& listener, const RegionRequest& request,
+                                           Clock::time_point deadline, const std::function<bool()>& is_canceled) {
+    const auto is_over = [&] { return Clock::now() >= deadline || is_canceled(); };
     const Address address(listener);
     do {
         const Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -249,9 +249,9 @@ Received RegionExchange::ask(const SocketName& listener, const Request& request,
         if (!is_same_user(connection.get())) return {nullptr, ETIMEDOUT};
         if (send(connection.get(), &request, sizeof request, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof request))
             continue;
-        while (!has_come(connection.get()))
+        while (!has_arrived(connection.get()))
             if (is_over()) return {nullptr, ETIMEDOUT};
-        if (Received received = read_reply(connection.get()); received.failure != ECONNRESET) return received;
+        if (RegionReply received = read_reply(connection.get()); received.failure != ECONNRESET) return received;
         std::this_thread::sleep_for(kPause);
     } while (!is_over());
     return {nullptr, ETIMEDOUT};
@@ -263,7 +263,7 @@ bool RegionExchange::is_open(const SocketName& listener) {
     return connect(connection.get(), address.get(), address.nbytes) == 0 || errno != ECONNREFUSED;
 }
 
-void RegionExchange::notify(const SocketName& listener, const Request& request) {
+void RegionExchange::notify(const SocketName& listener, const RegionRequest& request) {
     const Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     const Address address(listener);
     if (connection.get() < 0 || connect(connection.get(), address.get(), address.nbytes) != 0) return;

@@ -16,23 +16,23 @@ namespace paceline::shm {
 using RegionId = std::uint64_t;
 using SocketName = std::array<char, kNameBytes>;
 
-// A request from one rank to another: to send a region, either for one use (`fetch`) or to be cached (`keep`), or to
-// drop a cached region that belongs to the sender (`forget`).
-struct Request {
-    enum class Kind : std::uint32_t { fetch = 1, keep = 2, forget = 3 };
+// A request from one rank to another: to send a region, either for one use (`fetch`) or to be cached (`cache`), or to
+// drop a cached region that belongs to the sender (`evict`).
+struct RegionRequest {
+    enum class Kind : std::uint32_t { fetch = 1, cache = 2, evict = 3 };
 
     HostDirectory::Key key;
     Kind kind;
     std::int32_t from;  // the requesting rank
     RegionId id;
 };
-static_assert(sizeof(Request) == 48);
+static_assert(sizeof(RegionRequest) == 48);
 
-constexpr int kGivenUp = ECANCELED;  // a value of `failure`: the region will never exist
+constexpr int kCanceled = ECANCELED;  // a value of `failure`: the region will never exist
 
 // The result of a request for a region. `segment` is nullptr if there is no such region; `failure` is then an errno, or
 // 0 if the same request may succeed later.
-struct Received {
+struct RegionReply {
     std::shared_ptr<Segment> segment;
     int failure = 0;
 };
@@ -40,7 +40,7 @@ struct Received {
 class RegionExchange {
   public:
     // Handles a request; calls `reply` if it is a request for a region.
-    using Answer = std::function<void(const Request& request, int connection)>;
+    using RequestHandler = std::function<void(const RegionRequest& request, int connection)>;
 
     // Opens the sockets; throws std::system_error if the system has no descriptors left.
     RegionExchange();
@@ -55,7 +55,7 @@ class RegionExchange {
     void ring(const SocketName& name) const;
 
     // Answers requests that contain this key, until `stop` is called.
-    void serve(const HostDirectory::Key& key, const Answer& answer) const;
+    void serve(const HostDirectory::Key& key, const RequestHandler& handler) const;
     void stop() const;
     // Stops accepting connections. Safe in a forked child, because it only closes a descriptor.
     void close_listener();
@@ -64,20 +64,21 @@ class RegionExchange {
     // because of the error `failure` or, if `failure` is 0, does not exist yet.
     static void reply(int connection, const Segment* segment, int failure = 0);
     // Sends a request to the rank with this listener and waits for the reply. Fails with ETIMEDOUT at `deadline`, or as
-    // soon as `given_up` returns true.
-    static Received ask(const SocketName& listener, const Request& request,
-                        std::chrono::steady_clock::time_point deadline, const std::function<bool()>& given_up);
+    // soon as `is_canceled` returns true.
+    static RegionReply request_region(const SocketName& listener, const RegionRequest& request,
+                                      std::chrono::steady_clock::time_point deadline,
+                                      const std::function<bool()>& is_canceled);
     // Returns true if a process is listening on this socket.
     static bool is_open(const SocketName& listener);
     // Sends a request without waiting for a reply.
-    static void notify(const SocketName& listener, const Request& request);
+    static void notify(const SocketName& listener, const RegionRequest& request);
 
   private:
     void close();
 
     int listener_ = -1;
     int doorbell_ = -1;
-    int ringer_ = -1;  // sends rings; sending them from the doorbell would wake this rank's own waiters
+    int ring_socket_ = -1;  // sends rings; sending them from the doorbell would wake this rank's own waiters
     int stop_ = -1;
     SocketName listener_name_;
     SocketName doorbell_name_;

@@ -15,14 +15,14 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
 }  // namespace
 
-std::shared_ptr<Segment> Segment::map(int fd, std::size_t size, Pages pages) {
+std::shared_ptr<Segment> Segment::map(int fd, std::size_t size, PagePolicy pages) {
     void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (address == MAP_FAILED) return nullptr;
-    if (size >= kHugePage && pages == Pages::huge_if_large) madvise(address, size, MADV_HUGEPAGE);
+    if (size >= kHugePage && pages == PagePolicy::huge_if_large) madvise(address, size, MADV_HUGEPAGE);
     return std::shared_ptr<Segment>(new Segment(fd, static_cast<std::uint8_t*>(address), size, pages));
 }
 
-std::shared_ptr<Segment> Segment::create(std::size_t size, Pages pages) {
+std::shared_ptr<Segment> Segment::create(std::size_t size, PagePolicy pages) {
     const int fd = memfd_create("paceline", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return nullptr;
     if (ftruncate(fd, static_cast<off_t>(size)) == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0) {
@@ -34,7 +34,7 @@ std::shared_ptr<Segment> Segment::create(std::size_t size, Pages pages) {
     return nullptr;
 }
 
-std::shared_ptr<Segment> Segment::adopt(int fd, std::size_t size, Pages pages) {
+std::shared_ptr<Segment> Segment::adopt(int fd, std::size_t size, PagePolicy pages) {
     struct stat status{};
     const int seals = fcntl(fd, F_GET_SEALS);
     const bool sound = fstat(fd, &status) == 0 && status.st_size >= 0 &&

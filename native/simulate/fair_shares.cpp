@@ -8,7 +8,7 @@ namespace paceline::simulate {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kAlmost = 1 + 1e-12;  // the ratio below which two shares differ only by rounding
+constexpr double kRounding = 1 + 1e-12;  // the ratio below which two shares differ only by rounding
 
 }  // namespace
 
@@ -16,15 +16,15 @@ FairShares::FairShares(std::vector<double> capacities) : links_(capacities.size(
     for (std::size_t i = 0; i < capacities.size(); ++i) links_[i].capacity = capacities[i];
 }
 
-void FairShares::add_route(std::vector<Use> uses, double most) {
-    routes_.push_back({std::move(uses), most, 0, false, false});
+void FairShares::add_route(std::vector<LinkUse> uses, double max_rate) {
+    routes_.push_back({std::move(uses), max_rate, 0, false, false});
 }
 
 void FairShares::open(std::uint32_t number) {
     Route& route = routes_[number];
     if (route.is_open) return;
     route.is_open = true;
-    for (const Use& use : route.uses) {
+    for (const LinkUse& use : route.uses) {
         links_[use.link].open.push_back(number);
         touched_.push_back(use.link);
     }
@@ -34,7 +34,7 @@ void FairShares::close(std::uint32_t number) {
     Route& route = routes_[number];
     if (!route.is_open) return;
     route.is_open = false;
-    for (const Use& use : route.uses) {
+    for (const LinkUse& use : route.uses) {
         std::vector<std::uint32_t>& open = links_[use.link].open;
         *std::find(open.begin(), open.end(), number) = open.back();
         open.pop_back();
@@ -42,7 +42,7 @@ void FairShares::close(std::uint32_t number) {
     }
 }
 
-const std::vector<std::uint32_t>& FairShares::divide() {
+const std::vector<std::uint32_t>& FairShares::allocate() {
     find_affected();
     fill();
     for (const std::uint32_t number : found_routes_) routes_[number].is_found = false;
@@ -61,7 +61,7 @@ void FairShares::find_affected() {
             Route& route = routes_[number];
             if (std::exchange(route.is_found, true)) continue;
             found_routes_.push_back(number);
-            for (const Use& use : route.uses) find(use.link);
+            for (const LinkUse& use : route.uses) find(use.link);
         }
     }
 }
@@ -79,30 +79,30 @@ void FairShares::fill() {
         links_[number].load = 0;
     }
     for (const std::uint32_t number : found_routes_)
-        for (const Use& use : routes_[number].uses) links_[use.link].load += use.weight;
+        for (const LinkUse& use : routes_[number].uses) links_[use.link].load += use.weight;
     unfixed_ = found_routes_;
     while (!unfixed_.empty()) {
         double least = kInfinity;
         for (const std::uint32_t number : unfixed_) {
-            least = std::min(least, routes_[number].most);
-            for (const Use& use : routes_[number].uses)
+            least = std::min(least, routes_[number].max_rate);
+            for (const LinkUse& use : routes_[number].uses)
                 least = std::min(least, links_[use.link].left / links_[use.link].load);
         }
         for (const std::uint32_t number : found_links_) {
             Link& link = links_[number];
-            link.is_full = link.load > 0 && link.left <= least * kAlmost * link.load;
+            link.is_full = link.load > 0 && link.left <= least * kRounding * link.load;
         }
         const auto is_fixed = [&](std::uint32_t number) {
             const Route& route = routes_[number];
-            return route.most <= least * kAlmost ||
+            return route.max_rate <= least * kRounding ||
                    std::any_of(route.uses.begin(), route.uses.end(),
-                               [&](const Use& use) { return links_[use.link].is_full; });
+                               [&](const LinkUse& use) { return links_[use.link].is_full; });
         };
         const auto fixed = std::stable_partition(unfixed_.begin(), unfixed_.end(),
                                                  [&](std::uint32_t number) { return !is_fixed(number); });
         for (auto each = fixed; each != unfixed_.end(); ++each) {
             routes_[*each].rate = least;
-            for (const Use& use : routes_[*each].uses) {
+            for (const LinkUse& use : routes_[*each].uses) {
                 Link& link = links_[use.link];
                 link.left = std::max(0.0, link.left - least * use.weight);
                 link.load -= use.weight;

@@ -9,7 +9,7 @@ namespace paceline::simulate {
 
 // A link that a route crosses. `weight` is the number of bytes on the link per byte of the route; it may exceed 1
 // because a route can represent several equivalent routes.
-struct Use {
+struct LinkUse {
     std::uint32_t link = 0;
     double weight = 1;
 };
@@ -19,7 +19,7 @@ class FairShares {
     // `capacities` are the rates of the links in bytes per second. Routes are added once, in order; each crosses at
     // least one link.
     explicit FairShares(std::vector<double> capacities);
-    void add_route(std::vector<Use> uses, double most);
+    void add_route(std::vector<LinkUse> uses, double max_rate);
 
     // These functions mark the beginning and the end of a transfer on a route.
     void open(std::uint32_t route);
@@ -27,14 +27,14 @@ class FairShares {
 
     // Recomputes the rates on all links that are affected, directly or indirectly, by routes opened or closed since the
     // last call. Returns the open routes whose rates were set; the reference is valid until the next call.
-    const std::vector<std::uint32_t>& divide();
+    const std::vector<std::uint32_t>& allocate();
 
     double rate(std::uint32_t route) const { return routes_[route].rate; }
 
   private:
     struct Route {
-        std::vector<Use> uses;
-        double most = 0;
+        std::vector<LinkUse> uses;
+        double max_rate = 0;
         double rate = 0;
         bool is_open = false;
         bool is_found = false;

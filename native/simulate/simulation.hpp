@@ -6,7 +6,7 @@
 // received piece at a time while other pieces are moving. Consecutive messages to the same peer form one stream.
 //
 // A program represents one rank or a set of equivalent ranks. In the latter case each of its routes represents one
-// route per rank, and `Use::weight` is the number of these routes that cross the link.
+// route per rank, and `LinkUse::weight` is the number of these routes that cross the link.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +32,8 @@ struct Route {
     int target_peer = 0;
     double latency_s = 0;
     double overhead_s = 0;
-    double most = 0;  // the maximum rate in bytes per second
-    std::vector<Use> uses;
+    double max_rate = 0;  // the maximum rate in bytes per second
+    std::vector<LinkUse> uses;
 };
 
 struct Scenario {
@@ -55,13 +55,13 @@ struct Transfer {
     double end_s;
 };
 
-struct Timing {
+struct SimulationResult {
     std::vector<double> ends_s;          // end times, by program
     std::vector<double> carried_nbytes;  // bytes carried, by link
     std::vector<Transfer> transfers;     // empty unless the scenario records them
 };
 
 // Throws std::invalid_argument if a schedule sends to a peer without a route, or never completes.
-Timing simulate(const Scenario& scenario);
+SimulationResult simulate(const Scenario& scenario);
 
 }  // namespace paceline::simulate

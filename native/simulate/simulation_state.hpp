@@ -11,14 +11,14 @@
 
 namespace paceline::simulate {
 
-enum class What : std::uint8_t { arrival, opened, moved, received, taken, worked };
+enum class EventKind : std::uint8_t { arrival, opened, moved, received, consumed, reduced };
 
 struct Event {
     double at;
     std::uint32_t order;  // the stream's `order`: equivalent ranks process simultaneous events identically
     std::uint64_t number;
-    What what;
-    std::uint32_t subject;  // the number of a rank or a stream, or of a step (`worked`)
+    EventKind what;
+    std::uint32_t subject;  // the number of a rank or a stream, or of a step (`reduced`)
     std::uint32_t rank = 0;
     std::uint32_t version = 0;
     double nbytes = 0;
@@ -28,17 +28,17 @@ struct Event {
     }
 };
 
-struct Rank {
+struct SimulatedRank {
     RankProgress progress;
     double speed;
-    bool has_come = false;
+    bool has_arrived = false;
     double out_free_s = 0;  // earliest times at which the rank may start to send or receive a message
     double in_free_s = 0;
-    double works_until_s = 0;
+    double reduces_until_s = 0;
     double end_s = 0;
     std::map<int, std::uint32_t> streams_to{};
     std::map<int, std::uint32_t> streams_from{};
-    std::vector<bool> is_working{};  // by step
+    std::vector<bool> is_reducing{};  // by step
 };
 
 // The messages that use one route.
@@ -53,7 +53,7 @@ struct MessageStream {
     bool is_opening = false;
     bool is_moving = false;
     bool is_shared = false;  // whether the route is open in FairShares
-    bool is_taking = false;
+    bool is_consuming = false;
     bool is_pending = false;
     bool has_changed = false;
     double piece = 0;

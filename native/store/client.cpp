@@ -31,16 +31,16 @@ Client::~Client() {
 
 void Client::close() {
     {
-        const std::lock_guard lock(ending_);
+        const std::lock_guard lock(close_mutex_);
         closing_ = true;
         if (socket_.descriptor >= 0) shutdown(socket_.descriptor, SHUT_RDWR);
     }
-    const std::lock_guard lock(asking_);
+    const std::lock_guard lock(request_mutex_);
     release();
 }
 
 void Client::release() {
-    const std::lock_guard lock(ending_);
+    const std::lock_guard lock(close_mutex_);
     if (socket_.descriptor >= 0) ::close(socket_.descriptor);
     socket_.descriptor = -1;
 }
@@ -57,7 +57,7 @@ Client::Result Client::sleep_until(short events, Deadline deadline, const Interr
 }
 
 Client::Result Client::ask(const Message& request, Message& answer, Deadline deadline, const Interrupted& interrupted) {
-    const std::lock_guard lock(asking_);
+    const std::lock_guard lock(request_mutex_);
     if (socket_.descriptor < 0) return Result::closed;
     const Result result = exchange(request, answer, deadline, interrupted);
     if (result == Result::answered) return result;
@@ -102,7 +102,7 @@ bool Client::ends_at(std::size_t used) {
     if (used == in_.size()) return true;
     Message rest;
     std::size_t of_rest = 0;
-    goodbye_ = decode(std::span<const char>(in_).subspan(used), rest, of_rest) == Parse::complete &&
+    goodbye_ = decode(std::span<const char>(in_).subspan(used), rest, of_rest) == ParseResult::complete &&
                used + of_rest == in_.size() && static_cast<Status>(rest.code) == Status::closing;
     return goodbye_;
 }
@@ -117,9 +117,10 @@ Client::Result Client::receive(Message& answer, Deadline deadline, const Interru
         if (n > 0) {
             in_.append(buffer_.get(), static_cast<std::size_t>(n));
             std::size_t used = 0;
-            const Parse parsed = decode(in_, answer, used);
-            if (parsed == Parse::malformed || (parsed == Parse::complete && !ends_at(used))) return Result::lost;
-            if (parsed == Parse::complete) break;
+            const ParseResult parsed = decode(in_, answer, used);
+            if (parsed == ParseResult::malformed || (parsed == ParseResult::complete && !ends_at(used)))
+                return Result::lost;
+            if (parsed == ParseResult::complete) break;
         } else if (n == 0) {
             return Result::lost;
         } else if (errno == EAGAIN) {

@@ -41,8 +41,8 @@ class Client {
     bool ends_at(std::size_t used);
     void release();
 
-    std::mutex asking_;
-    std::mutex ending_;  // prevents the descriptor from being closed while `close` shuts it down
+    std::mutex request_mutex_;
+    std::mutex close_mutex_;  // prevents the descriptor from being closed while `close` shuts it down
     std::atomic<bool> closing_{false};
     tls::Socket socket_;  // the descriptor is -1 after closing
     int spins_;           // number of polls before sleeping; increases if polling succeeds

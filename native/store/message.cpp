@@ -34,27 +34,27 @@ void encode(const Message& message, std::string& out) {
     }
 }
 
-Parse decode(std::span<const char> bytes, Message& message, std::size_t& used) {
-    if (bytes.size() < kPrefix) return Parse::partial;
+ParseResult decode(std::span<const char> bytes, Message& message, std::size_t& used) {
+    if (bytes.size() < kPrefix) return ParseResult::partial;
     const char* at = bytes.data();
     const auto nbytes = take<std::uint32_t>(at);
-    if (nbytes < kMessageOverhead || nbytes > kMaxFrame) return Parse::malformed;
-    if (bytes.size() - kPrefix < nbytes) return Parse::partial;
+    if (nbytes < kMessageOverhead || nbytes > kMaxFrame) return ParseResult::malformed;
+    if (bytes.size() - kPrefix < nbytes) return ParseResult::partial;
     const char* const end = at + nbytes;
     message.code = take<std::uint8_t>(at);
     message.number = take<std::int64_t>(at);
     auto fields = take<std::uint32_t>(at);
     message.fields.clear();
     for (; fields != 0; --fields) {
-        if (static_cast<std::size_t>(end - at) < kPrefix) return Parse::malformed;
+        if (static_cast<std::size_t>(end - at) < kPrefix) return ParseResult::malformed;
         const auto length = take<std::uint32_t>(at);
-        if (static_cast<std::size_t>(end - at) < length) return Parse::malformed;
+        if (static_cast<std::size_t>(end - at) < length) return ParseResult::malformed;
         message.fields.emplace_back(at, length);
         at += length;
     }
-    if (at != end) return Parse::malformed;
+    if (at != end) return ParseResult::malformed;
     used = kPrefix + nbytes;
-    return Parse::complete;
+    return ParseResult::complete;
 }
 
 }  // namespace paceline::store

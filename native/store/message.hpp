@@ -57,9 +57,9 @@ struct Message {
 
 void encode(const Message& message, std::string& out);
 
-enum class Parse { complete, partial, malformed };
+enum class ParseResult { complete, partial, malformed };
 
 // Decodes one message from the front of `bytes`. Sets `used` to its length if it is complete.
-Parse decode(std::span<const char> bytes, Message& message, std::size_t& used);
+ParseResult decode(std::span<const char> bytes, Message& message, std::size_t& used);
 
 }  // namespace paceline::store

@@ -4,8 +4,8 @@
 
 namespace paceline::store {
 
-void Waiters::park(Id id, Message request, Time deadline, const Table& table, bool is_exclusive) {
-    Parked& parked = parked_[id];
+void ParkedRequests::park(Id id, Message request, Time deadline, const Table& table, bool is_exclusive) {
+    ParkedRequest& parked = requests_[id];
     parked = {std::move(request), deadline, is_exclusive, 0};
     by_deadline_.emplace(deadline, id);
     register_next(id, parked, 0, table);
@@ -13,7 +13,7 @@ void Waiters::park(Id id, Message request, Time deadline, const Table& table, bo
 
 // Registers the request under the first missing key at or after index `from`. The search wraps around once, because
 // earlier keys may have been deleted.
-void Waiters::register_next(Id id, Parked& parked, std::size_t from, const Table& table) {
+void ParkedRequests::register_next(Id id, ParkedRequest& parked, std::size_t from, const Table& table) {
     const std::vector<std::string>& keys = parked.request.fields;
     const auto op = static_cast<Op>(parked.request.code);
     std::size_t at = from;
@@ -22,26 +22,26 @@ void Waiters::register_next(Id id, Parked& parked, std::size_t from, const Table
         at = 0;
         while (at + 1 < keys.size() && table.holds(op, keys[at])) ++at;
     }
-    parked.misses = at;
+    parked.missing_index = at;
     by_key_[keys[at]].push_back(id);
 }
 
-void Waiters::unregister(Id id, const Parked& parked) {
-    const auto found = by_key_.find(parked.request.fields[parked.misses]);
+void ParkedRequests::unregister(Id id, const ParkedRequest& parked) {
+    const auto found = by_key_.find(parked.request.fields[parked.missing_index]);
     if (found == by_key_.end()) return;
     std::erase(found->second, id);
     if (found->second.empty()) by_key_.erase(found);
 }
 
-void Waiters::forget(Id id) {
-    const auto found = parked_.find(id);
-    if (found == parked_.end()) return;
+void ParkedRequests::forget(Id id) {
+    const auto found = requests_.find(id);
+    if (found == requests_.end()) return;
     unregister(id, found->second);
     by_deadline_.erase({found->second.deadline, id});
-    parked_.erase(found);
+    requests_.erase(found);
 }
 
-Waiters::Answers Waiters::wake(Table& table, std::vector<std::string>& changed) {
+ParkedRequests::Answers ParkedRequests::wake(Table& table, std::vector<std::string>& changed) {
     Answers answers;
     for (std::size_t next = 0; next < changed.size(); ++next) {  // answered requests may append further keys
         const auto found = by_key_.find(changed[next]);
@@ -51,14 +51,14 @@ Waiters::Answers Waiters::wake(Table& table, std::vector<std::string>& changed) 
         const bool has_turns = table.is_queue(changed[next]);
         bool is_taken = false;
         for (const Id id : ids) {
-            Parked& parked = parked_.at(id);
+            ParkedRequest& parked = requests_.at(id);
             if (has_turns && parked.is_exclusive && std::exchange(is_taken, true)) {
                 by_key_[changed[next]].push_back(id);
                 continue;
             }
             const std::vector<std::string>& keys = parked.request.fields;
             const auto op = static_cast<Op>(parked.request.code);
-            std::size_t at = parked.misses;
+            std::size_t at = parked.missing_index;
             while (at < keys.size() && table.holds(op, keys[at])) ++at;
             std::optional<Message> answer;
             if (at == keys.size()) answer = table.apply(parked.request, changed);
@@ -67,7 +67,7 @@ Waiters::Answers Waiters::wake(Table& table, std::vector<std::string>& changed) 
                 continue;
             }
             by_deadline_.erase({parked.deadline, id});
-            parked_.erase(id);
+            requests_.erase(id);
             answers.emplace_back(id, std::move(*answer));
         }
     }
@@ -75,18 +75,18 @@ Waiters::Answers Waiters::wake(Table& table, std::vector<std::string>& changed) 
     return answers;
 }
 
-Waiters::Answers Waiters::expire(Time now, const Table& table) {
+ParkedRequests::Answers ParkedRequests::expire(Time now, const Table& table) {
     Answers answers;
     while (!by_deadline_.empty() && by_deadline_.begin()->first <= now) {
         const Id id = by_deadline_.begin()->second;
         answers.emplace_back(
-            id, Message{static_cast<std::uint8_t>(Status::timed_out), 0, table.missing(parked_.at(id).request)});
+            id, Message{static_cast<std::uint8_t>(Status::timed_out), 0, table.missing(requests_.at(id).request)});
         forget(id);
     }
     return answers;
 }
 
-std::optional<Waiters::Time> Waiters::next_deadline() const {
+std::optional<ParkedRequests::Time> ParkedRequests::next_deadline() const {
     if (by_deadline_.empty()) return std::nullopt;
     return by_deadline_.begin()->first;
 }

@@ -17,7 +17,7 @@
 
 namespace paceline::store {
 
-class Waiters {
+class ParkedRequests {
   public:
     using Id = int;  // identifies the connection, which has at most one waiting request
     using Time = std::chrono::steady_clock::time_point;
@@ -26,7 +26,7 @@ class Waiters {
     // Adds a request that `table` could not answer. A value pushed to a queue wakes only the first request with
     // `is_exclusive`; its client then pops the value with another request.
     void park(Id id, Message request, Time deadline, const Table& table, bool is_exclusive = false);
-    bool holds(Id id) const { return parked_.contains(id); }
+    bool holds(Id id) const { return requests_.contains(id); }
     void forget(Id id);
 
     // Answers the requests whose keys now exist, in order of arrival, and clears `changed`.
@@ -36,17 +36,17 @@ class Waiters {
     std::optional<Time> next_deadline() const;
 
   private:
-    struct Parked {
+    struct ParkedRequest {
         Message request;
         Time deadline;
         bool is_exclusive;
-        std::size_t misses = 0;  // index of the key under which the request is registered
+        std::size_t missing_index = 0;  // index of the key under which the request is registered
     };
 
-    void register_next(Id id, Parked& parked, std::size_t from, const Table& table);
-    void unregister(Id id, const Parked& parked);
+    void register_next(Id id, ParkedRequest& parked, std::size_t from, const Table& table);
+    void unregister(Id id, const ParkedRequest& parked);
 
-    std::unordered_map<Id, Parked> parked_;
+    std::unordered_map<Id, ParkedRequest> requests_;
     std::unordered_map<std::string, std::vector<Id>> by_key_;
     std::set<std::pair<Time, Id>> by_deadline_;
 };

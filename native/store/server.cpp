@@ -68,7 +68,7 @@ Server::Server(int listener) : listener_(listener), buffer_(std::make_unique_for
     if (listener_ >= 0) {
         rlimit descriptors{};
         getrlimit(RLIMIT_NOFILE, &descriptors);
-        most_ = descriptors.rlim_cur / 2;  // the rest of the process needs the other half
+        max_connections_ = descriptors.rlim_cur / 2;  // the rest of the process needs the other half
         fcntl(listener_, F_SETFL, fcntl(listener_, F_GETFL) | O_NONBLOCK);
         watch(epoll_, EPOLL_CTL_ADD, listener_, EPOLLIN);
     }
@@ -95,7 +95,7 @@ void Server::adopt(tls::Socket socket) {
             say_goodbye(socket);
             return;
         }
-        fresh_.push_back(std::move(socket));
+        new_sockets_.push_back(std::move(socket));
     }
     eventfd_write(wake_, 1);
 }
@@ -106,7 +106,7 @@ void Server::close() {
         closing_ = true;
     }
     eventfd_write(wake_, 1);
-    const std::lock_guard lock(joining_);
+    const std::lock_guard lock(join_mutex_);
     if (thread_.joinable()) thread_.join();
 }
 
@@ -126,7 +126,7 @@ void Server::serve() {
         for (int i = 0; i < n; ++i) {
             const int fd = events[i].data.fd;
             if (fd == wake_) {
-                take_new();
+                adopt_new();
                 const std::lock_guard lock(mutex_);
                 open = !closing_;
                 continue;
@@ -141,10 +141,10 @@ void Server::serve() {
             if (events[i].events & EPOLLOUT) alive = handle_requests(found->second);
             if (alive && (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR))) alive = receive(found->second);
             if (!alive) drop(fd);
-            while (!changed_.empty()) send_answers(waiters_.wake(table_, changed_));
+            while (!changed_.empty()) send_answers(parked_requests_.wake(table_, changed_));
         }
-        send_answers(waiters_.expire(std::chrono::steady_clock::now(), table_));
-        while (!changed_.empty()) send_answers(waiters_.wake(table_, changed_));
+        send_answers(parked_requests_.expire(std::chrono::steady_clock::now(), table_));
+        while (!changed_.empty()) send_answers(parked_requests_.wake(table_, changed_));
     }
     if (listener_ >= 0) ::close(listener_);
     for (const auto& [fd, connection] : connections_) {
@@ -154,17 +154,17 @@ void Server::serve() {
             say_goodbye(connection.socket, connection.out.substr(connection.sent));
     }
     const std::lock_guard lock(mutex_);
-    for (const tls::Socket& socket : fresh_) say_goodbye(socket);
-    fresh_.clear();
+    for (const tls::Socket& socket : new_sockets_) say_goodbye(socket);
+    new_sockets_.clear();
 }
 
-void Server::take_new() {
+void Server::adopt_new() {
     eventfd_t count = 0;
     eventfd_read(wake_, &count);
     std::vector<tls::Socket> fresh;
     {
         const std::lock_guard lock(mutex_);
-        fresh.swap(fresh_);
+        fresh.swap(new_sockets_);
     }
     for (tls::Socket& socket : fresh) {
         const int fd = socket.descriptor;
@@ -174,7 +174,7 @@ void Server::take_new() {
 }
 
 void Server::accept_new() {
-    while (connections_.size() < most_) {
+    while (connections_.size() < max_connections_) {
         const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
         if (fd < 0 && errno == EAGAIN) return;
@@ -195,7 +195,7 @@ void Server::accept_new() {
 bool Server::receive(Connection& connection) {
     const ssize_t got = connection.socket.recv(buffer_.get(), kReadBytes);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
-    if (got <= 0 || (!connection.torch && waiters_.holds(connection.socket.descriptor))) return false;
+    if (got <= 0 || (!connection.torch && parked_requests_.holds(connection.socket.descriptor))) return false;
     connection.in.append(buffer_.get(), static_cast<std::size_t>(got));
     return handle_requests(connection);
 }
@@ -211,9 +211,9 @@ bool Server::handle_requests(Connection& connection) {
             return true;
         }
         std::size_t used = 0;
-        const Parse parsed = decode(std::span(connection.in).subspan(done), request, used);
-        if (parsed == Parse::malformed) return false;
-        if (parsed == Parse::partial) {
+        const ParseResult parsed = decode(std::span(connection.in).subspan(done), request, used);
+        if (parsed == ParseResult::malformed) return false;
+        if (parsed == ParseResult::partial) {
             connection.in.erase(0, done);
             if (connection.in.empty()) empty(connection.in);
             return true;
@@ -232,8 +232,8 @@ bool Server::handle_requests(Connection& connection) {
             encode({static_cast<std::uint8_t>(Status::timed_out), 0, table_.missing(request)}, connection.out);
         } else {
             const auto wait = std::chrono::milliseconds(std::min(request.number, kMaxWaitMs));
-            waiters_.park(connection.socket.descriptor, std::move(request), std::chrono::steady_clock::now() + wait,
-                          table_);
+            parked_requests_.park(connection.socket.descriptor, std::move(request),
+                                  std::chrono::steady_clock::now() + wait, table_);
             const bool alone = done == connection.in.size();
             empty(connection.in);
             return alone;
@@ -249,10 +249,10 @@ bool Server::handle_torch(Connection& connection) {
     for (;;) {
         if (!flush(connection) || !has_room(connection)) return false;
         std::size_t used = 0;
-        const Parse parsed =
-            connection.blocked ? Parse::partial : reader.read(std::span(connection.in).subspan(done), used);
-        if (parsed == Parse::malformed) return false;
-        if (parsed == Parse::partial) {
+        const ParseResult parsed =
+            connection.blocked ? ParseResult::partial : reader.read(std::span(connection.in).subspan(done), used);
+        if (parsed == ParseResult::malformed) return false;
+        if (parsed == ParseResult::partial) {
             connection.in.erase(0, done);
             if (connection.in.empty()) empty(connection.in);
             return true;
@@ -262,19 +262,19 @@ bool Server::handle_torch(Connection& connection) {
             connection.is_valid = reader.query() == TorchQuery::validate && reader.request().number == kTorchMagic;
             if (!connection.is_valid) return false;
         } else if (reader.query() == TorchQuery::cancel_wait) {
-            waiters_.forget(fd);
-            encode(TorchWait::canceled, connection.out);
-        } else if (waiters_.holds(fd) || reader.query() == TorchQuery::validate) {
+            parked_requests_.forget(fd);
+            encode(TorchWaitReply::canceled, connection.out);
+        } else if (parked_requests_.holds(fd) || reader.query() == TorchQuery::validate) {
             return false;
         } else if (reader.query() == TorchQuery::barrier) {
-            if (!meet(connection)) return false;
+            if (!handle_barrier(connection)) return false;
         } else {
             switch (apply(reader.query(), reader.request(), table_, changed_, connection.out)) {
                 case TorchOutcome::answered:
                     break;
                 case TorchOutcome::waits:
                     connection.parked = used;
-                    waiters_.park(fd, std::move(reader.request()), kNoDeadline, table_, true);
+                    parked_requests_.park(fd, std::move(reader.request()), kNoDeadline, table_, true);
                     break;
                 case TorchOutcome::refused:
                     return false;
@@ -285,16 +285,16 @@ bool Server::handle_torch(Connection& connection) {
 
 // Returns true if the memory used for PyTorch's clients, which are not authenticated, is within the limit.
 bool Server::has_room(Connection& connection) {
-    if (!waiters_.holds(connection.socket.descriptor)) connection.parked = 0;
+    if (!parked_requests_.holds(connection.socket.descriptor)) connection.parked = 0;
     const std::size_t held =
         connection.in.capacity() + connection.torch->nbytes() + connection.parked + connection.out.capacity();
-    held_ += held - std::exchange(connection.held, held);
-    return held_ + table_.nbytes() <= kMaxTorchBytes;
+    buffered_bytes_ += held - std::exchange(connection.held, held);
+    return buffered_bytes_ + table_.nbytes() <= kMaxTorchBytes;
 }
 
 // Counts a client that has reached a barrier. The other clients wait for a key, which the last client creates and
 // immediately deletes to wake them; later clients do not wait.
-bool Server::meet(Connection& connection) {
+bool Server::handle_barrier(Connection& connection) {
     Message& request = connection.torch->request();
     const std::int64_t wanted = std::exchange(request.number, 1);
     const auto come = table_.apply(request, changed_);
@@ -302,13 +302,13 @@ bool Server::meet(Connection& connection) {
     const std::string met = std::string("\0barrier/", 9) + request.fields[0];
     if (come->number < wanted) {
         const Message wait{static_cast<std::uint8_t>(Op::wait), 0, {met}};
-        waiters_.park(connection.socket.descriptor, wait, kNoDeadline, table_);
+        parked_requests_.park(connection.socket.descriptor, wait, kNoDeadline, table_);
         return true;
     }
-    encode(TorchWait::over, connection.out);
+    encode(TorchWaitReply::over, connection.out);
     std::vector<std::string> changed;
     table_.apply({static_cast<std::uint8_t>(Op::set), 0, {met, ""}}, changed);
-    send_answers(waiters_.wake(table_, changed));
+    send_answers(parked_requests_.wake(table_, changed));
     table_.apply({static_cast<std::uint8_t>(Op::remove), 0, {met}}, changed_);
     return true;
 }
@@ -334,11 +334,11 @@ bool Server::flush(Connection& connection) {
     return true;
 }
 
-void Server::send_answers(const Waiters::Answers& answers) {
+void Server::send_answers(const ParkedRequests::Answers& answers) {
     for (const auto& [fd, answer] : answers) {
         Connection& connection = connections_.at(fd);
         if (connection.torch)
-            encode(TorchWait::over, connection.out);
+            encode(TorchWaitReply::over, connection.out);
         else
             encode(answer, connection.out);
         if (!flush(connection)) drop(fd);
@@ -346,9 +346,9 @@ void Server::send_answers(const Waiters::Answers& answers) {
 }
 
 void Server::drop(int fd) {
-    waiters_.forget(fd);
+    parked_requests_.forget(fd);
     const std::map<std::string, std::string> wills = std::move(connections_.at(fd).wills);
-    held_ -= connections_.at(fd).held;
+    buffered_bytes_ -= connections_.at(fd).held;
     connections_.erase(fd);
     ::close(fd);
     for (const auto& [key, value] : wills)
@@ -357,7 +357,7 @@ void Server::drop(int fd) {
 
 int Server::next_timeout_ms() const {
     if (is_paused_) return kPauseMs;
-    const auto first = waiters_.next_deadline();
+    const auto first = parked_requests_.next_deadline();
     if (!first || *first == kNoDeadline) return -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(*first - std::chrono::steady_clock::now()).count();
     return static_cast<int>(std::clamp<std::int64_t>(left, 0, 60'000));

@@ -50,35 +50,35 @@ class Server {
     using Connections = std::unordered_map<int, Connection>;
 
     void serve();
-    void take_new();
+    void adopt_new();
     void accept_new();
     bool receive(Connection& connection);
     bool handle_requests(Connection& connection);
     bool handle_torch(Connection& connection);
-    bool meet(Connection& connection);
+    bool handle_barrier(Connection& connection);
     bool has_room(Connection& connection);
     bool flush(Connection& connection);
-    void send_answers(const Waiters::Answers& answers);
+    void send_answers(const ParkedRequests::Answers& answers);
     void drop(int fd);
     int next_timeout_ms() const;
 
     int epoll_ = -1;
     int wake_ = -1;
     int listener_ = -1;
-    std::size_t most_ = 0;    // maximum number of connections
-    std::size_t held_ = 0;    // size in bytes of buffered messages from and to PyTorch's clients
-    bool is_paused_ = false;  // accepting is paused because there are too many connections
+    std::size_t max_connections_ = 0;  // maximum number of connections
+    std::size_t buffered_bytes_ = 0;   // size in bytes of buffered messages from and to PyTorch's clients
+    bool is_paused_ = false;           // accepting is paused because there are too many connections
     std::mutex mutex_;
-    std::vector<tls::Socket> fresh_;  // guarded by mutex_
-    bool closing_ = false;            // guarded by mutex_
+    std::vector<tls::Socket> new_sockets_;  // guarded by mutex_
+    bool closing_ = false;                  // guarded by mutex_
     // Only the server's thread uses the members below.
     Table table_;
-    Waiters waiters_;
+    ParkedRequests parked_requests_;
     Connections connections_;
     std::vector<std::string> changed_;
     std::unique_ptr<char[]> buffer_;
-    std::mutex joining_;
-    std::thread thread_;  // guarded by joining_ once it runs
+    std::mutex join_mutex_;
+    std::thread thread_;  // guarded by join_mutex_ once it runs
 };
 
 }  // namespace paceline::store

@@ -79,11 +79,11 @@ void put_value(std::string& out, const std::string& key, Table& table, std::vect
 
 }  // namespace
 
-Parse TorchReader::read(std::span<const char> bytes, std::size_t& used) {
-    if (bytes.empty()) return Parse::partial;
+ParseResult TorchReader::read(std::span<const char> bytes, std::size_t& used) {
+    if (bytes.empty()) return ParseResult::partial;
     query_ = static_cast<TorchQuery>(bytes[0]);
     const auto shape = shape_of(query_);
-    if (!shape) return Parse::malformed;
+    if (!shape) return ParseResult::malformed;
     if (at_ == 0) {
         at_ = 1;
         request_ = {static_cast<std::uint8_t>(shape->op.value_or(Op::count)), 0, {}};
@@ -91,33 +91,33 @@ Parse TorchReader::read(std::span<const char> bytes, std::size_t& used) {
         left_ = shape->strings;
     }
     if (!counted_) {
-        if (bytes.size() - at_ < sizeof(std::uint64_t)) return Parse::partial;
+        if (bytes.size() - at_ < sizeof(std::uint64_t)) return ParseResult::partial;
         const auto items = number_at<std::uint64_t>(bytes, at_);
-        if (items > kMaxTorchKeys) return Parse::malformed;
+        if (items > kMaxTorchKeys) return ParseResult::malformed;
         at_ += sizeof(std::uint64_t);
         counted_ = true;
         left_ = items * shape->strings;
     }
     for (; left_ != 0; --left_) {
-        if (bytes.size() - at_ < sizeof(std::uint64_t)) return Parse::partial;
+        if (bytes.size() - at_ < sizeof(std::uint64_t)) return ParseResult::partial;
         const auto length = number_at<std::uint64_t>(bytes, at_);
         const bool is_key = request_.fields.size() % shape->strings == 0;
         if (length > (is_key ? kMaxTorchKeyBytes : kMaxTorchValueBytes) || at_ + length > kMaxFrame)
-            return Parse::malformed;
-        if (bytes.size() - at_ - sizeof(std::uint64_t) < length) return Parse::partial;
+            return ParseResult::malformed;
+        if (bytes.size() - at_ - sizeof(std::uint64_t) < length) return ParseResult::partial;
         at_ += sizeof(std::uint64_t);
         request_.fields.emplace_back(bytes.data() + at_, length);
         at_ += length;
     }
-    if (bytes.size() - at_ < shape->number) return Parse::partial;
+    if (bytes.size() - at_ < shape->number) return ParseResult::partial;
     if (shape->number == sizeof(std::uint32_t)) request_.number = number_at<std::uint32_t>(bytes, at_);
     if (shape->number == sizeof(std::int64_t)) request_.number = number_at<std::int64_t>(bytes, at_);
     used = at_ + shape->number;
     at_ = 0;
-    return Parse::complete;
+    return ParseResult::complete;
 }
 
-void encode(TorchWait answer, std::string& out) {
+void encode(TorchWaitReply answer, std::string& out) {
     append_number(out, static_cast<std::uint8_t>(answer));
 }
 
@@ -161,7 +161,7 @@ TorchOutcome apply(TorchQuery query, const Message& request, Table& table, std::
             append_number(out, static_cast<std::uint8_t>(answer->number == 0));  // 0 means ready
             break;
         case TorchQuery::wait:
-            encode(TorchWait::over, out);
+            encode(TorchWaitReply::over, out);
             break;
         case TorchQuery::add:
         case TorchQuery::count:

@@ -40,13 +40,13 @@ constexpr std::uint64_t kMaxTorchValueBytes = 8 << 20;
 constexpr std::size_t kMaxTorchBytes = std::size_t{1}
                                        << 30;  // total for keys, values and messages; PyTorch's server has no limit
 
-enum class TorchWait : std::uint8_t { over = 0, canceled = 1 };
+enum class TorchWaitReply : std::uint8_t { over = 0, canceled = 1 };
 
 // Reads the queries of one connection. A query may arrive in many parts, each of which is parsed once.
 class TorchReader {
   public:
     // Parses the query at the front of `bytes`. Sets `used` to its length once it is complete.
-    Parse read(std::span<const char> bytes, std::size_t& used);
+    ParseResult read(std::span<const char> bytes, std::size_t& used);
 
     // These functions return the type of the complete query and, if there is one, the equivalent request to the table.
     TorchQuery query() const { return query_; }
@@ -63,7 +63,7 @@ class TorchReader {
     std::uint64_t left_ = 0;  // number of keys and values still to be parsed
 };
 
-void encode(TorchWait answer, std::string& out);
+void encode(TorchWaitReply answer, std::string& out);
 
 enum class TorchOutcome { answered, waits, refused };
 

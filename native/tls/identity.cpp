@@ -43,7 +43,7 @@ const Library& required_library() {
 
 void require(bool went, const Library& library, const char* what) {
     if (!went)
-        throw std::runtime_error(std::string("OpenSSL refuses ") + what + " (" + library.complaint() +
+        throw std::runtime_error(std::string("OpenSSL refuses ") + what + " (" + library.take_error_message() +
                                  "), which encrypted connections need");
 }
 
@@ -100,8 +100,8 @@ Certificate certificate_of(const Key& key) {
 
 }  // namespace
 
-Identity::Identity(Seed seed, std::uint64_t records_of_a_key)
-    : library_(required_library()), records_of_a_key_(records_of_a_key) {
+Identity::Identity(Seed seed, std::uint64_t records_per_key)
+    : library_(required_library()), records_per_key_(records_per_key) {
     library_.ERR_clear_error();
     const Key key(library_, seed);
     certificate_ = certificate_of(key);

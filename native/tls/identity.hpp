@@ -19,7 +19,7 @@ namespace paceline::tls {
 constexpr std::size_t kSeedBytes = 32;
 constexpr std::size_t kCertificateBytes = 215;
 // RFC 8446 allows 2^24.5 full records per AES-GCM key. The writer updates its key earlier, after 128 GiB.
-constexpr std::uint64_t kRecordsOfAKey = std::uint64_t{1} << 23;
+constexpr std::uint64_t kRecordsPerKey = std::uint64_t{1} << 23;
 
 using Certificate = std::array<std::uint8_t, kCertificateBytes>;  // DER
 using Seed = std::span<const std::uint8_t, kSeedBytes>;
@@ -28,21 +28,21 @@ using Seed = std::span<const std::uint8_t, kSeedBytes>;
 class Identity {
   public:
     // Throws std::runtime_error with a user-readable message if OpenSSL is missing or reports an error.
-    explicit Identity(Seed seed, std::uint64_t records_of_a_key = kRecordsOfAKey);
+    explicit Identity(Seed seed, std::uint64_t records_per_key = kRecordsPerKey);
     Identity(const Identity&) = delete;
     Identity& operator=(const Identity&) = delete;
     ~Identity();
 
     const Library& library() const { return library_; }
     ssl_ctx_st* context() const { return context_; }
-    std::uint64_t records_of_a_key() const { return records_of_a_key_; }
+    std::uint64_t records_per_key() const { return records_per_key_; }
     const Certificate& certificate() const { return certificate_; }
 
   private:
     static int verify(x509_store_ctx_st* presented, void* self);
 
     const Library& library_;
-    const std::uint64_t records_of_a_key_;
+    const std::uint64_t records_per_key_;
     ssl_ctx_st* context_ = nullptr;
     Certificate certificate_{};
 };

@@ -55,7 +55,7 @@ int flags_for(const std::string& place) {
 
 }  // namespace
 
-std::string Library::complaint() const {
+std::string Library::take_error_message() const {
     std::array<char, 256> text{};
     const unsigned long code = ERR_get_error();
     ERR_clear_error();
@@ -65,7 +65,7 @@ std::string Library::complaint() const {
     return said.substr(said.rfind(':') + 1);  // error:0A000086:SSL routines::certificate verify failed
 }
 
-std::vector<std::string> places_of_libssl(std::string_view maps) {
+std::vector<std::string> libssl_paths(std::string_view maps) {
     std::vector<std::string> mapped, beside;
     for (std::size_t from = 0; from < maps.size();) {
         const std::size_t end = std::min(maps.find('\n', from), maps.size());
@@ -106,7 +106,7 @@ std::variant<const Library*, std::string> load(const std::vector<std::string>& p
 const std::variant<const Library*, std::string>& library() {
     static const auto found = [] {
         std::ifstream file("/proc/self/maps");
-        return load(places_of_libssl(std::string(std::istreambuf_iterator<char>(file), {})));
+        return load(libssl_paths(std::string(std::istreambuf_iterator<char>(file), {})));
     }();
     return found;
 }

@@ -81,12 +81,12 @@ struct Library {
 #undef PACELINE_DECLARE
 
     // Returns and clears OpenSSL's latest error message for the calling thread, if any.
-    std::string complaint() const;
+    std::string take_error_message() const;
 };
 
 // Returns the paths of libssl to try, in order of preference: the libssl mapped by this process, libssl next to a
 // mapped libcrypto, and names that the loader resolves. `maps` is the text of /proc/self/maps.
-std::vector<std::string> places_of_libssl(std::string_view maps);
+std::vector<std::string> libssl_paths(std::string_view maps);
 
 // Loads libssl from the first usable path in `places`, or returns an error message that lists the paths tried.
 std::variant<const Library*, std::string> load(const std::vector<std::string>& places);

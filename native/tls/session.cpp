@@ -24,8 +24,8 @@ const Library& loaded() {
     return *std::get<const Library*>(library());
 }
 
-Wire& wire_of(bio_st* bio) {
-    return *static_cast<Wire*>(loaded().BIO_get_data(bio));
+BioSocket& wire_of(bio_st* bio) {
+    return *static_cast<BioSocket*>(loaded().BIO_get_data(bio));
 }
 
 bool would_block() {
@@ -34,19 +34,19 @@ bool would_block() {
 
 int read_socket(bio_st* bio, char* data, int nbytes) {
     loaded().BIO_clear_flags(bio, kRetries);
-    Wire& wire = wire_of(bio);
+    BioSocket& wire = wire_of(bio);
     const ssize_t got = ::recv(wire.descriptor, data, static_cast<std::size_t>(nbytes), MSG_DONTWAIT);
     if (got < 0 && would_block()) loaded().BIO_set_flags(bio, kRetryRead);
     wire.ended = got == 0;
     return static_cast<int>(got);
 }
 
-ssize_t write_now(const Wire& wire, const char* data, std::size_t nbytes) {
+ssize_t write_now(const BioSocket& wire, const char* data, std::size_t nbytes) {
     return ::send(wire.descriptor, data, nbytes, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 // Writes the kept bytes; returns true once the socket has accepted all of them, or false with errno set.
-bool flush(Wire& wire) {
+bool flush(BioSocket& wire) {
     while (!wire.kept.empty()) {
         const ssize_t sent = write_now(wire, wire.kept.data(), wire.kept.size());
         if (sent < 0) return false;
@@ -57,7 +57,7 @@ bool flush(Wire& wire) {
 
 int write_socket(bio_st* bio, const char* data, int nbytes) {
     loaded().BIO_clear_flags(bio, kRetries);
-    Wire& wire = wire_of(bio);
+    BioSocket& wire = wire_of(bio);
     const ssize_t sent = flush(wire) ? write_now(wire, data, static_cast<std::size_t>(nbytes)) : -1;
     // A key update that cannot be written must not end the session, because received data may still be unread. Writing
     // the next record detects a broken socket.
@@ -87,7 +87,7 @@ const bio_method_st* socket_method() {
 
 }  // namespace
 
-Session::Session(std::shared_ptr<const Identity> identity, int socket, Side side)
+Session::Session(std::shared_ptr<const Identity> identity, int socket, ConnectionRole side)
     : identity_(std::move(identity)),
       library_(identity_->library()),
       wire_{.descriptor = socket},
@@ -101,7 +101,7 @@ Session::Session(std::shared_ptr<const Identity> identity, int socket, Side side
     library_.BIO_set_data(bio, &wire_);
     library_.BIO_set_init(bio, 1);
     library_.SSL_set_bio(ssl_, bio, bio);  // the session owns `bio` now
-    if (side == Side::connecting)
+    if (side == ConnectionRole::connecting)
         library_.SSL_set_connect_state(ssl_);
     else
         library_.SSL_set_accept_state(ssl_);
@@ -111,7 +111,7 @@ Session::~Session() {
     library_.SSL_free(ssl_);
 }
 
-Session::Progress Session::shake_hands() {
+Session::Progress Session::handshake() {
     library_.ERR_clear_error();
     const int result = library_.SSL_do_handshake(ssl_);
     if (result == 1) return Progress::done;
@@ -121,7 +121,7 @@ Session::Progress Session::shake_hands() {
         case kWantWrite:
             return Progress::wants_to_write;
         default:
-            reason_ = wire_.ended ? "" : library_.complaint();
+            reason_ = wire_.ended ? "" : library_.take_error_message();
             return Progress::failed;
     }
 }
@@ -152,7 +152,7 @@ ssize_t Session::failed(int result) {
         case kEnded:
             return 0;
         default:
-            reason_ = library_.complaint();
+            reason_ = library_.take_error_message();
             errno = ECONNRESET;
             return -1;
     }
@@ -161,7 +161,7 @@ ssize_t Session::failed(int result) {
 // OpenSSL does not read until the key update is written. This could deadlock if both sides' sockets are full. The wire
 // therefore buffers the update and writes it to the socket before the next record.
 void Session::count_record() {
-    if (++records_ < identity_->records_of_a_key()) return;
+    if (++records_ < identity_->records_per_key()) return;
     library_.SSL_key_update(ssl_, kNoUpdateRequested);
     wire_.takes_all = true;
     library_.SSL_do_handshake(ssl_);

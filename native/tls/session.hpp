@@ -16,10 +16,10 @@
 
 namespace paceline::tls {
 
-enum class Side { connecting, accepting };
+enum class ConnectionRole { connecting, accepting };
 
 // The socket and its state, as used by OpenSSL.
-struct Wire {
+struct BioSocket {
     int descriptor;
     bool ended = false;        // the peer has closed the connection
     bool takes_all = false;    // buffer bytes that the socket does not accept in `kept`
@@ -29,7 +29,7 @@ struct Wire {
 class Session {
   public:
     // `socket` is non-blocking and outlives the session. Throws std::bad_alloc.
-    Session(std::shared_ptr<const Identity> identity, int socket, Side side);
+    Session(std::shared_ptr<const Identity> identity, int socket, ConnectionRole side);
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
     ~Session();
@@ -37,7 +37,7 @@ class Session {
     enum class Progress { done, wants_to_read, wants_to_write, failed };
     // Continues the handshake as far as possible. After a failure, `reason` returns the cause, or an empty string if
     // the connection was lost.
-    Progress shake_hands();
+    Progress handshake();
     const std::string& reason() const { return reason_; }
 
     // These functions return -1 with EAGAIN if the other end must act first, like send(2) and recv(2) on a non-blocking
@@ -56,7 +56,7 @@ class Session {
 
     const std::shared_ptr<const Identity> identity_;
     const Library& library_;
-    Wire wire_;
+    BioSocket wire_;
     ssl_st* ssl_;
     std::uint64_t records_ = 0;  // number of records written with the current key
     std::string reason_;

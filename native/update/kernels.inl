@@ -23,7 +23,7 @@ inline double root(double value) {
 // Adam (Kingma and Ba 2015). With `kL2`, weight decay is part of the gradient; otherwise it is decoupled (Loshchilov
 // and Hutter 2019).
 template <class T, bool kL2>
-void adam(const Elements& elements, const Factors& factors) {
+void adam(const UpdateElements& elements, const UpdateFactors& factors) {
     T* param = static_cast<T*>(elements.param);
     T* first = static_cast<T*>(elements.first);
     T* second = static_cast<T*>(elements.second);
@@ -48,7 +48,7 @@ void adam(const Elements& elements, const Factors& factors) {
 }
 
 template <class T, bool kL2, bool kMomentum, bool kNesterov>
-void sgd(const Elements& elements, const Factors& factors) {
+void sgd(const UpdateElements& elements, const UpdateFactors& factors) {
     T* param = static_cast<T*>(elements.param);
     T* first = static_cast<T*>(elements.first);
     const T* gradient = static_cast<const T*>(elements.gradient);
@@ -70,7 +70,7 @@ void sgd(const Elements& elements, const Factors& factors) {
 }
 
 template <class T, bool kL2>
-void any_sgd(const Elements& elements, const Factors& factors) {
+void any_sgd(const UpdateElements& elements, const UpdateFactors& factors) {
     if (elements.first == nullptr)
         sgd<T, kL2, false, false>(elements, factors);
     else if (factors.nesterov)
@@ -80,23 +80,23 @@ void any_sgd(const Elements& elements, const Factors& factors) {
 }
 
 template <class T>
-void any_adam(const Elements& elements, const Factors& factors) {
+void any_adam(const UpdateElements& elements, const UpdateFactors& factors) {
     factors.l2 != 0 ? adam<T, true>(elements, factors) : adam<T, false>(elements, factors);
 }
 
 template <class T>
-void any_sgd_of(const Elements& elements, const Factors& factors) {
+void any_sgd_of(const UpdateElements& elements, const UpdateFactors& factors) {
     factors.l2 != 0 ? any_sgd<T, true>(elements, factors) : any_sgd<T, false>(elements, factors);
 }
 
 template <class T>
-UpdateFn of_type(Rule rule) {
-    return rule == Rule::adam ? &any_adam<T> : &any_sgd_of<T>;
+UpdateFn of_type(UpdateRule rule) {
+    return rule == UpdateRule::adam ? &any_adam<T> : &any_sgd_of<T>;
 }
 
 }  // namespace
 
-UpdateFn find(DType dtype, Rule rule) {
+UpdateFn find(DType dtype, UpdateRule rule) {
     switch (dtype) {
         case DType::f32:
             return of_type<float>(rule);

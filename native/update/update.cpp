@@ -7,18 +7,18 @@
 namespace paceline::update {
 
 namespace baseline {
-UpdateFn find(DType dtype, Rule rule);
+UpdateFn find(DType dtype, UpdateRule rule);
 }
 #if PACELINE_AVX
 namespace avx2 {
-UpdateFn find(DType dtype, Rule rule);
+UpdateFn find(DType dtype, UpdateRule rule);
 }
 namespace avx512 {
-UpdateFn find(DType dtype, Rule rule);
+UpdateFn find(DType dtype, UpdateRule rule);
 }
 #endif
 
-UpdateFn find_update(DType dtype, Rule rule) {
+UpdateFn find_update(DType dtype, UpdateRule rule) {
 #if PACELINE_AVX
     const SimdLevel level = best_simd();
     if (level == SimdLevel::avx512) return avx512::find(dtype, rule);
@@ -27,15 +27,15 @@ UpdateFn find_update(DType dtype, Rule rule) {
     return baseline::find(dtype, rule);
 }
 
-Factors factors_of(const Options& options, double step) {
-    Factors factors;
+UpdateFactors factors_of(const UpdateOptions& options, double step) {
+    UpdateFactors factors;
     factors.sign = options.maximize ? -1 : 1;
     if (options.is_decoupled)
         factors.shrink = 1 - options.lr * options.weight_decay;
     else
         factors.l2 = options.weight_decay;
     factors.lr = options.lr;
-    if (options.rule == Rule::sgd) {
+    if (options.rule == UpdateRule::sgd) {
         factors.first_kept = options.momentum;
         factors.first_added = 1 - options.dampening;
         factors.nesterov = options.nesterov;
@@ -51,11 +51,11 @@ Factors factors_of(const Options& options, double step) {
     return factors;
 }
 
-void Update::begin(const std::vector<Options>& groups) {
+void Update::begin(const std::vector<UpdateOptions>& groups) {
     at_ = within_ = 0;
-    const Run* before = nullptr;
+    const ParameterRange* before = nullptr;
     for (std::size_t i = 0; i < runs_.size(); ++i) {
-        Run& run = runs_[i];
+        ParameterRange& run = runs_[i];
         if (run.steps != nullptr) *run.steps += 1;
         const float step = run.steps != nullptr ? *run.steps : 0;
         // Reuses the previous run's factors if possible: computing powers is expensive, and most runs have the same
@@ -65,7 +65,7 @@ void Update::begin(const std::vector<Options>& groups) {
         if (is_alike) {
             applied_[i] = applied_[i - 1];
         } else {
-            const Options& options = groups[run.group];
+            const UpdateOptions& options = groups[run.group];
             applied_[i] = {find_update(dtype_, options.rule), factors_of(options, step)};
         }
         before = &run;
@@ -75,11 +75,11 @@ void Update::begin(const std::vector<Options>& groups) {
 void Update::apply(const std::uint8_t* averages, std::size_t nbytes) {
     const std::size_t item = item_size(dtype_);
     while (nbytes != 0 && at_ < runs_.size()) {
-        const Run& run = runs_[at_];
+        const ParameterRange& run = runs_[at_];
         const std::size_t rest = run.nbytes - within_;
         const std::size_t n = rest < nbytes ? rest : nbytes;
         const auto from = [this](std::uint8_t* state) { return state == nullptr ? nullptr : state + within_; };
-        const Applied& applied = applied_[at_];
+        const AppliedRule& applied = applied_[at_];
         applied.kernel({run.param + within_, from(run.first), from(run.second), averages, n / item}, applied.factors);
         averages += n;
         nbytes -= n;

@@ -12,7 +12,7 @@ namespace paceline::update {
 
 // A range of a parameter with its state. `steps` points to the parameter's step count, or is null if the rule does not
 // need it.
-struct Run {
+struct ParameterRange {
     std::uint8_t* param;
     std::uint8_t* first;
     std::uint8_t* second;
@@ -25,26 +25,27 @@ struct Run {
 class Update {
   public:
     // `dtype` must be supported by `find_update`.
-    Update(DType dtype, std::vector<Run> runs) : dtype_(dtype), runs_(std::move(runs)), applied_(runs_.size()) {}
+    Update(DType dtype, std::vector<ParameterRange> runs)
+        : dtype_(dtype), runs_(std::move(runs)), applied_(runs_.size()) {}
 
     // Begins a step. `groups` contains the options for each group of runs. Runs must have the states that their group's
     // rule requires (SGD with momentum, Adam).
-    void begin(const std::vector<Options>& groups);
+    void begin(const std::vector<UpdateOptions>& groups);
 
     // Updates the next elements with their averaged gradients. Bytes after the last run are padding.
     void apply(const std::uint8_t* averages, std::size_t nbytes);
 
   private:
-    struct Applied {
+    struct AppliedRule {
         UpdateFn kernel = nullptr;
-        Factors factors;
+        UpdateFactors factors;
     };
 
     DType dtype_;
-    std::vector<Run> runs_;
-    std::vector<Applied> applied_;  // the kernel and factors of each run
-    std::size_t at_ = 0;            // index of the run that is updated next
-    std::size_t within_ = 0;        // number of bytes of this run that have been updated
+    std::vector<ParameterRange> runs_;
+    std::vector<AppliedRule> applied_;  // the kernel and factors of each run
+    std::size_t at_ = 0;                // index of the run that is updated next
+    std::size_t within_ = 0;            // number of bytes of this run that have been updated
 };
 
 }  // namespace paceline::update

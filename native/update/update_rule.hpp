@@ -10,11 +10,11 @@
 
 namespace paceline::update {
 
-enum class Rule : std::uint8_t { adam, sgd };
+enum class UpdateRule : std::uint8_t { adam, sgd };
 
 // The options of a parameter group for one step, named as in PyTorch.
-struct Options {
-    Rule rule = Rule::sgd;
+struct UpdateOptions {
+    UpdateRule rule = UpdateRule::sgd;
     double lr = 0;
     double weight_decay = 0;
     bool maximize = false;
@@ -30,7 +30,7 @@ struct Options {
 };
 
 // Factors computed from the options and the step number.
-struct Factors {
+struct UpdateFactors {
     double sign = 1;    // -1 if the objective is maximized, or 1
     double l2 = 0;      // L2 penalty: multiple of the parameter to add to its gradient
     double shrink = 1;  // factor by which the parameter is multiplied (decoupled weight decay)
@@ -47,7 +47,7 @@ struct Factors {
 };
 
 // Pointers to contiguous elements of each array. `first` and `second` are null if the rule has no such state.
-struct Elements {
+struct UpdateElements {
     void* param;
     void* first;
     void* second;
@@ -55,12 +55,12 @@ struct Elements {
     std::size_t count;
 };
 
-using UpdateFn = void (*)(const Elements& elements, const Factors& factors);
+using UpdateFn = void (*)(const UpdateElements& elements, const UpdateFactors& factors);
 
 // Returns the factors for step number `step`, counted from 1.
-Factors factors_of(const Options& options, double step);
+UpdateFactors factors_of(const UpdateOptions& options, double step);
 
 // Returns the fastest kernel that this machine can run; nullptr if the type is neither f32 nor f64.
-UpdateFn find_update(DType dtype, Rule rule);
+UpdateFn find_update(DType dtype, UpdateRule rule);
 
 }  // namespace paceline::update

@@ -17,7 +17,7 @@ constexpr std::int32_t kTooLarge = 0x7f000000;  // the bits of 2^127; infinity a
 constexpr std::int32_t kTooSmall = 0x08800000;  // the bits of 2^-110, the least magnitude with a normal scale
 
 struct Brain {
-    static constexpr std::size_t kPacked = packed_group(Wire::bf16);
+    static constexpr std::size_t kPacked = packed_group(WireType::bf16);
 
     static void encode(const float* values, float* lost, std::uint8_t* packed) {
         BFloat* out = reinterpret_cast<BFloat*>(packed);
@@ -34,7 +34,7 @@ struct Brain {
 };
 
 struct Eight {
-    static constexpr std::size_t kPacked = packed_group(Wire::int8);
+    static constexpr std::size_t kPacked = packed_group(WireType::int8);
     static constexpr float kLevels = 127.0F;
 
     static void put(const std::int32_t* integers, std::uint8_t* out) {
@@ -49,7 +49,7 @@ struct Eight {
 // int4: the low bits of a byte contain an element from the first half of the group, the high bits one from the second
 // half.
 struct Four {
-    static constexpr std::size_t kPacked = packed_group(Wire::int4);
+    static constexpr std::size_t kPacked = packed_group(WireType::int4);
     static constexpr float kLevels = 7.0F;
     static constexpr std::size_t kHalf = kGroup / 2;
 
@@ -180,15 +180,15 @@ template <class T, class Format>
 constexpr WireKernels kernels_of = {&pack<T, Format>, &unpack<T, Format>, &add<T, Format>};
 
 template <class T>
-const WireKernels* kernels_for(Wire wire) {
+const WireKernels* kernels_for(WireType wire) {
     switch (wire) {
-        case Wire::bf16:
+        case WireType::bf16:
             return &kernels_of<T, Brain>;
-        case Wire::int8:
+        case WireType::int8:
             return &kernels_of<T, Scaled<Eight>>;
-        case Wire::int4:
+        case WireType::int4:
             return &kernels_of<T, Scaled<Four>>;
-        case Wire::none:
+        case WireType::none:
             break;
     }
     return nullptr;
@@ -196,7 +196,7 @@ const WireKernels* kernels_for(Wire wire) {
 
 }  // namespace
 
-const WireKernels* find_wire(Wire wire, DType dtype) {
+const WireKernels* find_wire(WireType wire, DType dtype) {
     switch (dtype) {
         case DType::f32:
             return kernels_for<float>(wire);

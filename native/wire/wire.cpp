@@ -3,18 +3,18 @@
 namespace paceline {
 
 namespace baseline {
-const WireKernels* find_wire(Wire wire, DType dtype);
+const WireKernels* find_wire(WireType wire, DType dtype);
 }
 #if PACELINE_AVX
 namespace avx2 {
-const WireKernels* find_wire(Wire wire, DType dtype);
+const WireKernels* find_wire(WireType wire, DType dtype);
 }
 namespace avx512 {
-const WireKernels* find_wire(Wire wire, DType dtype);
+const WireKernels* find_wire(WireType wire, DType dtype);
 }
 #endif
 
-const WireKernels* find_wire_kernels(Wire wire, DType dtype, SimdLevel level) {
+const WireKernels* find_wire_kernels(WireType wire, DType dtype, SimdLevel level) {
     if (!has_simd(level)) return nullptr;
     switch (level) {
 #if PACELINE_AVX

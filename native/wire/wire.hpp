@@ -16,26 +16,26 @@
 
 namespace paceline {
 
-enum class Wire : std::uint8_t { none, bf16, int8, int4 };
+enum class WireType : std::uint8_t { none, bf16, int8, int4 };
 
 constexpr std::size_t kWireGroup = 64;
 
-constexpr std::size_t packed_group(Wire wire) {
+constexpr std::size_t packed_group(WireType wire) {
     switch (wire) {
-        case Wire::bf16:
+        case WireType::bf16:
             return 2 * kWireGroup;
-        case Wire::int8:
+        case WireType::int8:
             return 2 + kWireGroup;
-        case Wire::int4:
+        case WireType::int4:
             return 2 + kWireGroup / 2;
-        case Wire::none:
+        case WireType::none:
             break;
     }
     return 0;
 }
 
 // Returns the number of bytes of `count` packed elements, which is always even.
-constexpr std::size_t packed_size(Wire wire, std::size_t count) {
+constexpr std::size_t packed_size(WireType wire, std::size_t count) {
     return (count + kWireGroup - 1) / kWireGroup * packed_group(wire);
 }
 
@@ -50,6 +50,6 @@ struct WireKernels {
 
 // Returns nullptr for Wire::none, for dtypes other than float32, float16 and bfloat16, and for SIMD levels that this
 // machine does not support.
-const WireKernels* find_wire_kernels(Wire wire, DType dtype, SimdLevel level = best_simd());
+const WireKernels* find_wire_kernels(WireType wire, DType dtype, SimdLevel level = best_simd());
 
 }  // namespace paceline

@@ -31,9 +31,9 @@ class Outcome:
 
     code: int
     missing: list[int]
-    came: bool
+    has_begun: bool
     waiting: list[int]
-    held_by: list[int]
+    blocked_by: list[int]
     gone: list[int]
     left: list[int]
     cause: int
@@ -54,23 +54,23 @@ class Work:
     def wait(self, timeout_ns: int) -> bool: ...
     def outcome(self) -> Outcome | None: ...
 
-def endings() -> int:
+def completion_count() -> int:
     """Returns the number of asynchronous calls that have completed in this process, modulo 2^32."""
 
-def announce_ending() -> None:
-    """Wakes the threads that wait in `await_ending`."""
+def announce_completion() -> None:
+    """Wakes the threads that wait in `await_completion`."""
 
-def await_ending(seen: int, timeout_ns: int) -> None:
-    """Sleeps without the interpreter lock while `endings()` equals `seen`; may return early."""
+def await_completion(seen: int, timeout_ns: int) -> None:
+    """Sleeps without the interpreter lock while `completion_count()` equals `seen`; may return early."""
 
 def create_directory(size: int) -> int:
     """Creates the shared memory in which a host's ranks register; returns a descriptor for the caller to close."""
 
-class Mesh:
+class HostMesh:
     """The ranks on this host, numbered as in the host directory."""
 
     @staticmethod
-    def join(rank: int, size: int, directory: int = -1, names: Sequence[int] = ()) -> Mesh:
+    def join(rank: int, size: int, directory: int = -1, names: Sequence[int] = ()) -> HostMesh:
         """Registers this rank in the host directory given by a descriptor, or in a new one under the ranks' `names`."""
 
     def absent(self, timeout_s: float) -> list[int]:
@@ -115,7 +115,7 @@ def read_tensors(
     `count_writes` is called with the tensors that the core writes to.
     """
 
-class QuickCall:
+class FastPathCall:
     """The fast path of a persistent call; see native/bindings/fast_path_call.hpp."""
 
     is_started: bool
@@ -136,10 +136,10 @@ class QuickCall:
 
 class HostGroup:
     @property
-    def quantises(self) -> bool: ...
+    def quantizes(self) -> bool: ...
     @staticmethod
     def create(
-        mesh: Mesh, members: Sequence[int], id: int, slot_bytes: int, timeout_s: float, threads: int
+        mesh: HostMesh, members: Sequence[int], id: int, slot_bytes: int, timeout_s: float, threads: int
     ) -> HostGroup | None: ...
     def all_reduce(
         self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
@@ -193,13 +193,13 @@ class SharedMemory:
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Returns `nbytes` bytes starting at `offset` as a one-dimensional uint8 tensor with its own storage."""
 
-def share_memory(mesh: Mesh, nbytes: int) -> tuple[SharedMemory, int]:
+def share_memory(mesh: HostMesh, nbytes: int) -> tuple[SharedMemory, int]:
     """Creates zeroed memory for the ranks of the mesh; returns it and its id."""
 
-def find_memory(mesh: Mesh, owner: int, id: int, nbytes: int, timeout_s: float) -> SharedMemory | None:
+def find_memory(mesh: HostMesh, owner: int, id: int, nbytes: int, timeout_s: float) -> SharedMemory | None:
     """Returns the memory created by mesh rank `owner`, or None on timeout or if the owner has left."""
 
-def withdraw_memory(mesh: Mesh, id: int) -> None:
+def withdraw_memory(mesh: HostMesh, id: int) -> None:
     """Withdraws the memory from the mesh; called once the other ranks have found it."""
 
 def shared_tensor(nbytes: int) -> torch.Tensor: ...
@@ -218,7 +218,7 @@ class TlsConnection:
     """A TLS connection over a socket. Python must close it unless the core takes it over."""
 
     def __init__(self, identity: TlsIdentity, socket: int, accepts: bool) -> None: ...
-    def shake_hands(self, timeout_s: float) -> str: ...
+    def handshake(self, timeout_s: float) -> str: ...
     def send(self, data: bytes, timeout_s: float) -> None: ...
     def receive(self, most: int, timeout_s: float) -> bytes: ...
 
@@ -271,7 +271,7 @@ class Message:
 class ScheduleGroup:
     @staticmethod
     def create(
-        mesh: Mesh,
+        mesh: HostMesh,
         id: int,
         rank: int,
         mesh_ranks: Sequence[int],

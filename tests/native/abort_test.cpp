@@ -27,17 +27,17 @@ Call star(Rank& at, std::vector<float>& values) {
 }
 
 void expect_aborted_by(Rank& at, int who, const Outcome& outcome) {
-    CHECK(outcome.code == Code::aborted && outcome.reporter == who);
+    CHECK(outcome.code == OutcomeCode::aborted && outcome.reporter == who);
     std::vector<float> values(3);
     Call later = star(at, values);
-    CHECK(at.executor.run(later, nullptr, false).code == Code::aborted);
-    CHECK(at.executor.failure() == Code::aborted);
+    CHECK(at.executor.run(later, nullptr, false).code == OutcomeCode::aborted);
+    CHECK(at.executor.failure() == OutcomeCode::aborted);
 }
 
 void an_abort_ends_calls_that_wait(Over over) {
     std::atomic<int> waiting{0};
     with_ranks(3, 1, over, [&](Rank at) {
-        CHECK(at.executor.failure() == Code::ok);
+        CHECK(at.executor.failure() == OutcomeCode::ok);
         std::vector<float> values(70'000);
         if (at.rank == 0) {
             while (waiting != 2) pause(1);
@@ -76,7 +76,7 @@ void an_abort_ends_a_flood(Over over) {
         });
         const auto started = Clock::now();
         Outcome outcome;
-        while (outcome.code == Code::ok) {
+        while (outcome.code == OutcomeCode::ok) {
             const auto request = at.rank == 0 ? at.messenger.send(1, 0, DType::u8, stream_of(bytes), kHung)
                                               : at.messenger.receive(0, 0, DType::u8, stream_of(bytes), kHung);
             CHECK(at.messenger.wait(request, kHung, nullptr));

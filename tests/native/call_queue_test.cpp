@@ -24,7 +24,7 @@ class Alone final : public Collectives {
         return {};
     }
     void abort() override {}
-    Code failure() override { return Code::ok; }
+    OutcomeCode failure() override { return OutcomeCode::ok; }
     bool has_spare_core() const override { return has_spare_core_; }
 
   private:
@@ -46,10 +46,10 @@ void calls_run_in_order_whatever_their_intervals(bool has_spare_core) {
     for (const auto pause : {0us, 50us, 100us, 500us, 0us, 5000us, 0us})
         for (int i = 0; i < 20; ++i) {
             const auto work = queue.submit(call_number(++made));
-            if (i % 2 == 0) CHECK(work->wait(kHung) && work->done() && work->outcome().code == Code::ok);
+            if (i % 2 == 0) CHECK(work->wait(kHung) && work->done() && work->outcome().code == OutcomeCode::ok);
             if (i % 5 == 0) {
                 Call on_this_thread = call_number(++made);
-                CHECK(queue.run(on_this_thread, [] { return false; }).code == Code::ok);
+                CHECK(queue.run(on_this_thread, [] { return false; }).code == OutcomeCode::ok);
             }
             if (i % 4 == 0) std::this_thread::sleep_for(pause);
         }
@@ -97,7 +97,7 @@ void a_queue_that_closes_runs_what_it_has_and_refuses_more(bool has_spare_core) 
         queue.close();
         CHECK(work->done() && ran.size() == 1);
         const auto late = queue.submit(call_number(2));
-        CHECK(late->done() && late->outcome().code == Code::interrupted && ran.size() == 1);
+        CHECK(late->done() && late->outcome().code == OutcomeCode::interrupted && ran.size() == 1);
     }
 }
 
@@ -110,7 +110,7 @@ void a_wait_ends_in_time() {
             return {};
         }
         void abort() override {}
-        Code failure() override { return Code::ok; }
+        OutcomeCode failure() override { return OutcomeCode::ok; }
         bool has_spare_core() const override { return true; }
 
       private:

@@ -19,12 +19,12 @@ void news_wakes_a_sleeper_before_its_timeout() {
     // The sleeper notices the change whether it has not yet begun to sleep, is about to, or is asleep.
     std::atomic<bool> awake{false};
     std::thread repeater([&] {
-        while (!awake) notifier.repeat();
+        while (!awake) notifier.repeat_wakeups();
     });
     sleeper.join();
     awake = true;
     repeater.join();
-    CHECK(!notifier.repeat());
+    CHECK(!notifier.repeat_wakeups());
 }
 
 void a_sleeper_that_has_seen_the_change_is_not_woken_again() {
@@ -38,7 +38,7 @@ void a_sleeper_that_has_seen_the_change_is_not_woken_again() {
         }
         futex_wake_all(word);
     });
-    CHECK(!notifier.repeat());
+    CHECK(!notifier.repeat_wakeups());
     word = 1;
     sleeper.sleep(word, 0, kForEverNs);  // returns since the word has changed
     waker.join();

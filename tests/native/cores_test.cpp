@@ -23,7 +23,7 @@ Cores with_threads(int threads, Cores cores) {
 
 bool any_crowded(const std::vector<Cores>& ranks) {
     for (std::size_t i = 0; i < ranks.size(); ++i)
-        if (crowding(ranks, i) > 1) return true;
+        if (oversubscription(ranks, i) > 1) return true;
     return false;
 }
 
@@ -37,8 +37,8 @@ int main() {
     CHECK(!any_crowded({on(0b01), on(0b10)}));
     CHECK(any_crowded({on(0b01), on(0b01)}));
     const std::vector<Cores> mixed = {on(0b001), on(0b001), on(0b110)};
-    CHECK(crowding(mixed, 0) > 1);
-    CHECK(crowding(mixed, 2) == 0.5);
+    CHECK(oversubscription(mixed, 0) > 1);
+    CHECK(oversubscription(mixed, 2) == 0.5);
 
     // A quota counts for the ranks that share it, however many cores they see.
     CHECK(any_crowded({on(0xff, 1.5, 7), on(0xff, 1.5, 7)}));

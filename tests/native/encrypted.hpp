@@ -25,21 +25,21 @@ inline bool unavailable() {
 }
 
 inline std::shared_ptr<const tls::Identity> identity_of(std::uint8_t job,
-                                                        std::uint64_t records_of_a_key = tls::kRecordsOfAKey) {
+                                                        std::uint64_t records_per_key = tls::kRecordsPerKey) {
     std::array<std::uint8_t, tls::kSeedBytes> seed{};
     seed[0] = job;
-    return std::make_shared<const tls::Identity>(seed, records_of_a_key);
+    return std::make_shared<const tls::Identity>(seed, records_per_key);
 }
 
 // Encrypts a connection of which these are the two ends, and which do not block.
-inline void shake_hands(tls::Socket& a, tls::Socket& b, const std::shared_ptr<const tls::Identity>& identity) {
-    a.session = std::make_unique<tls::Session>(identity, a.descriptor, tls::Side::connecting);
-    b.session = std::make_unique<tls::Session>(identity, b.descriptor, tls::Side::accepting);
+inline void handshake(tls::Socket& a, tls::Socket& b, const std::shared_ptr<const tls::Identity>& identity) {
+    a.session = std::make_unique<tls::Session>(identity, a.descriptor, tls::ConnectionRole::connecting);
+    b.session = std::make_unique<tls::Session>(identity, b.descriptor, tls::ConnectionRole::accepting);
     bool of_a = false, of_b = false;
     const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10);
     while (!(of_a && of_b) && std::chrono::steady_clock::now() < until) {
-        of_a = of_a || a.session->shake_hands() == tls::Session::Progress::done;
-        of_b = of_b || b.session->shake_hands() == tls::Session::Progress::done;
+        of_a = of_a || a.session->handshake() == tls::Session::Progress::done;
+        of_b = of_b || b.session->handshake() == tls::Session::Progress::done;
     }
     CHECK(of_a && of_b);
 }
@@ -50,7 +50,7 @@ inline std::pair<tls::Socket, tls::Socket> joined() {
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
     tls::Socket a(ends[0]), b(ends[1]);
-    shake_hands(a, b, identity);
+    handshake(a, b, identity);
     return {std::move(a), std::move(b)};
 }
 

@@ -85,7 +85,7 @@ Outcome sum(Rank& at, std::size_t count) {
     Outcome outcome = at.executor.run(call, nullptr, false);
     // The comparison is done in one call, because the sanitizers are slow element by element.
     const std::vector<float> sums(count, static_cast<float>(at.size * (at.size + 1) / 2));
-    if (outcome.code == Code::ok && count != 0)
+    if (outcome.code == OutcomeCode::ok && count != 0)
         CHECK(std::memcmp(values.data(), sums.data(), count * sizeof(float)) == 0);
     return outcome;
 }
@@ -99,10 +99,11 @@ void sums_are_right_for_every_size_and_number_of_streams() {
                 for (const std::size_t count :
                      {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1023}, blocks * kStripe - 1,
                       blocks * kStripe, blocks * kStripe + 1, 2 * blocks * kStripe + 17, std::size_t{7 * kStripe + 5}})
-                    CHECK(sum(at, count).code == Code::ok);
+                    CHECK(sum(at, count).code == OutcomeCode::ok);
             });
     with_ranks(3, 1, Over::rings, [](Rank at) {
-        for (const std::size_t count : {0, 1, 2, 100, 1023, 65'536, 200'003}) CHECK(sum(at, count).code == Code::ok);
+        for (const std::size_t count : {0, 1, 2, 100, 1023, 65'536, 200'003})
+            CHECK(sum(at, count).code == OutcomeCode::ok);
     });
 }
 
@@ -112,7 +113,7 @@ void every_element_gets_its_own_sum(Over over, int streams) {
         for (std::size_t i = 0; i < values.size(); ++i)
             values[i] = static_cast<std::int64_t>(i) * (at.rank + 1) + at.rank;
         Call call = all_reduce(at, DType::i64, ReduceOp::sum, values.size(), stream_of(values));
-        CHECK(at.executor.run(call, nullptr, false).code == Code::ok);
+        CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::ok);
         for (std::size_t i = 0; i < values.size(); ++i) CHECK(values[i] == static_cast<std::int64_t>(i) * 6 + 3);
     });
 }
@@ -121,12 +122,12 @@ void averages_are_divided_once_and_bytes_stay_in_place() {
     with_ranks(3, 2, Over::sockets, [](Rank at) {
         std::vector<float> values(300'007, 3.0F * static_cast<float>(at.rank));
         Call call = all_reduce(at, DType::f32, ReduceOp::avg, values.size(), stream_of(values));
-        CHECK(at.executor.run(call, nullptr, false).code == Code::ok);
+        CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::ok);
         for (const float value : values) CHECK(value == 3.0F);
         std::vector<std::uint8_t> bytes(1'000'003);
         for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::uint8_t>(i % 80);
         Call small = all_reduce(at, DType::u8, ReduceOp::sum, bytes.size(), stream_of(bytes));
-        CHECK(at.executor.run(small, nullptr, false).code == Code::ok);
+        CHECK(at.executor.run(small, nullptr, false).code == OutcomeCode::ok);
         for (std::size_t i = 0; i < bytes.size(); ++i) CHECK(bytes[i] == 3 * (i % 80));
     });
 }
@@ -146,7 +147,7 @@ void a_list_of_tensors_is_reduced_as_one(Over over) {
         for (auto& each : list)
             ranges.push_back({reinterpret_cast<std::uint8_t*>(each.data()), each.size() * sizeof(float)});
         Call call = all_reduce(at, DType::f32, ReduceOp::sum, count, ByteStream(std::move(ranges)));
-        CHECK(at.executor.run(call, nullptr, false).code == Code::ok);
+        CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::ok);
         for (const auto& each : list)
             for (const float value : each) CHECK(value == 3.0F);
     });
@@ -169,7 +170,7 @@ void a_schedule_that_does_not_fit_its_call_is_refused() {
             Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values));
             call.schedule = Schedule::make(1, 2, at.rank, 2, steps);
             const Outcome outcome = at.executor.run(call, nullptr, false);
-            CHECK(outcome.code == Code::schedule_unfit && outcome.step == 1);
+            CHECK(outcome.code == OutcomeCode::schedule_unfit && outcome.step == 1);
         }
         std::vector<float> values(7);
         Call longer = all_reduce(at, DType::f32, ReduceOp::sum, values.size() + 1, stream_of(values));
@@ -179,21 +180,21 @@ void a_schedule_that_does_not_fit_its_call_is_refused() {
         Call of_another_world = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values));
         of_another_world.schedule = ring_all_reduce(at.rank, 3);
         for (Call* call : {&longer, &without_kernel, &of_another_rank, &of_another_world})
-            CHECK(at.executor.run(*call, nullptr, false).code == Code::schedule_unfit);
-        CHECK(sum(at, 100).code == Code::ok);
+            CHECK(at.executor.run(*call, nullptr, false).code == OutcomeCode::schedule_unfit);
+        CHECK(sum(at, 100).code == OutcomeCode::ok);
     });
 }
 
 void a_mismatch_reaches_every_rank() {
     std::atomic<int> done = 0;
     with_ranks(3, 2, Over::sockets, [&](Rank at) {
-        CHECK(sum(at, 100).code == Code::ok);
+        CHECK(sum(at, 100).code == OutcomeCode::ok);
         ++done;
         while (done < 3) pause(1);  // a rank still in the first call would see the second call's failure in it
         const Outcome outcome = sum(at, at.rank == 1 ? 7 : 8);
-        CHECK(outcome.code == Code::mismatch && outcome.calls.size() == 3 && outcome.reporter >= 0);
+        CHECK(outcome.code == OutcomeCode::mismatch && outcome.calls.size() == 3 && outcome.reporter >= 0);
         CHECK(outcome.calls[1].count == 7 || outcome.calls[1].sequence < 2);
-        CHECK(sum(at, 8).code == Code::mismatch);  // permanently broken
+        CHECK(sum(at, 8).code == OutcomeCode::mismatch);  // permanently broken
     });
 }
 
@@ -205,24 +206,24 @@ void a_mismatch_fails_the_next_call_of_a_rank_that_was_done() {
         Call call = broadcast(at, values);
         const Outcome outcome = at.executor.run(call, nullptr, false);
         if (at.rank == 2) {
-            CHECK(outcome.code == Code::mismatch);
+            CHECK(outcome.code == OutcomeCode::mismatch);
             failed = true;
         }
         while (!failed) pause(1);
         pause(2 * static_cast<int>(
                       kPollInterval.count()));  // a rank that never waits checks for failures once per interval
         Call next = broadcast(at, values);
-        CHECK(at.executor.run(next, nullptr, false).code == Code::mismatch);
+        CHECK(at.executor.run(next, nullptr, false).code == OutcomeCode::mismatch);
     });
 }
 
 void a_missing_rank_is_named_with_its_latest_call() {
     std::atomic<bool> waits = false;
-    std::atomic<int> told = 0;
+    std::atomic<int> ranks_done = 0;
     with_ranks(3, 1, Over::sockets, [&](Rank at) {
-        CHECK(sum(at, 10).code == Code::ok);
+        CHECK(sum(at, 10).code == OutcomeCode::ok);
         if (at.rank == 2) {
-            while (told < 2) pause(1);
+            while (ranks_done < 2) pause(1);
             return;
         }
         if (at.rank == 0)
@@ -232,20 +233,20 @@ void a_missing_rank_is_named_with_its_latest_call() {
         Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values),
                                at.rank == 0 ? 300 * kMs : kHung);
         const Outcome outcome = at.executor.run(call, records_that_it_waits(waits), false);
-        CHECK(outcome.code == Code::timed_out && (outcome.missing == std::vector<int>{2}));
+        CHECK(outcome.code == OutcomeCode::timed_out && (outcome.missing == std::vector<int>{2}));
         CHECK(outcome.calls.size() == 3 && outcome.waited_ns >= 300 * kMs && seconds_since(started) < kSoonS);
-        ++told;
+        ++ranks_done;
     });
 }
 
 // Rank 2 begins to wait and then stops, and rank 0, which does not wait for it, is the first to time out.
 void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
     std::atomic<bool> held = false;
-    std::atomic<int> told = 0;
+    std::atomic<int> ranks_done = 0;
     with_ranks(4, 1, over, [&](Rank at) {
         const Interrupted stop = [&] {
             held = true;
-            while (told < 3) pause(1);
+            while (ranks_done < 3) pause(1);
             return false;
         };
         if (at.rank == 0)
@@ -254,16 +255,16 @@ void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
         const std::int64_t timeout_ns = at.rank == 0 ? kSecond : kHung;
         Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values), timeout_ns);
         const Outcome outcome = at.executor.run(call, at.rank == 2 ? stop : nullptr, false);
-        CHECK(outcome.code == Code::timed_out && outcome.came && outcome.reporter == 0);
+        CHECK(outcome.code == OutcomeCode::timed_out && outcome.has_begun && outcome.reporter == 0);
         CHECK((outcome.missing == std::vector<int>{2}));
-        ++told;
+        ++ranks_done;
     });
 }
 
 // Rank 0 comes late to a broadcast that rank 1 forwards to rank 2.
 void a_rank_that_holds_up_a_chain_has_not_come() {
     std::atomic<bool> waits = false;
-    std::atomic<int> told = 0;
+    std::atomic<int> ranks_done = 0;
     with_ranks(3, 1, Over::sockets, [&](Rank at) {
         Flat flat;
         if (at.rank > 0) flat.insert(flat.end(), {kReceive, 0, at.rank - 1, 1, 0, 1, 1, 0, 0});
@@ -272,23 +273,23 @@ void a_rank_that_holds_up_a_chain_has_not_come() {
         Call call = broadcast(at, values, at.rank == 2 ? 300 * kMs : kHung);
         call.schedule = Schedule::make(2, 1, at.rank, 3, flat);
         if (at.rank == 0)
-            while (told < 2) pause(1);
+            while (ranks_done < 2) pause(1);
         if (at.rank == 2)
             while (!waits) pause(1);
         const Outcome outcome = at.executor.run(call, records_that_it_waits(waits), false);
-        CHECK(outcome.code == Code::timed_out && !outcome.came && (outcome.missing == std::vector<int>{0}));
-        ++told;
+        CHECK(outcome.code == OutcomeCode::timed_out && !outcome.has_begun && (outcome.missing == std::vector<int>{0}));
+        ++ranks_done;
     });
 }
 
 // Rank 3 stays away from everything, rank 2 waits for its message, and the others wait for rank 2.
 void a_rank_that_waits_for_another_is_told_from_the_one_that_holds_both_up(Over over) {
     std::atomic<bool> waits = false;
-    std::atomic<int> told = 0;
+    std::atomic<int> ranks_done = 0;
     with_ranks(4, 1, over, [&](Rank at) {
         std::vector<float> values(10);
         if (at.rank == 3)
-            while (told < 3) pause(1);
+            while (ranks_done < 3) pause(1);
         if (at.rank == 2) {
             const auto request = at.messenger.receive(3, 0, DType::f32, stream_of(values), kHung);
             CHECK(at.messenger.wait(request, kHung, records_that_it_waits(waits)));
@@ -302,17 +303,18 @@ void a_rank_that_waits_for_another_is_told_from_the_one_that_holds_both_up(Over 
             flat.insert(flat.end(), {kReceive, 0, 2, 1, 0, 1, 1, 0, 0});
             call.schedule = Schedule::make(2, 1, at.rank, 4, flat);
             const Outcome outcome = at.executor.run(call, nullptr, false);
-            CHECK(outcome.code == Code::timed_out && !outcome.came && outcome.missing == std::vector<int>{2});
-            CHECK(outcome.waiting == std::vector<int>{2} && outcome.held_by == std::vector<int>{3});
+            CHECK(outcome.code == OutcomeCode::timed_out && !outcome.has_begun &&
+                  outcome.missing == std::vector<int>{2});
+            CHECK(outcome.waiting == std::vector<int>{2} && outcome.blocked_by == std::vector<int>{3});
         }
-        ++told;
+        ++ranks_done;
     });
 }
 
 // Rank 1 waits for rank 2 in a group of their own, of which rank 0 is no member.
 void a_rank_that_holds_up_another_group_is_found() {
     std::atomic<bool> waits = false;
-    std::atomic<int> told = 0;
+    std::atomic<int> ranks_done = 0;
     with_ranks(3, 1, Over::rings, [&](Rank at) {
         std::unique_ptr<link::LaneSet> lanes;
         std::unique_ptr<Messenger> messenger;
@@ -327,27 +329,28 @@ void a_rank_that_holds_up_another_group_is_found() {
             while (!waits) pause(1);
             Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values), 300 * kMs);
             const Outcome outcome = at.executor.run(call, nullptr, false);
-            CHECK(outcome.code == Code::timed_out && !outcome.came && (outcome.missing == std::vector<int>{1, 2}));
-            CHECK(outcome.waiting == std::vector<int>{1} && outcome.held_by.empty());
-            CHECK((outcome.cause == Cause{2, false, true}));
-            told = 1;
+            CHECK(outcome.code == OutcomeCode::timed_out && !outcome.has_begun &&
+                  (outcome.missing == std::vector<int>{1, 2}));
+            CHECK(outcome.waiting == std::vector<int>{1} && outcome.blocked_by.empty());
+            CHECK((outcome.cause == FailureCause{2, false, true}));
+            ranks_done = 1;
         } else if (at.rank == 1) {
             const auto request = messenger->receive(1, 0, DType::f32, stream_of(values), kHung);
             const Interrupted stop = [&] {
                 waits = true;
-                return told == 1;
+                return ranks_done == 1;
             };
-            CHECK(messenger->wait(request, kHung, stop) && request->outcome().code == Code::interrupted);
-            told = 2;
+            CHECK(messenger->wait(request, kHung, stop) && request->outcome().code == OutcomeCode::interrupted);
+            ranks_done = 2;
         }
-        while (told < 2) pause(1);
+        while (ranks_done < 2) pause(1);
     });
 }
 
 // Each of two ranks waits for the other one, in different calls.
 void ranks_that_wait_for_each_other_are_told_so(Over over) {
     std::atomic<bool> waits = false;
-    std::atomic<int> told = 0;
+    std::atomic<int> ranks_done = 0;
     with_ranks(2, 1, over, [&](Rank at) {
         std::vector<float> values(10);
         Outcome outcome;
@@ -360,16 +363,16 @@ void ranks_that_wait_for_each_other_are_told_so(Over over) {
             Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values), 300 * kMs);
             outcome = at.executor.run(call, nullptr, false);
         }
-        CHECK(outcome.code == Code::timed_out && outcome.missing == std::vector<int>{1});
-        CHECK(outcome.waiting == std::vector<int>{1} && outcome.held_by.empty() && !outcome.cause.known());
-        ++told;
-        while (told < 2) pause(1);
+        CHECK(outcome.code == OutcomeCode::timed_out && outcome.missing == std::vector<int>{1});
+        CHECK(outcome.waiting == std::vector<int>{1} && outcome.blocked_by.empty() && !outcome.cause.known());
+        ++ranks_done;
+        while (ranks_done < 2) pause(1);
     });
 }
 
 // The root of a broadcast has finished and returned; if rank 2 does not receive its data, only rank 2 is to blame.
 void a_rank_that_did_its_part_is_not_among_the_missing() {
-    std::atomic<bool> told = false;
+    std::atomic<bool> ranks_done = false;
     with_ranks(3, 1, Over::sockets, [&](Rank at) {
         Flat flat;  // 0 sends to 1, which forwards to 2
         if (at.rank < 2) flat.insert(flat.end(), {kSend, 0, at.rank + 1, 1, 0, 0, 1, 0, 1});
@@ -377,31 +380,31 @@ void a_rank_that_did_its_part_is_not_among_the_missing() {
         std::vector<float> values(10);
         Call call = broadcast(at, values, at.rank == 2 ? 300 * kMs : kHung);
         call.schedule = Schedule::make(2, 1, at.rank, 3, flat);
-        if (at.rank == 0) CHECK(at.executor.run(call, nullptr, false).code == Code::ok);
+        if (at.rank == 0) CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::ok);
         if (at.rank == 2) {
             const Outcome outcome = at.executor.run(call, nullptr, false);
-            CHECK(outcome.code == Code::timed_out && (outcome.missing == std::vector<int>{1}));
-            told = true;
+            CHECK(outcome.code == OutcomeCode::timed_out && (outcome.missing == std::vector<int>{1}));
+            ranks_done = true;
         }
-        while (!told) pause(1);
+        while (!ranks_done) pause(1);
     });
 }
 
 void a_rank_that_leaves_is_named(Over over) {
     for (const bool in_the_middle : {false, true}) {
-        std::atomic<int> told = 0;
-        with_ranks(3, 2, over, [in_the_middle, &told](Rank at) {
-            CHECK(sum(at, 10).code == Code::ok);
+        std::atomic<int> ranks_done = 0;
+        with_ranks(3, 2, over, [in_the_middle, &ranks_done](Rank at) {
+            CHECK(sum(at, 10).code == OutcomeCode::ok);
             if (at.rank == 2) {
                 if (in_the_middle) pause(100);
                 at.messenger.close();
-                while (told < 2) pause(5);  // its other groups still work
+                while (ranks_done < 2) pause(5);  // its other groups still work
                 return;
             }
             const Outcome outcome = sum(at, 500'000);
-            CHECK(outcome.code == Code::peer_lost && (outcome.missing == std::vector<int>{2}));
+            CHECK(outcome.code == OutcomeCode::peer_lost && (outcome.missing == std::vector<int>{2}));
             CHECK(outcome.left == std::vector<int>{2});
-            ++told;
+            ++ranks_done;
         });
     }
 }
@@ -413,12 +416,12 @@ void an_interrupt_ends_the_call_everywhere() {
         Call call = all_reduce(at, DType::f32, ReduceOp::sum, 10, stream_of(values));
         if (at.rank == 1) {
             while (!ended) pause(1);
-            CHECK(at.executor.run(call, nullptr, false).code == Code::interrupted);
+            CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::interrupted);
             return;
         }
         const auto started = Clock::now();
         const Outcome outcome = at.executor.run(call, [&] { return seconds_since(started) > 0.05; }, false);
-        CHECK(outcome.code == Code::interrupted && seconds_since(started) < kSoonS);
+        CHECK(outcome.code == OutcomeCode::interrupted && seconds_since(started) < kSoonS);
         ended = true;
     });
 }
@@ -431,10 +434,10 @@ void messages_and_collectives_run_side_by_side(Over over) {
                 const bool sends = (i + at.rank) % 2 == 0;
                 const auto request = sends ? at.messenger.send(1 - at.rank, 0, DType::u8, stream_of(word), kHung)
                                            : at.messenger.receive(1 - at.rank, 0, DType::u8, stream_of(word), kHung);
-                CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == Code::ok);
+                CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == OutcomeCode::ok);
             }
         });
-        for (int i = 0; i < 60; ++i) CHECK(sum(at, static_cast<std::size_t>(i) * 997).code == Code::ok);
+        for (int i = 0; i < 60; ++i) CHECK(sum(at, static_cast<std::size_t>(i) * 997).code == OutcomeCode::ok);
         talker.join();
     });
 }

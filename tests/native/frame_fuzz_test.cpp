@@ -85,14 +85,14 @@ CallHeader broadcast_header() {
     return header;
 }
 
-Bytes verdict(Code code) {
+Bytes failure(OutcomeCode code) {
     Outcome outcome;
     outcome.code = code;
     outcome.reporter = 1;
     outcome.missing = {0};
     outcome.gone = {0};
     outcome.waiting = {0};
-    outcome.held_by = {7};
+    outcome.blocked_by = {7};
     outcome.calls = {broadcast_header(), broadcast_header()};
     return encode(outcome);
 }
@@ -119,11 +119,11 @@ void write_corpus() {
     put(answers, {.kind = FrameKind::credit, .nbytes = 148});
     put(answers, {.kind = FrameKind::refuse, .id = 3, .nbytes = kLarge, .offset = 5, .dtype = DType::f64});
     write("control-answers", answers);
-    Bytes inquiry;
-    const Bytes awaited = encode(Answer{Answer::Kind::waits, {{0, 0, {1, 1}}, {5, 0, {2, 0}}}});
-    put(inquiry, {.kind = FrameKind::ask, .id = 1, .offset = 1});
-    put(inquiry, {.kind = FrameKind::answer, .id = 1, .nbytes = awaited.size(), .offset = 1}, awaited);
-    write("control-inquiry", inquiry);
+    Bytes query;
+    const Bytes awaited = encode(Answer{Answer::Kind::waiting, {{0, 0, {1, 1}}, {5, 0, {2, 0}}}});
+    put(query, {.kind = FrameKind::query, .id = 1, .offset = 1});
+    put(query, {.kind = FrameKind::answer, .id = 1, .nbytes = awaited.size(), .offset = 1}, awaited);
+    write("control-query", query);
     Bytes news;
     const CallHeader header = broadcast_header();
     Bytes body;
@@ -131,10 +131,11 @@ void write_corpus() {
     put(news, {.kind = FrameKind::waiting, .nbytes = body.size()}, body);
     put(news, {.kind = FrameKind::goodbye});
     write("control-goodbye", news);
-    for (const Code code : {Code::mismatch, Code::timed_out, Code::peer_lost, Code::interrupted}) {
-        Bytes told;
-        put(told, {.kind = FrameKind::verdict, .nbytes = verdict(code).size()}, verdict(code));
-        write("control-verdict-" + std::to_string(static_cast<int>(code)), told);
+    for (const OutcomeCode code :
+         {OutcomeCode::mismatch, OutcomeCode::timed_out, OutcomeCode::peer_lost, OutcomeCode::interrupted}) {
+        Bytes bytes;
+        put(bytes, {.kind = FrameKind::failure, .nbytes = failure(code).size()}, failure(code));
+        write("control-failure-" + std::to_string(static_cast<int>(code)), bytes);
     }
     struct {
         std::uint32_t magic = 0x504c4332, step = 0;
@@ -271,7 +272,7 @@ void one_round(Bytes control, Bytes bulk, bool collective, Chance& chance) {
         const std::int32_t steps[] = {1, 0, 1, 1, 0, 1, 1, 0, 0};
         call.schedule = Schedule::make(1, 1, 0, 2, steps);
         const Outcome outcome = executor.run(call, nullptr, false);
-        CHECK(outcome.code != Code::timed_out || outcome.reporter == 1);
+        CHECK(outcome.code != OutcomeCode::timed_out || outcome.reporter == 1);
     }
     for (const auto& request : requests) CHECK(messenger.wait(request, kHung, nullptr));
     messenger.close();
@@ -297,22 +298,23 @@ void every_stream_of_bytes_ends_in_an_orderly_failure(std::size_t rounds, std::u
 void a_damaged_verdict_is_decoded_whole_or_not_at_all(std::size_t rounds, std::uint64_t seed) {
     Chance chance(seed);
     std::vector<Recorded> corpus;
-    for (const Code code : {Code::mismatch, Code::timed_out, Code::peer_lost, Code::interrupted}) {
-        corpus.push_back({"verdict", verdict(code)});
+    for (const OutcomeCode code :
+         {OutcomeCode::mismatch, OutcomeCode::timed_out, OutcomeCode::peer_lost, OutcomeCode::interrupted}) {
+        corpus.push_back({"failure", failure(code)});
         CHECK(decode(corpus.back().bytes, 2));
     }
     for (std::size_t i = 0; i < rounds; ++i) {
         const Bytes bytes = mutated(corpus, chance.below(corpus.size()), chance);
         const auto outcome = decode(bytes, 2);
         if (!outcome) continue;
-        CHECK(outcome->code != Code::ok && outcome->reporter >= 0 && outcome->reporter < 2);
+        CHECK(outcome->code != OutcomeCode::ok && outcome->reporter >= 0 && outcome->reporter < 2);
         for (const auto* ranks : {&outcome->missing, &outcome->gone, &outcome->left, &outcome->waiting})
             for (const int rank : *ranks) CHECK(rank >= 0 && rank < 2);
         CHECK(outcome->split_from >= -1 && outcome->split_from < 2 && outcome->split_to >= -1 && outcome->split_to < 2);
-        for (const CallHeader& call : outcome->calls) CHECK(is_sound(call));
-        if (outcome->code == Code::mismatch) CHECK(outcome->calls.size() == 2);
-        if (outcome->code == Code::timed_out) CHECK(outcome->calls.empty() || outcome->calls.size() == 2);
-        if (outcome->code == Code::peer_lost) CHECK(!outcome->gone.empty());
+        for (const CallHeader& call : outcome->calls) CHECK(is_valid(call));
+        if (outcome->code == OutcomeCode::mismatch) CHECK(outcome->calls.size() == 2);
+        if (outcome->code == OutcomeCode::timed_out) CHECK(outcome->calls.empty() || outcome->calls.size() == 2);
+        if (outcome->code == OutcomeCode::peer_lost) CHECK(!outcome->gone.empty());
     }
 }
 

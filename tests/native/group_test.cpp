@@ -22,7 +22,7 @@ constexpr std::int64_t kHung = 60 * kSecond;  // a limit that no test reaches un
 
 struct Rank {
     int rank;
-    shm::Mesh& mesh;
+    shm::HostMesh& mesh;
     Group& group;
 };
 
@@ -30,7 +30,7 @@ void pause(int ms) {
     std::this_thread::sleep_for(std::chrono::milliseconds(ms));
 }
 
-using Where = std::function<std::optional<Domain>(int rank)>;
+using Where = std::function<std::optional<LocalityDomain>(int rank)>;
 
 void with_ranks(int n, const std::function<void(Rank)>& body, const Where& where = [](int) { return std::nullopt; }) {
     const auto directory = shm::HostDirectory::create(n);
@@ -38,7 +38,7 @@ void with_ranks(int n, const std::function<void(Rank)>& body, const Where& where
     std::vector<std::thread> threads;
     for (int r = 0; r < n; ++r)
         threads.emplace_back([&, r] {
-            shm::Mesh mesh(r, directory);
+            shm::HostMesh mesh(r, directory);
             std::vector<int> members;
             for (int m = 0; m < n; ++m) members.push_back(m);
             const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kHung);
@@ -75,7 +75,7 @@ void sums_are_right_for_every_size() {
             for (const std::size_t count : {0, 1, 18, 19, 1024, 1025, 50'000}) {
                 std::vector<float> values(count, static_cast<float>(at.rank + 1));
                 Call call = sum_of(values);
-                CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+                CHECK(at.group.run(call, nullptr, false).code == OutcomeCode::ok);
                 for (const float value : values) CHECK(value == static_cast<float>(n * (n + 1) / 2));
             }
         });
@@ -100,7 +100,7 @@ void a_sum_out_of_place_follows_the_tree_and_leaves_its_input() {
                 auto* const bytes = reinterpret_cast<std::uint8_t*>(input.data());
                 const std::size_t first = count / 3 * 4;
                 call.inputs.emplace_back(std::vector<ByteRange>{{bytes, first}, {bytes + first, 4 * count - first}});
-                CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+                CHECK(at.group.run(call, nullptr, false).code == OutcomeCode::ok);
                 for (const float value : input) CHECK(value == mine);
                 for (const float value : output) CHECK(value == in_the_order_of_the_tree(0, n));
             }
@@ -116,25 +116,25 @@ void sums_in_blocks_have_the_bits_of_those_without() {
                 for (const std::size_t count : {8192, 8193, 50'000}) {
                     std::vector<float> values(count, at.rank == 0 ? 16777216.0f : 1.0f);
                     Call sum = sum_of(values);
-                    CHECK(at.group.run(sum, nullptr, false).code == Code::ok);
+                    CHECK(at.group.run(sum, nullptr, false).code == OutcomeCode::ok);
                     for (const float value : values) CHECK(value == in_the_order_of_the_tree(0, n));
 
                     std::vector<float> means(count, static_cast<float>(at.rank));
                     Call mean = sum_of(means);
                     mean.reduce_op = ReduceOp::avg;
-                    CHECK(at.group.run(mean, nullptr, false).code == Code::ok);
+                    CHECK(at.group.run(mean, nullptr, false).code == OutcomeCode::ok);
                     for (const float value : means) CHECK(value == static_cast<float>(n - 1) / 2);
 
                     std::vector<float> to_one(count, static_cast<float>(at.rank + 1));
                     Call reduce = sum_of(to_one);
                     reduce.operation = Operation::reduce;
                     reduce.root = n - 1;
-                    CHECK(at.group.run(reduce, nullptr, false).code == Code::ok);
+                    CHECK(at.group.run(reduce, nullptr, false).code == OutcomeCode::ok);
                     const int wanted = at.rank == n - 1 ? n * (n + 1) / 2 : at.rank + 1;
                     for (const float value : to_one) CHECK(value == static_cast<float>(wanted));
                 }
             },
-            [in_node = in_node](int rank) { return Domain{rank / in_node, -1}; });
+            [in_node = in_node](int rank) { return LocalityDomain{rank / in_node, -1}; });
 }
 
 void a_call_is_made_again_from_the_front() {
@@ -150,7 +150,7 @@ void a_call_is_made_again_from_the_front() {
                     std::fill(input.begin(), input.end(), static_cast<float>(made * (at.rank + 1)));
                     call.inputs[0].rewind();
                     call.outputs[0].rewind();
-                    CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+                    CHECK(at.group.run(call, nullptr, false).code == OutcomeCode::ok);
                     for (const float value : output) CHECK(value == static_cast<float>(made * n * (n + 1) / 2));
                 }
             }
@@ -158,17 +158,17 @@ void a_call_is_made_again_from_the_front() {
 }
 
 void a_thread_says_once_that_it_will_wait() {
-    std::atomic<int> told{0};
-    with_ranks(2, [&told](Rank at) {
-        const std::function<void()> tell = [&told] { told.fetch_add(1); };
+    std::atomic<int> cause{0};
+    with_ranks(2, [&cause](Rank at) {
+        const std::function<void()> tell = [&cause] { cause.fetch_add(1); };
         std::vector<float> values(3, 1.0f);
         Call call = sum_of(values);
         if (at.rank == 0) call.before_waiting = &tell;
-        while (at.rank == 1 && told.load() == 0) std::this_thread::yield();
-        CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+        while (at.rank == 1 && cause.load() == 0) std::this_thread::yield();
+        CHECK(at.group.run(call, nullptr, false).code == OutcomeCode::ok);
         CHECK(call.before_waiting == nullptr && values[0] == 2.0f);
     });
-    CHECK(told.load() == 1);
+    CHECK(cause.load() == 1);
 }
 
 void a_mismatch_fails_alike_and_leaves_the_group_usable() {
@@ -176,12 +176,12 @@ void a_mismatch_fails_alike_and_leaves_the_group_usable() {
         std::vector<float> values(at.rank == 1 ? 7 : 8, 1.0f);
         Call wrong = sum_of(values);
         const Outcome outcome = at.group.run(wrong, nullptr, false);
-        CHECK(outcome.code == Code::mismatch);
+        CHECK(outcome.code == OutcomeCode::mismatch);
         CHECK(outcome.calls.size() == 3 && outcome.calls[0].count == 8 && outcome.calls[1].count == 7);
         for (const float value : values) CHECK(value == 1.0f);
         std::vector<float> again(9000, 1.0f);
         Call right = sum_of(again);
-        CHECK(at.group.run(right, nullptr, false).code == Code::ok);
+        CHECK(at.group.run(right, nullptr, false).code == OutcomeCode::ok);
         CHECK(again[8999] == 3.0f);
     });
 }
@@ -189,10 +189,10 @@ void a_mismatch_fails_alike_and_leaves_the_group_usable() {
 // Rank 0 comes when rank 1 waits, so that only rank 2 is missing.
 void a_missing_rank_is_named_after_the_timeout() {
     std::atomic<bool> waits{false};
-    std::atomic<int> told{0};
+    std::atomic<int> cause{0};
     with_ranks(3, [&](Rank at) {
         if (at.rank == 2) {
-            while (told < 2) pause(1);
+            while (cause < 2) pause(1);
             return;
         }
         if (at.rank == 0)
@@ -203,11 +203,11 @@ void a_missing_rank_is_named_after_the_timeout() {
             return false;
         };
         const Outcome outcome = at.group.run(call, saying, false);
-        CHECK(outcome.code == Code::timed_out);
+        CHECK(outcome.code == OutcomeCode::timed_out);
         CHECK((outcome.missing == std::vector<int>{2}));
         Call later = barrier(kHung);
-        CHECK(at.group.run(later, nullptr, false).code == Code::timed_out);  // permanently broken
-        ++told;
+        CHECK(at.group.run(later, nullptr, false).code == OutcomeCode::timed_out);  // permanently broken
+        ++cause;
     });
 }
 
@@ -216,11 +216,11 @@ void a_call_that_failed_for_some_fails_for_those_who_come_late() {
     std::atomic<int> called{0};
     with_ranks(4, [&](Rank at) {
         Call first = barrier(kHung);
-        CHECK(at.group.run(first, nullptr, false).code == Code::ok);
+        CHECK(at.group.run(first, nullptr, false).code == OutcomeCode::ok);
         while (at.rank > 1 && called < at.rank) pause(1);
         Call call = barrier(kSecond);  // long enough for the first two to come together
         const Outcome outcome = at.group.run(call, nullptr, false);
-        CHECK(outcome.code == Code::timed_out && !outcome.came);
+        CHECK(outcome.code == OutcomeCode::timed_out && !outcome.has_begun);
         CHECK((outcome.missing == std::vector<int>{2, 3}));
         CHECK((outcome.reporter == -1 || outcome.reporter < 2) && (at.rank < 2 || outcome.reporter >= 0));
         ++called;
@@ -244,11 +244,11 @@ void a_call_that_others_completed_is_completed_after_they_failed() {
         if (at.rank == 1)
             while (!held) pause(1);
         Call first = barrier(kHung);
-        CHECK(at.group.run(first, at.rank == 0 ? hold_up(held, failed) : nullptr, false).code == Code::ok);
+        CHECK(at.group.run(first, at.rank == 0 ? hold_up(held, failed) : nullptr, false).code == OutcomeCode::ok);
         if (at.rank == 1)
             while (!failed) pause(1);
         Call second = barrier(kSecond / 5);
-        CHECK(at.group.run(second, nullptr, false).code == Code::timed_out);
+        CHECK(at.group.run(second, nullptr, false).code == OutcomeCode::timed_out);
         failed = true;
     });
 }
@@ -265,7 +265,7 @@ void a_rank_that_stops_in_a_call_has_come() {
         }
         const Outcome outcome = at.group.run(call, at.rank == 1 ? hold_up(held, failed) : nullptr, false);
         failed = true;
-        CHECK(outcome.code == Code::timed_out && outcome.came && (outcome.missing == std::vector<int>{1}));
+        CHECK(outcome.code == OutcomeCode::timed_out && outcome.has_begun && (outcome.missing == std::vector<int>{1}));
     });
 }
 
@@ -274,7 +274,7 @@ void a_rank_that_left_is_named() {
         if (at.rank == 1) return;
         Call call = barrier(kHung);
         const Outcome outcome = at.group.run(call, nullptr, false);
-        CHECK(outcome.code == Code::peer_lost);
+        CHECK(outcome.code == OutcomeCode::peer_lost);
         CHECK((outcome.missing == std::vector<int>{1} && outcome.left == std::vector<int>{1}));
     });
 }
@@ -294,7 +294,7 @@ void every_rank_receives_its_parts() {
             call.inputs.emplace_back(std::vector<ByteRange>{{out[r].data(), out[r].size()}});
             call.outputs.emplace_back(std::vector<ByteRange>{{in[r].data(), in[r].size()}});
         }
-        CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+        CHECK(at.group.run(call, nullptr, false).code == OutcomeCode::ok);
         for (std::size_t r = 0; r < 3; ++r)
             for (const std::uint8_t byte : in[r]) CHECK(byte == 10 * r + static_cast<std::size_t>(at.rank));
     });
@@ -303,7 +303,7 @@ void every_rank_receives_its_parts() {
 void an_abort_ends_the_calls_of_every_rank() {
     std::atomic<int> waiting{0};
     with_ranks(3, [&](Rank at) {
-        CHECK(at.group.failure() == Code::ok);
+        CHECK(at.group.failure() == OutcomeCode::ok);
         Call call = barrier(kHung);
         if (at.rank == 2) {
             while (waiting != 2) std::this_thread::yield();
@@ -315,17 +315,17 @@ void an_abort_ends_the_calls_of_every_rank() {
         const auto started = std::chrono::steady_clock::now();
         const Outcome outcome = at.group.run(call, nullptr, false);
         CHECK(std::chrono::steady_clock::now() - started < std::chrono::nanoseconds(kHung / 3));
-        CHECK(outcome.code == Code::aborted && outcome.reporter == 2);
+        CHECK(outcome.code == OutcomeCode::aborted && outcome.reporter == 2);
         Call later = barrier(kHung);
-        CHECK(at.group.run(later, nullptr, false).code == Code::aborted);
-        CHECK(at.group.failure() == Code::aborted);
+        CHECK(at.group.run(later, nullptr, false).code == OutcomeCode::aborted);
+        CHECK(at.group.failure() == OutcomeCode::aborted);
     });
 }
 
 void an_abort_on_another_thread_ends_the_own_call() {
     with_ranks(2, [](Rank at) {
         if (at.rank == 1) {  // makes no call, so only the abort can end the other one's
-            while (at.group.failure() == Code::ok) std::this_thread::yield();
+            while (at.group.failure() == OutcomeCode::ok) std::this_thread::yield();
             return;
         }
         std::thread aborting([&] {
@@ -334,7 +334,7 @@ void an_abort_on_another_thread_ends_the_own_call() {
         });
         Call call = barrier(kHung);
         const Outcome outcome = at.group.run(call, nullptr, false);
-        CHECK(outcome.code == Code::aborted && outcome.reporter == 0);
+        CHECK(outcome.code == OutcomeCode::aborted && outcome.reporter == 0);
         aborting.join();
     });
 }
@@ -361,7 +361,7 @@ void calls_without_data_succeed() {
                 call.timeout_ns = kHung;
                 call.inputs.resize(has_inputs ? static_cast<std::size_t>(n) : operation == Operation::all_gather);
                 call.outputs.resize(has_outputs ? static_cast<std::size_t>(n) : 1);
-                CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+                CHECK(at.group.run(call, nullptr, false).code == OutcomeCode::ok);
             }
         });
 }
@@ -375,7 +375,7 @@ void many_calls_in_a_row_move_the_data_of_their_own() {
                 for (const std::size_t count : {512, 700, 1024, 9000}) {
                     std::vector<float> values(count, static_cast<float>(at.rank + i));
                     Call sum = sum_of(values);
-                    CHECK(at.group.run(sum, nullptr, false).code == Code::ok);
+                    CHECK(at.group.run(sum, nullptr, false).code == OutcomeCode::ok);
                     const auto expected = static_cast<float>(n * (n - 1) / 2 + n * i);
                     CHECK(std::all_of(values.begin(), values.end(), [=](float each) { return each == expected; }));
 
@@ -386,7 +386,7 @@ void many_calls_in_a_row_move_the_data_of_their_own() {
                     gather.timeout_ns = kHung;
                     gather.inputs.push_back(bytes_of(values));
                     for (std::vector<float>& each : gathered) gather.outputs.push_back(bytes_of(each));
-                    CHECK(at.group.run(gather, nullptr, false).code == Code::ok);
+                    CHECK(at.group.run(gather, nullptr, false).code == OutcomeCode::ok);
                     for (int r = 0; r < n; ++r)
                         for (const float each : gathered[static_cast<std::size_t>(r)])
                             CHECK(each == static_cast<float>(r * i));
@@ -399,11 +399,11 @@ void an_update_is_applied_to_sums_that_are_stored_or_not() {
         with_ranks(n, [n](Rank at) {
             for (const std::size_t count : {1, 1023, 1024, 3 * 1024, 3 * 1024 + 1, 50'000}) {
                 std::vector<float> mine(count, static_cast<float>(at.rank + 1)), sums(count), params(count, 1.0F);
-                update::Options plain;
+                update::UpdateOptions plain;
                 plain.lr = 1;
                 const auto update = std::make_shared<update::Update>(
-                    DType::f32, std::vector<update::Run>{{reinterpret_cast<std::uint8_t*>(params.data()), nullptr,
-                                                          nullptr, nullptr, 4 * count, 0}});
+                    DType::f32, std::vector<update::ParameterRange>{{reinterpret_cast<std::uint8_t*>(params.data()),
+                                                                     nullptr, nullptr, nullptr, 4 * count, 0}});
                 update->begin({plain});
                 Call call;
                 call.operation = Operation::reduce_scatter;
@@ -415,7 +415,7 @@ void an_update_is_applied_to_sums_that_are_stored_or_not() {
                 const bool stores = at.rank % 2 == 0;
                 if (stores) call.outputs.push_back(bytes_of(sums));
                 call.update = update;
-                CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+                CHECK(at.group.run(call, nullptr, false).code == OutcomeCode::ok);
                 const auto sum = static_cast<float>(n * (n + 1) / 2);
                 for (const float param : params) CHECK(param == 1.0F - sum);
                 for (const float each : sums) CHECK(each == (stores ? sum : 0.0F));

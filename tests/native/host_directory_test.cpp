@@ -26,7 +26,7 @@ using namespace paceline::shm;
 
 constexpr std::chrono::seconds kHung{60};  // a limit that no test reaches unless something hangs
 
-Mesh::Deadline in_time() {
+HostMesh::Deadline in_time() {
     return std::chrono::steady_clock::now() + kHung;
 }
 
@@ -47,7 +47,7 @@ void end_with_a_pulse(const HostDirectory& directory, int rank) {
     }).join();
 }
 
-void await(const HostDirectory& directory, int rank, State state) {
+void await(const HostDirectory& directory, int rank, RankState state) {
     const auto until = in_time();
     while (directory.entry(rank).state.load() != state) {
         CHECK(std::chrono::steady_clock::now() < until);
@@ -58,14 +58,14 @@ void await(const HostDirectory& directory, int rank, State state) {
 void the_end_of_a_pulse_is_noticed(bool waits_for_many) {
     const auto directory = directory_of(3);
     RegionExchange listens;  // for longer than the watch, which else sees its end too
-    std::promise<void> told;
-    DeathWatch watch(directory, 0, [&told] { told.set_value(); }, waits_for_many);
+    std::promise<void> notified;
+    FailureDetector watch(directory, 0, [&notified] { notified.set_value(); }, waits_for_many);
     directory->entry(2).listener = listens.listener_name();
     directory->arrive(0);
     directory->arrive(2);
     end_with_a_pulse(*directory, 1);
-    told.get_future().wait();
-    CHECK(directory->entry(1).state == State::lost && directory->entry(2).state == State::present);
+    notified.get_future().wait();
+    CHECK(directory->entry(1).state == RankState::lost && directory->entry(2).state == RankState::present);
 }
 
 // Rank 0 waits for the futexes of ranks 1 to kMaxWatchers only; of others it hears, or it looks now and then.
@@ -73,37 +73,37 @@ void an_end_is_noticed_by_ranks_that_do_not_wait_for_it() {
     const int ranks = kMaxWatchers + 10, dead = kMaxWatchers + 5;
     const auto directory = directory_of(ranks);
     RegionExchange listens;
-    std::promise<void> told;
-    DeathWatch watch(directory, 0, [&told] { told.set_value(); });
+    std::promise<void> notified;
+    FailureDetector watch(directory, 0, [&notified] { notified.set_value(); });
     for (int r = 0; r < ranks; ++r) {
         if (r == dead) continue;
         directory->entry(r).listener = listens.listener_name();
         directory->arrive(r);
     }
     end_with_a_pulse(*directory, dead);
-    told.get_future().wait();
-    CHECK(directory->entry(dead).state == State::lost);
+    notified.get_future().wait();
+    CHECK(directory->entry(dead).state == RankState::lost);
 }
 
 void a_rank_without_a_pulse_lives_as_long_as_it_listens() {
     const auto directory = directory_of(2);
-    std::promise<void> told;
-    DeathWatch watch(directory, 0, [&told] { told.set_value(); });
+    std::promise<void> notified;
+    FailureDetector watch(directory, 0, [&notified] { notified.set_value(); });
     auto exchange = std::make_unique<RegionExchange>();
     directory->entry(1).listener = exchange->listener_name();
     directory->arrive(0);
     directory->arrive(1);
-    auto change = told.get_future();
+    auto change = notified.get_future();
     CHECK(change.wait_for(std::chrono::milliseconds(50)) == std::future_status::timeout);
     exchange.reset();
     change.wait();
-    CHECK(directory->entry(1).state == State::lost);
+    CHECK(directory->entry(1).state == RankState::lost);
 }
 
 void a_rank_that_left_is_not_lost() {
     const auto directory = directory_of(2);
     std::atomic<int> changes{0};
-    DeathWatch watch(directory, 0, [&changes] { ++changes; });
+    FailureDetector watch(directory, 0, [&changes] { ++changes; });
     directory->arrive(0);
     RobustFutexes futexes(*directory, 1);
     std::thread([&] {
@@ -114,32 +114,32 @@ void a_rank_that_left_is_not_lost() {
     const auto until = in_time();
     while (changes == 0) CHECK(std::chrono::steady_clock::now() < until);
     watch.close();
-    CHECK(directory->entry(1).state == State::left && changes == 1);
+    CHECK(directory->entry(1).state == RankState::left && changes == 1);
 }
 
 void a_process_that_is_killed_is_lost_at_once() {
     const auto directory = directory_of(2);
     const pid_t child = fork();
     if (child == 0) {
-        Mesh mesh(1, directory);
+        HostMesh mesh(1, directory);
         for (;;) pause();
     }
-    Mesh mesh(0, directory);
+    HostMesh mesh(0, directory);
     CHECK(mesh.directory().absent(kHung).empty());
     CHECK(!mesh.is_gone(1));
     kill(child, SIGKILL);
-    await(*directory, 1, State::lost);
+    await(*directory, 1, RankState::lost);
     CHECK(mesh.has_died(1) && !mesh.has_left(1));
     CHECK(waitpid(child, nullptr, 0) == child);
 }
 
 // Calls `body` with the mesh of each of n ranks, on a thread each.
-void with_meshes(int n, const std::function<void(Mesh&)>& body) {
+void with_meshes(int n, const std::function<void(HostMesh&)>& body) {
     const auto directory = directory_of(n);
     std::vector<std::thread> threads;
     for (int r = 0; r < n; ++r)
         threads.emplace_back([&, r] {
-            Mesh mesh(r, directory);
+            HostMesh mesh(r, directory);
             CHECK(directory->absent(kHung).empty());
             body(mesh);
             mesh.close();
@@ -150,11 +150,11 @@ void with_meshes(int n, const std::function<void(Mesh&)>& body) {
 void a_region_reaches_whoever_asks_for_it_even_before_it_is_offered() {
     std::atomic<int> asked{0};
     std::atomic<int> served{0};
-    with_meshes(3, [&](Mesh& mesh) {
+    with_meshes(3, [&](HostMesh& mesh) {
         constexpr RegionId kId = 7;
         if (mesh.rank() != 0) {
             ++asked;
-            const Found found = mesh.fetch(0, kId, in_time());
+            const FetchResult found = mesh.fetch(0, kId, in_time());
             CHECK(found.segment && found.segment->size() == 5000 && found.segment->fd() < 0);
             CHECK(found.segment->data()[4999] == 42);
             ++served;
@@ -171,7 +171,7 @@ void a_region_reaches_whoever_asks_for_it_even_before_it_is_offered() {
 
 void a_region_is_kept_until_its_owner_withdraws_it() {
     std::promise<void> kept;
-    with_meshes(2, [&](Mesh& mesh) {
+    with_meshes(2, [&](HostMesh& mesh) {
         constexpr RegionId kId = 7;
         if (mesh.rank() == 0) {
             mesh.offer(kId, Segment::create(5000));
@@ -190,7 +190,7 @@ void a_region_is_kept_until_its_owner_withdraws_it() {
 }
 
 void nobody_gets_a_region_without_the_key() {
-    with_meshes(2, [](Mesh& mesh) {
+    with_meshes(2, [](HostMesh& mesh) {
         constexpr RegionId kId = 7;
         if (mesh.rank() == 0) {
             mesh.offer(kId, Segment::create(5000));
@@ -198,26 +198,26 @@ void nobody_gets_a_region_without_the_key() {
             return;
         }
         CHECK(mesh.fetch(0, kId, in_time()).segment);
-        Request request{mesh.directory().key(), Request::Kind::fetch, 1, kId};
+        RegionRequest request{mesh.directory().key(), RegionRequest::Kind::fetch, 1, kId};
         request.key[31] = static_cast<std::uint8_t>(request.key[31] ^ 1);
         const auto soon = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
-        const Received received =
-            RegionExchange::ask(mesh.directory().entry(0).listener, request, soon, [] { return false; });
+        const RegionReply received =
+            RegionExchange::request_region(mesh.directory().entry(0).listener, request, soon, [] { return false; });
         CHECK(!received.segment && received.failure == ETIMEDOUT);
     });
 }
 
 void nobody_waits_for_a_region_of_a_rank_that_is_gone() {
-    with_meshes(2, [](Mesh& mesh) {
+    with_meshes(2, [](HostMesh& mesh) {
         if (mesh.rank() == 0) return;
-        const Found found = mesh.fetch(0, 7, in_time());
-        CHECK(!found.segment && found.shortage == 0);
+        const FetchResult found = mesh.fetch(0, 7, in_time());
+        CHECK(!found.segment && found.error == 0);
     });
 }
 
 void a_rank_without_descriptors_is_told_so() {
     std::promise<void> asked;
-    with_meshes(2, [&](Mesh& mesh) {
+    with_meshes(2, [&](HostMesh& mesh) {
         if (mesh.rank() == 0) {
             asked.get_future().wait();
             return;
@@ -226,15 +226,15 @@ void a_rank_without_descriptors_is_told_so() {
         CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
         const rlimit none{3, limit.rlim_max};  // as many as are always open
         CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
-        const Found found = mesh.fetch(0, 7, in_time());
+        const FetchResult found = mesh.fetch(0, 7, in_time());
         CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
-        CHECK(!found.segment && found.shortage == EMFILE);
+        CHECK(!found.segment && found.error == EMFILE);
         asked.set_value();
     });
 }
 
 void each_waiter_hears_a_doorbell_however_often_it_rings() {
-    with_meshes(2, [](Mesh& mesh) {
+    with_meshes(2, [](HostMesh& mesh) {
         if (mesh.rank() == 0) {
             while (!mesh.is_gone(1)) mesh.wake_peer(1);
             return;
@@ -252,7 +252,7 @@ void each_waiter_hears_a_doorbell_however_often_it_rings() {
 }
 
 void members_meet_in_memory_that_the_first_one_makes() {
-    with_meshes(5, [](Mesh& mesh) {
+    with_meshes(5, [](HostMesh& mesh) {
         if (mesh.rank() == 2) return;
         const auto shared = GroupSegment::open(mesh, {3, 0, 1, 4}, 9, 5 * sizeof(int), in_time());
         CHECK(shared);
@@ -264,7 +264,7 @@ void members_meet_in_memory_that_the_first_one_makes() {
 }
 
 void nobody_meets_a_member_that_is_gone() {
-    with_meshes(3, [](Mesh& mesh) {
+    with_meshes(3, [](HostMesh& mesh) {
         if (mesh.rank() == 1) return;
         const auto shared = GroupSegment::open(mesh, {0, 1, 2}, 9, 64, in_time());
         CHECK(shared || mesh.rank() == 2);  // rank 0, who has the memory, may have given up and gone before
@@ -274,19 +274,19 @@ void nobody_meets_a_member_that_is_gone() {
 
 // Those that come late to memory that its maker has given up must not wait for it.
 void what_was_given_up_is_not_waited_for() {
-    std::promise<void> given_up;
+    std::promise<void> is_canceled;
     const auto started = std::chrono::steady_clock::now();
-    with_meshes(2, [&](Mesh& mesh) {
+    with_meshes(2, [&](HostMesh& mesh) {
         if (mesh.rank() == 0) {
             const auto shared = GroupSegment::open(mesh, {0, 1}, 9, 64, in_time());
             CHECK(shared && !shared->wait_for_all(std::chrono::steady_clock::now()));
         }
         if (mesh.rank() == 0) {
-            given_up.set_value();
+            is_canceled.set_value();
             while (!mesh.is_gone(1)) std::this_thread::yield();
             return;
         }
-        given_up.get_future().wait();
+        is_canceled.get_future().wait();
         CHECK(!GroupSegment::open(mesh, {0, 1}, 9, 64, in_time()));
     });
     CHECK(std::chrono::steady_clock::now() - started < kHung);
@@ -294,7 +294,7 @@ void what_was_given_up_is_not_waited_for() {
 
 void nobody_waits_for_a_member_that_has_given_up() {
     const auto started = std::chrono::steady_clock::now();
-    with_meshes(3, [](Mesh& mesh) {
+    with_meshes(3, [](HostMesh& mesh) {
         if (mesh.rank() == 1) {  // never comes, and stays until the others have gone
             while (!mesh.is_gone(0) || !mesh.is_gone(2)) std::this_thread::yield();
             return;
@@ -320,7 +320,7 @@ void a_set_of_ranks_holds_all_ranks_of_a_host() {
 int main() {
     a_set_of_ranks_holds_all_ranks_of_a_host();
     the_end_of_a_pulse_is_noticed(false);
-    if (DeathWatch::is_possible()) the_end_of_a_pulse_is_noticed(true);
+    if (FailureDetector::is_supported()) the_end_of_a_pulse_is_noticed(true);
     an_end_is_noticed_by_ranks_that_do_not_wait_for_it();
     a_rank_without_a_pulse_lives_as_long_as_it_listens();
     a_rank_that_left_is_not_lost();

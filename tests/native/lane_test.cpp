@@ -53,17 +53,17 @@ struct Sockets final : Ends {
 struct EncryptedSockets final : Ends {
     EncryptedSockets() {
         auto [first, second] = encrypted::joined();
-        a = lane_over(std::move(first));
-        b = lane_over(std::move(second));
+        a = make_lane(std::move(first));
+        b = make_lane(std::move(second));
     }
 };
 
 constexpr std::size_t kRingBytes = 256 << 10;
 
 struct OwnRing {
-    RingMarks marks;
+    RingCounters counters;
     Bytes bytes = Bytes(kRingBytes);
-    Ring ring() { return {&marks, bytes.data(), bytes.size()}; }
+    Ring ring() { return {&counters, bytes.data(), bytes.size()}; }
 };
 
 // Two rings between a and b; each end wakes the other's waiter.
@@ -332,9 +332,9 @@ void corrupt_counts_in_a_ring_do_no_harm() {
         auto pair = std::make_unique<Rings>();
         Bytes bytes(600'000);
         const ByteRange all = range(bytes, 0, bytes.size());
-        pair->there.marks.tail.store(sense);
+        pair->there.counters.tail.store(sense);
         static_cast<void>(pair->a->write({&all, 1}));
-        pair->there.marks.head.store(sense * 7);
+        pair->there.counters.head.store(sense * 7);
         static_cast<void>(pair->b->read({&all, 1}));
         static_cast<void>(pair->b->peek());
         static_cast<void>(pair->a->arm());

@@ -50,9 +50,9 @@ std::pair<int, int> connected() {
 // Whether the kernel's words about a connection come whole: of its answer qemu-user passes on the first four bytes.
 bool the_kernel_tells_all() {
     const auto [a, b] = connected();
-    std::array<std::uint8_t, 256> told;
-    socklen_t size = told.size();
-    CHECK(getsockopt(a, IPPROTO_TCP, TCP_INFO, told.data(), &size) == 0);
+    std::array<std::uint8_t, 256> tcp_info_bytes;
+    socklen_t size = tcp_info_bytes.size();
+    CHECK(getsockopt(a, IPPROTO_TCP, TCP_INFO, tcp_info_bytes.data(), &size) == 0);
     for (const int each : {a, b}) close(each);
     return size > sizeof(int);
 }
@@ -67,10 +67,10 @@ void wait_until(const std::function<bool()>& has_come) {
 // Moves bytes from one lane to the other.
 void move(Lane& from, Lane& to, std::size_t nbytes) {
     std::vector<std::uint8_t> sent(nbytes, 7), received(nbytes);
-    std::size_t written = 0, read = 0;
+    std::size_t handle = 0, read = 0;
     wait_until([&] {
-        const ByteRange rest{sent.data() + written, nbytes - written};
-        if (rest.nbytes != 0) written += static_cast<std::size_t>(from.write({&rest, 1}));
+        const ByteRange rest{sent.data() + handle, nbytes - handle};
+        if (rest.nbytes != 0) handle += static_cast<std::size_t>(from.write({&rest, 1}));
         const ByteRange missing{received.data() + read, nbytes - read};
         read += static_cast<std::size_t>(to.read({&missing, 1}));
         return read == nbytes;
@@ -92,7 +92,7 @@ void what_a_connection_carried_is_counted(bool is_encrypted) {
         encrypted::shake_hands(a, b, identity);
     }
     const record::LinkFields before = measured(first);
-    const std::unique_ptr<Lane> from = lane_over(std::move(a)), to = lane_over(std::move(b));
+    const std::unique_ptr<Lane> from = make_lane(std::move(a)), to = make_lane(std::move(b));
     move(*from, *to, kNbytes);
     wait_until([&, first = first] { return measured(first).sent_nbytes - before.sent_nbytes >= kNbytes; });
     const record::LinkFields after = measured(first);

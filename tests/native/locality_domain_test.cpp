@@ -39,7 +39,7 @@ std::filesystem::path machine() {
     return root;
 }
 
-Domain of(std::uint64_t allowed, const std::filesystem::path& root) {
+LocalityDomain of(std::uint64_t allowed, const std::filesystem::path& root) {
     Cores cores;
     cores.allowed[0] = allowed;
     return domain_of(cores, root);
@@ -63,9 +63,9 @@ struct Run {
 };
 
 std::size_t block(const std::vector<Run>& runs) {
-    std::vector<Domain> ranks;
-    for (const Run& run : runs) ranks.insert(ranks.end(), run.ranks, Domain{run.node, run.cache});
-    return block_of(ranks);
+    std::vector<LocalityDomain> ranks;
+    for (const Run& run : runs) ranks.insert(ranks.end(), run.ranks, LocalityDomain{run.node, run.cache});
+    return reduction_block(ranks);
 }
 
 void blocks_are_powers_of_two_that_fit_into_every_part() {

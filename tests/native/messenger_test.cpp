@@ -31,14 +31,14 @@ Outcome sent(Rank& at, int peer, int tag, Bytes bytes, std::int64_t timeout_ns =
     return request->outcome();
 }
 
-struct Received {
+struct ReceivedMessage {
     Outcome outcome;
     Bytes bytes;
     int source;
 };
 
-Received received(Rank& at, int peer, int tag, std::size_t nbytes, std::int64_t timeout_ns = kHung,
-                  const Interrupted& interrupted = nullptr) {
+ReceivedMessage received(Rank& at, int peer, int tag, std::size_t nbytes, std::int64_t timeout_ns = kHung,
+                         const Interrupted& interrupted = nullptr) {
     Bytes bytes(nbytes);
     const auto request = at.messenger.receive(peer, tag, DType::u8, stream_of(bytes), timeout_ns);
     CHECK(at.messenger.wait(request, 2 * kHung, interrupted));
@@ -48,9 +48,9 @@ Received received(Rank& at, int peer, int tag, std::size_t nbytes, std::int64_t 
 // No rank leaves before all have arrived here, so that departures do not affect the test.
 void meet(Rank& at) {
     for (int peer = 0; peer < at.size; ++peer)
-        if (peer != at.rank) CHECK(sent(at, peer, 1000, {}).code == Code::ok);
+        if (peer != at.rank) CHECK(sent(at, peer, 1000, {}).code == OutcomeCode::ok);
     for (int peer = 0; peer < at.size; ++peer)
-        if (peer != at.rank) CHECK(received(at, peer, 1000, 0).outcome.code == Code::ok);
+        if (peer != at.rank) CHECK(received(at, peer, 1000, 0).outcome.code == OutcomeCode::ok);
 }
 
 void messages_of_every_size_arrive_before_and_after_their_receive(Over over) {
@@ -62,10 +62,10 @@ void messages_of_every_size_arrive_before_and_after_their_receive(Over over) {
                 ++seed;
                 if ((at.rank == 0) == receiver_first) pause(2);
                 if (at.rank == 0) {
-                    CHECK(sent(at, 1, 3, pattern(nbytes, seed)).code == Code::ok);
+                    CHECK(sent(at, 1, 3, pattern(nbytes, seed)).code == OutcomeCode::ok);
                 } else {
-                    const Received got = received(at, 0, 3, nbytes);
-                    CHECK(got.outcome.code == Code::ok && got.source == 0 && got.bytes == pattern(nbytes, seed));
+                    const ReceivedMessage got = received(at, 0, 3, nbytes);
+                    CHECK(got.outcome.code == OutcomeCode::ok && got.source == 0 && got.bytes == pattern(nbytes, seed));
                 }
             }
         }
@@ -87,7 +87,7 @@ void messages_travel_between_lists_of_pieces() {
         const ByteStream stream(std::move(ranges));
         const auto request = at.rank == 0 ? at.messenger.send(1, 0, DType::u8, stream, kHung)
                                           : at.messenger.receive(0, 0, DType::u8, stream, kHung);
-        CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == Code::ok);
+        CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == OutcomeCode::ok);
         CHECK(bytes == pattern(500'000, 9));
         meet(at);
     });
@@ -118,14 +118,15 @@ void a_receive_from_any_source_takes_each_message_once() {
         if (at.rank == 0) {
             int times[3] = {0, 0, 0};
             for (int i = 0; i < 40; ++i) {
-                const Received got = received(at, kAnySource, 7, 20'000);
-                CHECK(got.outcome.code == Code::ok && got.source > 0);
+                const ReceivedMessage got = received(at, kAnySource, 7, 20'000);
+                CHECK(got.outcome.code == OutcomeCode::ok && got.source > 0);
                 CHECK(got.bytes == pattern(20'000, 100 * got.source + times[got.source]));
                 ++times[got.source];
             }
             CHECK(times[1] == 20 && times[2] == 20);
         } else {
-            for (int i = 0; i < 20; ++i) CHECK(sent(at, 0, 7, pattern(20'000, 100 * at.rank + i)).code == Code::ok);
+            for (int i = 0; i < 20; ++i)
+                CHECK(sent(at, 0, 7, pattern(20'000, 100 * at.rank + i)).code == OutcomeCode::ok);
         }
         meet(at);
     });
@@ -152,7 +153,7 @@ void a_receive_may_be_made_while_its_message_comes(Over over) {
             Bytes bytes(900);
             const auto request = at.messenger.receive(0, 4, DType::u8, stream_of(bytes), kSecond);
             is_posted = true;
-            CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == Code::ok);
+            CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == OutcomeCode::ok);
             CHECK(request->source() == 0 && bytes == pattern(900, 1));
         }
     });
@@ -162,15 +163,16 @@ void a_message_that_does_not_fit_fails_alone() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         for (const std::size_t nbytes : {std::size_t{100}, std::size_t{100'000}}) {
             if (at.rank == 0) {
-                const Code told = sent(at, 1, 0, pattern(nbytes, 1)).code;
-                CHECK(told == (nbytes == 100 ? Code::ok : Code::mismatch));  // a small message had been sent
+                const OutcomeCode notified = sent(at, 1, 0, pattern(nbytes, 1)).code;
+                CHECK(notified ==
+                      (nbytes == 100 ? OutcomeCode::ok : OutcomeCode::mismatch));  // a small message had been sent
             } else {
                 const Outcome outcome = received(at, 0, 0, nbytes + 1).outcome;
-                CHECK(outcome.code == Code::mismatch && outcome.split_from == 0 && outcome.split_to == 1);
+                CHECK(outcome.code == OutcomeCode::mismatch && outcome.split_from == 0 && outcome.split_to == 1);
                 CHECK(outcome.split_sent == nbytes && outcome.split_expected == nbytes + 1);
             }
             if (at.rank == 0)
-                CHECK(sent(at, 1, 0, pattern(nbytes, 2)).code == Code::ok);
+                CHECK(sent(at, 1, 0, pattern(nbytes, 2)).code == OutcomeCode::ok);
             else
                 CHECK(received(at, 0, 0, nbytes).bytes == pattern(nbytes, 2));
         }
@@ -193,7 +195,7 @@ void many_messages_may_be_outstanding_both_ways() {
         for (std::size_t i = 0; i < kMany; ++i)
             requests.push_back(at.messenger.receive(1 - at.rank, 0, DType::u8, stream_of(in[i]), kHung));
         for (const auto& request : requests)
-            CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == Code::ok);
+            CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == OutcomeCode::ok);
         for (std::size_t i = 0; i < kMany; ++i)
             CHECK(in[i] == pattern(i * 37 % 40'000, static_cast<int>(i) + 1 - at.rank));
         meet(at);
@@ -207,12 +209,12 @@ void unmatched_offers_are_bounded() {
             std::vector<std::shared_ptr<Request>> requests;
             for (std::size_t i = 0; i <= kMaxOffers; ++i)
                 requests.push_back(at.messenger.send(1, 0, DType::u8, stream_of(bytes), kHung));
-            CHECK(requests.back()->done() && requests.back()->outcome().code == Code::too_many_offers);
+            CHECK(requests.back()->done() && requests.back()->outcome().code == OutcomeCode::too_many_offers);
             CHECK(!requests[kMaxOffers - 1]->done());
             CHECK(at.messenger.wait(requests.front(), kHung, nullptr));
-            CHECK(sent(at, 1, 0, bytes).code != Code::too_many_offers);
+            CHECK(sent(at, 1, 0, bytes).code != OutcomeCode::too_many_offers);
         } else {
-            CHECK(received(at, 0, 0, bytes.size()).outcome.code == Code::ok);
+            CHECK(received(at, 0, 0, bytes.size()).outcome.code == OutcomeCode::ok);
             at.messenger.close();
         }
     });
@@ -226,7 +228,7 @@ void threads_of_one_rank_may_wait_at_the_same_time() {
                 for (int i = 0; i < 30; ++i) {
                     const std::size_t nbytes = i % 3 == 0 ? 50'000 : 100;
                     if ((at.rank + tag) % 2 == 0)
-                        CHECK(sent(at, 1 - at.rank, tag, pattern(nbytes, i)).code == Code::ok);
+                        CHECK(sent(at, 1 - at.rank, tag, pattern(nbytes, i)).code == OutcomeCode::ok);
                     else
                         CHECK(received(at, 1 - at.rank, tag, nbytes).bytes == pattern(nbytes, i));
                 }
@@ -239,48 +241,48 @@ void threads_of_one_rank_may_wait_at_the_same_time() {
 void a_wait_can_be_interrupted_while_another_thread_drives() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         if (at.rank == 1) {
-            CHECK(received(at, 0, 5, 1).outcome.code == Code::interrupted);  // is told
+            CHECK(received(at, 0, 5, 1).outcome.code == OutcomeCode::interrupted);  // is told
             return;
         }
-        std::thread driver([&at] { CHECK(received(at, 1, 1, 10).outcome.code == Code::interrupted); });
+        std::thread driver([&at] { CHECK(received(at, 1, 1, 10).outcome.code == OutcomeCode::interrupted); });
         pause(100);
         Bytes bytes(10);
         const auto request = at.messenger.receive(1, 2, DType::u8, stream_of(bytes), kHung);
         const auto started = Clock::now();
         CHECK(at.messenger.wait(request, kHung, [&] { return seconds_since(started) > 0.1; }));
-        CHECK(request->outcome().code == Code::interrupted && seconds_since(started) < kSoonS);
+        CHECK(request->outcome().code == OutcomeCode::interrupted && seconds_since(started) < kSoonS);
         driver.join();
     });
 }
 
 void a_timeout_names_the_missing_rank_while_others_talk() {
-    std::atomic<int> told = 0;
+    std::atomic<int> notified = 0;
     with_ranks(3, 1, Over::sockets, [&](Rank at) {
         if (at.rank == 2) {
-            while (told < 2) pause(1);
+            while (notified < 2) pause(1);
             return;
         }
         if (at.rank == 1) {
             // Sends without a pause for as long as it can.
             const Bytes word(100);
-            while (sent(at, 0, 1, word).code == Code::ok) {
+            while (sent(at, 0, 1, word).code == OutcomeCode::ok) {
             }
             const auto failure = at.messenger.failure();
-            CHECK(failure && failure->code == Code::timed_out && failure->reporter == 0);
+            CHECK(failure && failure->code == OutcomeCode::timed_out && failure->reporter == 0);
             CHECK((failure->missing == std::vector<int>{2}));
-            ++told;
+            ++notified;
             return;
         }
         const auto started = Clock::now();
         std::thread listener([&at] {
-            while (received(at, 1, 1, 100).outcome.code == Code::ok) {
+            while (received(at, 1, 1, 100).outcome.code == OutcomeCode::ok) {
             }
         });
         const Outcome outcome = received(at, 2, 0, 10, 300 * kMs).outcome;
-        CHECK(outcome.code == Code::timed_out && (outcome.missing == std::vector<int>{2}));
+        CHECK(outcome.code == OutcomeCode::timed_out && (outcome.missing == std::vector<int>{2}));
         CHECK(outcome.waited_ns >= 300 * kMs && seconds_since(started) < kSoonS);
         listener.join();
-        ++told;
+        ++notified;
     });
 }
 
@@ -290,7 +292,7 @@ void a_rank_that_left_is_distinguished_from_one_that_died(Over over) {
         with_ranks(2, 1, over, [waits, &closed](Rank at) {
             meet(at);
             if (at.rank == 1) {
-                CHECK(sent(at, 0, 0, pattern(100, 1)).code == Code::ok);
+                CHECK(sent(at, 0, 0, pattern(100, 1)).code == OutcomeCode::ok);
                 at.messenger.close();
                 closed = true;
                 return;
@@ -302,8 +304,8 @@ void a_rank_that_left_is_distinguished_from_one_that_died(Over over) {
             }
             CHECK(received(at, 1, 0, 100).bytes == pattern(100, 1));  // what it sent before has arrived
             const Outcome outcome = received(at, 1, 0, 10).outcome;
-            CHECK(outcome.code == Code::peer_lost && (outcome.left == std::vector<int>{1}));
-            CHECK(sent(at, 1, 0, {}).code == Code::peer_lost);
+            CHECK(outcome.code == OutcomeCode::peer_lost && (outcome.left == std::vector<int>{1}));
+            CHECK(sent(at, 1, 0, {}).code == OutcomeCode::peer_lost);
             CHECK(!at.messenger.failure());  // the other ranks continue without it
         });
     }
@@ -324,7 +326,7 @@ void a_goodbye_is_heard_though_a_frame_crosses_it() {
         constexpr int kMany = 4;
         constexpr std::size_t kLong = 16 << 10;  // together more than the other end holds
         if (at.rank == 0) {
-            for (int i = 0; i < kMany; ++i) CHECK(sent(at, 1, 0, pattern(kLong, i)).code == Code::ok);
+            for (int i = 0; i < kMany; ++i) CHECK(sent(at, 1, 0, pattern(kLong, i)).code == OutcomeCode::ok);
             leaving = at.lanes.peer(1).control->descriptor();
             return;
         }
@@ -336,7 +338,7 @@ void a_goodbye_is_heard_though_a_frame_crosses_it() {
         at.messenger.announce(header);
         for (int i = 0; i < kMany; ++i) CHECK(received(at, 0, 0, kLong).bytes == pattern(kLong, i));
         const Outcome outcome = received(at, 0, 0, 10).outcome;
-        CHECK(outcome.code == Code::peer_lost && (outcome.left == std::vector<int>{0}));
+        CHECK(outcome.code == OutcomeCode::peer_lost && (outcome.left == std::vector<int>{0}));
         CHECK(!at.messenger.failure());
     });
 }
@@ -349,26 +351,26 @@ void a_close_ends_open_requests_and_says_why() {
             at.messenger.run_in_background();
             pause(50);
             at.messenger.close();
-            CHECK(request->done() && request->outcome().code == Code::interrupted);
+            CHECK(request->done() && request->outcome().code == OutcomeCode::interrupted);
             at.messenger.close();
             return;
         }
         const Outcome outcome = received(at, 0, 0, 10).outcome;
-        CHECK(outcome.code == Code::interrupted && outcome.reporter == 0);
-        CHECK(sent(at, 3 - at.rank, 0, {}).code == Code::interrupted);  // the group is closed
+        CHECK(outcome.code == OutcomeCode::interrupted && outcome.reporter == 0);
+        CHECK(sent(at, 3 - at.rank, 0, {}).code == OutcomeCode::interrupted);  // the group is closed
     });
 }
 
 void a_close_while_another_thread_waits_ends_its_wait() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         if (at.rank == 1) {
-            CHECK(received(at, 0, 0, 10).outcome.code == Code::interrupted);
+            CHECK(received(at, 0, 0, 10).outcome.code == OutcomeCode::interrupted);
             return;
         }
         std::atomic<bool> waits = false;
         std::thread waiter([&at, &waits] {
             const Outcome outcome = received(at, 1, 0, 10, kHung, records_that_it_waits(waits)).outcome;
-            CHECK(outcome.code == Code::interrupted);
+            CHECK(outcome.code == OutcomeCode::interrupted);
         });
         while (!waits) pause(1);
         at.messenger.close();
@@ -402,13 +404,13 @@ void announcements_to_a_busy_rank_do_not_pile_up() {
 void the_first_verdict_stands_in_a_flood_of_them() {
     with_ranks(4, 1, Over::sockets, [](Rank at) {
         Outcome mine;
-        mine.code = Code::timed_out;
+        mine.code = OutcomeCode::timed_out;
         mine.missing = {at.rank};
         const Outcome stands = at.messenger.fail(mine);
-        CHECK(stands.code == Code::timed_out && stands.missing.size() == 1);
+        CHECK(stands.code == OutcomeCode::timed_out && stands.missing.size() == 1);
         for (int i = 0; i < 100; ++i) {
             Outcome other;
-            other.code = Code::peer_lost;
+            other.code = OutcomeCode::peer_lost;
             CHECK(at.messenger.fail(other).missing == stands.missing);
             at.messenger.poll();
         }
@@ -431,13 +433,14 @@ void a_failed_messenger_rests(Over over) {
         at.messenger.run_in_background();
         const auto open = at.messenger.receive(1, 5, DType::u8, stream_of(bytes), kHung);
         Outcome mine;
-        mine.code = Code::timed_out;
+        mine.code = OutcomeCode::timed_out;
         at.messenger.fail(mine);
         at_work = 1;
         while (at_work < 2) pause(1);
         const std::int64_t before_ns = record::nanoseconds_of(CLOCK_PROCESS_CPUTIME_ID);
         for (int i = 0; i < 30; ++i) {
-            CHECK(at.messenger.wait(open, kHung, nullptr) && received(at, 1, 0, 10).outcome.code == Code::timed_out);
+            CHECK(at.messenger.wait(open, kHung, nullptr) &&
+                  received(at, 1, 0, 10).outcome.code == OutcomeCode::timed_out);
             pause(10);
         }
         CHECK(record::nanoseconds_of(CLOCK_PROCESS_CPUTIME_ID) - before_ns < 150 * kMs);

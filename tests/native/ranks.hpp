@@ -52,7 +52,7 @@ struct Rank {
     link::LaneSet& lanes;
     Messenger& messenger;
     Executor& executor;
-    std::shared_ptr<shm::Mesh> mesh;
+    std::shared_ptr<shm::HostMesh> mesh;
 };
 
 inline std::pair<int, int> joined() {
@@ -99,7 +99,7 @@ inline void with_ranks(int n, int streams, Over over, const std::function<void(R
     std::vector<std::thread> threads;
     for (std::size_t r = 0; r < size; ++r)
         threads.emplace_back([&, r] {
-            const auto mesh = std::make_shared<shm::Mesh>(static_cast<int>(r), directory);
+            const auto mesh = std::make_shared<shm::HostMesh>(static_cast<int>(r), directory);
             std::vector<int> places;
             for (std::size_t p = 0; p < size; ++p)
                 places.push_back(over == Over::rings || p == r ? static_cast<int>(p) : -1);

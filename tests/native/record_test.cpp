@@ -73,9 +73,9 @@ void copies_made_while_threads_write_are_whole() {
         writers.emplace_back([t] {
             for (std::uint64_t i = 1; i <= kEach; ++i) {
                 CallFields fields = uniform(i * kThreads + static_cast<std::uint64_t>(t));
-                WrittenCall written = Recorder::active()->add(fields, false);
+                CallEntryHandle handle = Recorder::active()->add(fields, false);
                 fields.ended = fields.sequence;
-                Recorder::active()->change(written, fields, true);
+                Recorder::active()->change(handle, fields, true);
             }
         });
     std::uint64_t seen = 0;
@@ -92,7 +92,7 @@ void copies_made_while_threads_write_are_whole() {
 
 void an_open_call_keeps_its_place_when_the_ring_comes_round() {
     CallFields mine = uniform(77);
-    WrittenCall stuck = Recorder::active()->add(mine, false);
+    CallEntryHandle stuck = Recorder::active()->add(mine, false);
     for (std::uint64_t i = 0; i < 3 * kCalls; ++i) {
         CallFields fields = uniform(i);
         CHECK(Recorder::active()->add(fields, true));
@@ -107,17 +107,17 @@ void an_open_call_keeps_its_place_when_the_ring_comes_round() {
 }
 
 void without_a_free_place_a_call_is_not_recorded() {
-    std::vector<WrittenCall> open;
+    std::vector<CallEntryHandle> open;
     for (std::size_t i = 0; i < kCalls; ++i) {
         CallFields fields = uniform(i);
         open.push_back(Recorder::active()->add(fields, false));
         CHECK(open.back());
     }
     CallFields fields = uniform(5);
-    WrittenCall lost = Recorder::active()->add(fields, false);
+    CallEntryHandle lost = Recorder::active()->add(fields, false);
     CHECK(!lost);
     Recorder::active()->change(lost, fields, true);
-    for (WrittenCall& each : open) Recorder::active()->change(each, fields, true);
+    for (CallEntryHandle& each : open) Recorder::active()->change(each, fields, true);
     CHECK(Recorder::active()->add(fields, true));
 }
 
@@ -146,17 +146,17 @@ void groups_come_round_but_for_those_that_are_open() {
 
 void a_forked_child_does_not_write_into_the_recording() {
     CallFields mine = uniform(123'456);
-    WrittenCall written = Recorder::active()->add(mine, false);
+    CallEntryHandle handle = Recorder::active()->add(mine, false);
     const pid_t child = fork();
     if (child == 0) {
         mine.ended = 1;
-        written.entry->stamp.store(0, std::memory_order_relaxed);
+        handle.entry->stamp.store(0, std::memory_order_relaxed);
         _exit(Recorder::active() == nullptr ? 0 : 1);
     }
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    CHECK((written.entry->stamp.load(std::memory_order_relaxed) & kStateMask) == kOpen);
-    Recorder::active()->change(written, mine, true);
+    CHECK((handle.entry->stamp.load(std::memory_order_relaxed) & kStateMask) == kOpen);
+    Recorder::active()->change(handle, mine, true);
 }
 
 void memory_of_a_process_that_runs_is_not_taken_over() {
@@ -174,15 +174,15 @@ class Idle final : public Collectives {
   public:
     Outcome run(Call& call, const Interrupted& /*interrupted*/, bool /*background*/) override {
         Outcome outcome;
-        call.observed.last_arrived = call.root == 1 ? -1 : 3;
+        call.metrics.last_arrived = call.root == 1 ? -1 : 3;
         if (call.root == 1) {
-            outcome.code = Code::timed_out;
+            outcome.code = OutcomeCode::timed_out;
             outcome.missing = {2, 5};
         }
         return outcome;
     }
     void abort() override {}
-    Code failure() override { return Code::ok; }
+    OutcomeCode failure() override { return OutcomeCode::ok; }
 };
 
 void a_queue_records_its_calls() {
@@ -205,7 +205,7 @@ void a_queue_records_its_calls() {
     CHECK(mine.size() == 2);
     CHECK(mine[0].sequence == 2 && mine[0].state == State::failed && mine[0].first_missing == 2 &&
           mine[0].missing == (1 << 0 | 1 << 3));
-    CHECK(mine[0].is_async == 0 && mine[0].outcome == static_cast<std::uint8_t>(Code::timed_out));
+    CHECK(mine[0].is_async == 0 && mine[0].outcome == static_cast<std::uint8_t>(OutcomeCode::timed_out));
     CHECK(mine[1].sequence == 3 && mine[1].state == State::done && mine[1].is_async == 1 && mine[1].last_arrived == 3);
     CHECK(mine[1].arrived <= mine[1].started && mine[1].started <= mine[1].ended);
     CHECK(mine[1].complete == mine[1].ended && mine[0].complete == 0);
@@ -230,7 +230,7 @@ void print_the_cost_of_a_call() {
     for (int i = 0; i < kCount; ++i) {
         RecordedCall recorded;
         recorded.arrive(1, call, static_cast<std::uint64_t>(i), false);
-        recorded.end(call.observed, Outcome{});
+        recorded.end(call.metrics, Outcome{});
     }
     const std::int64_t took_ns = nanoseconds_of(CLOCK_THREAD_CPUTIME_ID) - from_ns;
     std::printf("a recorded call takes %.1f ns of its thread\n", static_cast<double>(took_ns) / kCount);

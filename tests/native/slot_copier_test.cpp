@@ -16,24 +16,24 @@ struct Machine {
 };
 
 constexpr Machine kShared{0.3F, 0.6F}, kApart{1.5F, 0.3F};
-constexpr std::uint32_t kToLearn = 5 * Experience::kLaterEvery;  // calls, in which a changed machine is noticed
+constexpr std::uint32_t kToLearn = 5 * CopyMethodSelector::kPeriod;  // calls, in which a changed machine is noticed
 
 // Makes calls on a machine; returns how many of them used the streamed way, without those that were measured.
-std::uint32_t make(Experience& experience, std::uint32_t calls, Machine machine) {
+std::uint32_t make(CopyMethodSelector& experience, std::uint32_t calls, Machine machine) {
     std::uint32_t streamed = 0;
     for (std::uint32_t i = 0; i < calls; ++i) {
-        const auto [way, is_measured] = experience.next();
+        const auto [method, is_measured] = experience.next();
         if (is_measured)
-            experience.learn(way, way == Way::cached ? machine.cached : machine.streamed);
-        else if (way == Way::streamed)
+            experience.add_measurement(method, method == CopyMethod::cached ? machine.cached : machine.streamed);
+        else if (method == CopyMethod::streamed)
             ++streamed;
     }
     return streamed;
 }
 
 void the_faster_way_is_used_and_again_when_the_ranks_have_moved() {
-    Experience experience;
-    make(experience, Experience::kEarly, kApart);
+    CopyMethodSelector experience;
+    make(experience, CopyMethodSelector::kInitialCalls, kApart);
     CHECK(make(experience, kToLearn, kApart) > kToLearn * 98 / 100);
     make(experience, kToLearn, kShared);
     CHECK(make(experience, kToLearn, kShared) == 0);
@@ -42,26 +42,28 @@ void the_faster_way_is_used_and_again_when_the_ranks_have_moved() {
 }
 
 void a_core_lost_in_the_middle_of_a_copy_changes_nothing() {
-    Experience experience;
+    CopyMethodSelector experience;
     make(experience, kToLearn, kApart);
-    for (const Way way : {Way::streamed, Way::cached, Way::streamed, Way::streamed}) experience.learn(way, 1000);
-    CHECK(make(experience, Experience::kLaterEvery / 4, kApart) > 0);
+    for (const CopyMethod method :
+         {CopyMethod::streamed, CopyMethod::cached, CopyMethod::streamed, CopyMethod::streamed})
+        experience.add_measurement(method, 1000);
+    CHECK(make(experience, CopyMethodSelector::kPeriod / 4, kApart) > 0);
 }
 
 void all_ranks_measure_the_same_way_in_the_same_calls() {
-    Experience here, there;
+    CopyMethodSelector here, there;
     std::uint32_t measured = 0;
-    for (std::uint32_t i = 0; i < Experience::kEarly + 4 * Experience::kLaterEvery; ++i) {
+    for (std::uint32_t i = 0; i < CopyMethodSelector::kInitialCalls + 4 * CopyMethodSelector::kPeriod; ++i) {
         const auto [mine, is_mine] = here.next();
         const auto [theirs, is_theirs] = there.next();
         CHECK(is_mine == is_theirs);
         if (!is_mine) continue;
         CHECK(mine == theirs);
-        here.learn(mine, mine == Way::cached ? kShared.cached : kShared.streamed);
-        there.learn(theirs, theirs == Way::cached ? kApart.cached : kApart.streamed);
+        here.add_measurement(mine, mine == CopyMethod::cached ? kShared.cached : kShared.streamed);
+        there.add_measurement(theirs, theirs == CopyMethod::cached ? kApart.cached : kApart.streamed);
         ++measured;
     }
-    CHECK(measured == 2 * Experience::kEarly / Experience::kEarlyEvery + 2 * 4);
+    CHECK(measured == 2 * CopyMethodSelector::kInitialCalls / CopyMethodSelector::kInitialPeriod + 2 * 4);
 }
 
 void a_streamed_copy_has_every_byte_and_no_other() {

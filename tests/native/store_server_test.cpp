@@ -71,7 +71,7 @@ std::string encoded(const Message& message) {
 
 void a_waiter_is_answered_when_its_last_key_is_set() {
     Table table;
-    Waiters waiters;
+    ParkedRequests waiters;
     std::vector<std::string> changed;
     const auto later = Clock::now() + 1h;
     waiters.park(7, request(Op::multi_get, {"a", "b", "c"}, 1000), later, table);
@@ -91,7 +91,7 @@ void a_waiter_is_answered_when_its_last_key_is_set() {
 
 void queued_values_go_to_waiters_in_the_order_of_asking() {
     Table table;
-    Waiters waiters;
+    ParkedRequests waiters;
     std::vector<std::string> changed;
     const auto later = Clock::now() + 1h;
     for (int id : {3, 1, 2}) waiters.park(id, request(Op::queue_pop, {"q"}, 1000), later, table);
@@ -106,7 +106,7 @@ void queued_values_go_to_waiters_in_the_order_of_asking() {
 
 void a_waiter_that_times_out_learns_which_key_is_missing() {
     Table table;
-    Waiters waiters;
+    ParkedRequests waiters;
     std::vector<std::string> changed;
     const auto now = Clock::now();
     CHECK(table.apply(request(Op::set, {"here", ""}), changed));
@@ -123,7 +123,7 @@ void a_waiter_that_times_out_learns_which_key_is_missing() {
 
 void a_get_waits_for_a_value_although_a_queue_has_the_name() {
     Table table;
-    Waiters waiters;
+    ParkedRequests waiters;
     std::vector<std::string> changed;
     CHECK(table.apply(request(Op::queue_push, {"k", "queued"}), changed));
     CHECK(!table.apply(request(Op::get, {"k"}, 1000), changed));
@@ -138,19 +138,19 @@ void malformed_messages_are_recognised() {
     Message message;
     std::size_t used = 0;
     std::string good = encoded(request(Op::set, {"key", "value"}, -5));
-    CHECK(decode(good, message, used) == Parse::complete && used == good.size() && message.number == -5);
+    CHECK(decode(good, message, used) == ParseResult::complete && used == good.size() && message.number == -5);
     for (std::size_t n = 0; n < good.size(); ++n)
-        CHECK(decode(std::string_view(good).substr(0, n), message, used) == Parse::partial);
+        CHECK(decode(std::string_view(good).substr(0, n), message, used) == ParseResult::partial);
     std::string huge = good;
     huge[3] = '\x7f';  // 2 GB announced
-    CHECK(decode(huge, message, used) == Parse::malformed);
+    CHECK(decode(huge, message, used) == ParseResult::malformed);
     std::string many = good;
     many[4 + 1 + 8 + 3] = '\x7f';  // two billion fields announced
-    CHECK(decode(many, message, used) == Parse::malformed);
+    CHECK(decode(many, message, used) == ParseResult::malformed);
     std::string longer = good;
     longer[4 + 1 + 8 + 4] = '\x40';  // a field longer than the message
-    CHECK(decode(longer, message, used) == Parse::malformed);
-    CHECK(decode(std::string(64, '\0'), message, used) == Parse::malformed);
+    CHECK(decode(longer, message, used) == ParseResult::malformed);
+    CHECK(decode(std::string(64, '\0'), message, used) == ParseResult::malformed);
 }
 
 void hostile_clients_are_dropped_and_the_others_served() {
@@ -287,9 +287,9 @@ void the_server_publishes_the_will_of_a_lost_connection() {
         CHECK(ask(testator, request(Op::last_will, {"will", "the last"}, taken_back ? 1 : 0)).code == 0);
         CHECK(ask(heir, request(Op::check, {"will"})).number == 0);
         testator.close();
-        const Message told = ask(heir, request(Op::get, {"will"}, taken_back ? 50 : 20'000));
-        CHECK(taken_back ? told.code == static_cast<std::uint8_t>(Status::timed_out)
-                         : told.fields == std::vector<std::string>{"the last"});
+        const Message answer = ask(heir, request(Op::get, {"will"}, taken_back ? 50 : 20'000));
+        CHECK(taken_back ? answer.code == static_cast<std::uint8_t>(Status::timed_out)
+                         : answer.fields == std::vector<std::string>{"the last"});
     }
 }
 
@@ -349,11 +349,11 @@ void torch_queries_are_read_whichever_parts_they_come_in() {
     for (std::size_t first = 0; first < query.size(); first += 7) {
         TorchReader reader;
         std::size_t used = 0;
-        CHECK(reader.read(std::string_view(query).substr(0, first), used) == Parse::partial);
-        CHECK(reader.read(query + "\x07", used) == Parse::complete && used == query.size());
+        CHECK(reader.read(std::string_view(query).substr(0, first), used) == ParseResult::partial);
+        CHECK(reader.read(query + "\x07", used) == ParseResult::complete && used == query.size());
         CHECK(reader.query() == TorchQuery::multi_set);
         CHECK((reader.request().fields == std::vector<std::string>{"a", "one", "b", std::string(1000, '2')}));
-        CHECK(reader.read(std::string("\x07"), used) == Parse::complete && used == 1);
+        CHECK(reader.read(std::string("\x07"), used) == ParseResult::complete && used == 1);
         CHECK(reader.query() == TorchQuery::count && reader.request().fields.empty());
     }
 }
@@ -369,12 +369,12 @@ void random_bytes_are_no_trouble_for_the_reader_of_torch_queries() {
         TorchReader reader;
         std::size_t used = 0;
         std::size_t end = 0;
-        Parse parsed = Parse::partial;
-        while (parsed == Parse::partial && end < bytes.size()) {
+        ParseResult parsed = ParseResult::partial;
+        while (parsed == ParseResult::partial && end < bytes.size()) {
             end = std::min(bytes.size(), end + 1 + next() % 16);
             parsed = reader.read(std::string_view(bytes).substr(0, end), used);
         }
-        CHECK(parsed != Parse::complete || used <= end);
+        CHECK(parsed != ParseResult::complete || used <= end);
     }
 }
 

@@ -23,8 +23,8 @@ using Progress = Session::Progress;
 struct Both {
     Both(std::shared_ptr<const Identity> mine, std::shared_ptr<const Identity> theirs) {
         CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
-        a = std::make_unique<Session>(std::move(mine), ends[0], Side::connecting);
-        b = std::make_unique<Session>(std::move(theirs), ends[1], Side::accepting);
+        a = std::make_unique<Session>(std::move(mine), ends[0], ConnectionRole::connecting);
+        b = std::make_unique<Session>(std::move(theirs), ends[1], ConnectionRole::accepting);
     }
     ~Both() {
         a.reset();
@@ -36,8 +36,8 @@ struct Both {
     std::pair<Progress, Progress> meet() {
         Progress of_a = Progress::wants_to_read, of_b = Progress::wants_to_read;
         for (int round = 0; round < 10; ++round) {
-            if (of_a != Progress::failed && of_a != Progress::done) of_a = a->shake_hands();
-            if (of_b != Progress::failed && of_b != Progress::done) of_b = b->shake_hands();
+            if (of_a != Progress::failed && of_a != Progress::done) of_a = a->handshake();
+            if (of_b != Progress::failed && of_b != Progress::done) of_b = b->handshake();
         }
         return {of_a, of_b};
     }
@@ -102,8 +102,8 @@ void bytes_arrive_while_the_keys_change() {
 // Each side has filled the other's socket, some of them just when they changed their keys. What has come can be read
 // all the same; otherwise neither side would ever make room for the other.
 void a_change_of_keys_that_finds_no_room_does_not_stop_reading() {
-    for (const std::uint64_t records_of_a_key : {1, 2, 3, 4, 5}) {
-        Both pair(identity_of(1, records_of_a_key), identity_of(1, records_of_a_key));
+    for (const std::uint64_t records_per_key : {1, 2, 3, 4, 5}) {
+        Both pair(identity_of(1, records_per_key), identity_of(1, records_per_key));
         CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
         int sent[] = {0, 0};
         Session* const sides[] = {pair.a.get(), pair.b.get()};
@@ -152,7 +152,7 @@ void a_peer_without_tls_is_refused() {
     Both pair(identity_of(1), identity_of(1));
     const char plain[] = "paceln/1 and what else a peer without encryption would say";
     CHECK(send(pair.ends[0], plain, sizeof plain, MSG_NOSIGNAL) > 0);
-    CHECK(pair.b->shake_hands() == Progress::failed);
+    CHECK(pair.b->handshake() == Progress::failed);
     CHECK(!pair.b->reason().empty());
 }
 
@@ -220,7 +220,7 @@ void the_library_is_looked_for_where_the_process_has_it() {
         "7f02-7f03 r-xp 00000000 08:01 12 /opt/conda/lib/libssl.so.3\n"
         "7f04-7f05 r-xp 00000000 08:01 13 /x/psycopg.libs/libssl-81ffa89e.so.1.1\n"
         "7f06-7f07 rw-p 00000000 00:00 0\n";
-    const auto places = places_of_libssl(maps);
+    const auto places = libssl_paths(maps);
     CHECK(places.size() == 5);
     CHECK(places[0] == "/opt/conda/lib/libssl.so.3" && places[1] == "/opt/python/lib/libssl.so.3");
     CHECK(places[2] == "libssl.so.3");

@@ -9,7 +9,7 @@
 #include "check.hpp"
 
 namespace paceline::update::baseline {
-UpdateFn find(DType dtype, Rule rule);
+UpdateFn find(DType dtype, UpdateRule rule);
 }
 
 namespace {
@@ -38,7 +38,7 @@ struct Model {
     static std::uint8_t* bytes(std::vector<float>& values) { return reinterpret_cast<std::uint8_t*>(values.data()); }
 
     Update update() {
-        std::vector<Run> runs;
+        std::vector<ParameterRange> runs;
         for (std::size_t i = 0; i < params.size(); ++i)
             runs.push_back({bytes(params[i]), bytes(first[i]), bytes(second[i]), &steps[i],
                             params[i].size() * sizeof(float), i / 2});
@@ -46,14 +46,14 @@ struct Model {
     }
 };
 
-std::vector<Options> adam_of_two_groups() {
-    Options options;
-    options.rule = Rule::adam;
+std::vector<UpdateOptions> adam_of_two_groups() {
+    UpdateOptions options;
+    options.rule = UpdateRule::adam;
     options.lr = 0.1;
     options.beta1 = 0.9;
     options.beta2 = 0.99;
     options.eps = 1e-8;
-    Options other = options;
+    UpdateOptions other = options;
     other.lr = 0;
     return {options, other};
 }
@@ -79,14 +79,14 @@ void pieces_of_any_size_have_the_bits_of_the_whole() {
 }
 
 void every_simd_level_rounds_alike() {
-    for (const Rule rule : {Rule::adam, Rule::sgd})
+    for (const UpdateRule rule : {UpdateRule::adam, UpdateRule::sgd})
         for (const bool decoupled : {false, true}) {
-            Options options = adam_of_two_groups()[0];
+            UpdateOptions options = adam_of_two_groups()[0];
             options.rule = rule;
             options.weight_decay = 0.3;
             options.is_decoupled = decoupled;
             options.momentum = 0.9;
-            const Factors factors = factors_of(options, 3);
+            const UpdateFactors factors = factors_of(options, 3);
             Model mine, other;
             for (auto [model, kernel] :
                  {std::pair(&mine, find_update(DType::f32, rule)), std::pair(&other, baseline::find(DType::f32, rule))})
@@ -111,7 +111,7 @@ void every_run_has_its_group_and_its_number_of_steps() {
 }
 
 void other_types_have_no_kernels() {
-    for (const Rule rule : {Rule::adam, Rule::sgd}) {
+    for (const UpdateRule rule : {UpdateRule::adam, UpdateRule::sgd}) {
         CHECK(find_update(DType::f64, rule) != nullptr);
         CHECK(find_update(DType::bf16, rule) == nullptr);
         CHECK(find_update(DType::i32, rule) == nullptr);

@@ -14,15 +14,15 @@ using namespace ranks;
 
 using Flat = std::vector<std::int32_t>;
 
-constexpr Wire kWires[] = {Wire::bf16, Wire::int8, Wire::int4};
+constexpr WireType kWires[] = {WireType::bf16, WireType::int8, WireType::int4};
 constexpr SimdLevel kLevels[] = {SimdLevel::baseline, SimdLevel::avx2, SimdLevel::avx512};
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // The largest error that rounding to `wire` makes in a group whose largest magnitude is `most`.
-float bound(Wire wire, float most) {
+float bound(WireType wire, float most) {
     // The scale is rounded up by at most 2^-7 of itself.
-    const float step = most / (wire == Wire::int8 ? 127.0F : 7.0F) * (1 + 1.0F / 128);
-    return wire == Wire::bf16 ? most / 256 : step / 2 * (1 + 1e-5F);
+    const float step = most / (wire == WireType::int8 ? 127.0F : 7.0F) * (1 + 1.0F / 128);
+    return wire == WireType::bf16 ? most / 256 : step / 2 * (1 + 1e-5F);
 }
 
 std::vector<float> waves(std::size_t count, float scale = 1) {
@@ -32,7 +32,7 @@ std::vector<float> waves(std::size_t count, float scale = 1) {
 }
 
 // The packed bytes have exactly the room that they need, so that a sanitizer sees what is written beyond it.
-std::vector<std::uint8_t> packed(const WireKernels& kernels, Wire wire, const std::vector<float>& values,
+std::vector<std::uint8_t> packed(const WireKernels& kernels, WireType wire, const std::vector<float>& values,
                                  float* residual) {
     std::vector<std::uint8_t> bytes(packed_size(wire, values.size()), 0xee);
     kernels.pack(values.data(), residual, bytes.data(), values.size());
@@ -40,7 +40,7 @@ std::vector<std::uint8_t> packed(const WireKernels& kernels, Wire wire, const st
 }
 
 void errors_are_bounded_and_kept_as_residuals() {
-    for (const Wire wire : kWires)
+    for (const WireType wire : kWires)
         for (const SimdLevel level : kLevels) {
             const WireKernels* kernels = find_wire_kernels(wire, DType::f32, level);
             CHECK((kernels != nullptr) == has_simd(level));
@@ -64,7 +64,7 @@ void errors_are_bounded_and_kept_as_residuals() {
 }
 
 void all_levels_pack_the_same_bits() {
-    for (const Wire wire : kWires)
+    for (const WireType wire : kWires)
         for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
             const std::vector<float> values = waves(1000);  // other types read some of its bits
             const WireKernels* plain = find_wire_kernels(wire, dtype, SimdLevel::baseline);
@@ -80,7 +80,7 @@ void all_levels_pack_the_same_bits() {
 }
 
 void what_is_not_finite_stays_so_and_leaves_no_residual() {
-    for (const Wire wire : kWires)
+    for (const WireType wire : kWires)
         for (const float odd : {kInfinity, -kInfinity, std::nanf(""), 3e38F}) {
             std::vector<float> values(100, 1.0F), residual(100), out(100);
             values[70] = odd;
@@ -89,15 +89,15 @@ void what_is_not_finite_stays_so_and_leaves_no_residual() {
             kernels->unpack(bytes.data(), out.data(), 100);
             for (std::size_t i = 0; i < 100; ++i) {
                 CHECK(std::isfinite(residual[i]));
-                if (wire == Wire::bf16 ? i != 70 : i < kWireGroup) CHECK(std::abs(out[i] - 1) < 0.1F);
-                if (wire != Wire::bf16 && i >= kWireGroup) CHECK(std::isnan(out[i]));
+                if (wire == WireType::bf16 ? i != 70 : i < kWireGroup) CHECK(std::abs(out[i] - 1) < 0.1F);
+                if (wire != WireType::bf16 && i >= kWireGroup) CHECK(std::isnan(out[i]));
             }
-            if (wire == Wire::bf16 && odd != 3e38F) CHECK(std::isnan(odd) ? std::isnan(out[70]) : out[70] == odd);
+            if (wire == WireType::bf16 && odd != 3e38F) CHECK(std::isnan(odd) ? std::isnan(out[70]) : out[70] == odd);
         }
 }
 
 void tiny_values_wait_in_the_residuals() {
-    for (const Wire wire : {Wire::int8, Wire::int4}) {
+    for (const WireType wire : {WireType::int8, WireType::int4}) {
         const WireKernels* kernels = find_wire_kernels(wire, DType::f32);
         const std::vector<float> values(64, std::numeric_limits<float>::denorm_min());
         std::vector<float> residual(64), out(64, 1.0F);
@@ -105,14 +105,15 @@ void tiny_values_wait_in_the_residuals() {
         kernels->unpack(bytes.data(), out.data(), 64);
         CHECK(out == std::vector<float>(64) && residual == values);
     }
-    CHECK(find_wire_kernels(Wire::int8, DType::f64) == nullptr && find_wire_kernels(Wire::none, DType::f32) == nullptr);
+    CHECK(find_wire_kernels(WireType::int8, DType::f64) == nullptr &&
+          find_wire_kernels(WireType::none, DType::f32) == nullptr);
 }
 
 constexpr std::int32_t kSend = 0, kReceive = 1, kPack = 4, kUnpack = 5, kAdd = 6;
 constexpr std::int32_t kOutput = 1, kWire = 3;
 
 // Two hosts of one rank each: either sends the other its half of the tensor, and then the packed sum of its own.
-std::shared_ptr<const Schedule> quantised_all_reduce(int rank, Wire wire) {
+std::shared_ptr<const Schedule> quantised_all_reduce(int rank, WireType wire) {
     const int other = 1 - rank;
     const Flat flat = {
         kPack,    0, -1,    kWire,   0,     1, kOutput, other, 1,  //
@@ -130,7 +131,7 @@ std::shared_ptr<const Schedule> quantised_all_reduce(int rank, Wire wire) {
 
 // The tensor is a list of odd sizes, which differ between the ranks, so that groups lie across its members.
 void ranks_end_with_equal_bits_and_small_errors(Over over, int streams) {
-    for (const Wire wire : kWires)
+    for (const WireType wire : kWires)
         for (const std::size_t count : {0, 1, 63, 129, 10'007, 300'001}) {
             std::vector<float> results[2];
             with_ranks(2, streams, over, [&](Rank at) {
@@ -152,7 +153,7 @@ void ranks_end_with_equal_bits_and_small_errors(Over over, int streams) {
                 call.residual_count = count;
                 call.schedule = quantised_all_reduce(at.rank, wire);
                 CHECK(call.schedule != nullptr);
-                CHECK(at.executor.run(call, nullptr, false).code == Code::ok);
+                CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::ok);
                 results[at.rank] = std::move(values);
             });
             CHECK(results[0].size() == count && results[1].size() == count);
@@ -172,16 +173,16 @@ void calls_that_cannot_be_packed_are_refused() {
         call.count = values.size();
         call.timeout_ns = kHung;
         call.outputs.push_back(stream_of(values));
-        call.schedule = quantised_all_reduce(at.rank, Wire::int8);
-        CHECK(at.executor.run(call, nullptr, false).code == Code::schedule_unfit);
+        call.schedule = quantised_all_reduce(at.rank, WireType::int8);
+        CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::schedule_unfit);
         std::vector<float> floats(10), residual(9);
         call.dtype = DType::f32;
         call.outputs = {stream_of(floats)};
         call.residual = residual.data();
         call.residual_count = residual.size();  // too few
-        CHECK(at.executor.run(call, nullptr, false).code == Code::schedule_unfit);
+        CHECK(at.executor.run(call, nullptr, false).code == OutcomeCode::schedule_unfit);
     });
-    CHECK(quantised_all_reduce(0, Wire::none) == nullptr);
+    CHECK(quantised_all_reduce(0, WireType::none) == nullptr);
 }
 
 }  // namespace

@@ -46,7 +46,7 @@ class Values:
         self.random = random.Random(seed)
         self._memory = torch.zeros(ROOM, dtype=torch.uint8)
         self.address = self._memory.data_ptr()
-        self._mesh = _core.Mesh.join(0, 1)
+        self._mesh = _core.HostMesh.join(0, 1)
         self._silent = [socket.socketpair() for _ in range(2)]
         self.objects = self._objects()
 
@@ -61,7 +61,7 @@ class Values:
         schedule = _core.Schedule.make(1, 1, 0, 2, copy)
         numbers = (self.address, self.address, self.address, self.address, 64, 0)
         return {
-            "Mesh": [mesh],
+            "HostMesh": [mesh],
             "HostGroup": [host],
             "ScheduleGroup": [pair],
             "Schedule": [schedule],
@@ -79,7 +79,7 @@ class Values:
             ],
             "StoreTable": [_core.StoreTable()],
             "SharedMemory": [_core.share_memory(mesh, 4096)[0]],
-            "QuickCall": [_core.QuickCall()],
+            "FastPathCall": [_core.FastPathCall()],
             "RecordedCall": [_core.RecordedCall(1, 1, 1, 1, 1, 1, 1, False, 1)],
         }
 

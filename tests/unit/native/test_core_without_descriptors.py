@@ -47,14 +47,14 @@ def await_end(connection: socket.socket) -> None:
 def test_a_mesh_needs_descriptors(left: int) -> None:
     before = opened()
     with descriptors_left(left), pytest.raises(OSError, match="Too many open files"):
-        _core.Mesh.join(0, 2)
+        _core.HostMesh.join(0, 2)
     assert opened() == before
 
 
 @pytest.mark.parametrize("left", [0, 1, 2, 3])
 def test_a_group_needs_descriptors(left: int) -> None:
     before = opened()
-    mesh = _core.Mesh.join(0, 1)
+    mesh = _core.HostMesh.join(0, 1)
     pairs = [socket.socketpair() for _ in range(2)]
     ends = [ours.detach() for ours, _ in pairs]
     with descriptors_left(left), pytest.raises(OSError, match="Too many open files"):

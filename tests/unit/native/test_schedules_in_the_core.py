@@ -35,7 +35,7 @@ class Pair:
     def __init__(self) -> None:
         ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
         self._silent = theirs
-        self._mesh = _core.Mesh.join(0, 1)
+        self._mesh = _core.HostMesh.join(0, 1)
         group = _core.ScheduleGroup.create(self._mesh, 1, 0, [0, -1], [[], [end.detach() for end in ours]], 5.0)
         assert group is not None
         self.group = group

@@ -110,21 +110,21 @@ class CallOutcome(Protocol):
 
     @property
     def missing(self) -> Sequence[int]:
-        """The ranks that did not make the call or, if `came` is true, began but did not complete it."""
+        """The ranks that did not make the call or, if `has_begun` is true, began but did not complete it."""
 
     @property
-    def came(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether the ranks in `missing` have begun the call."""
 
     @property
     def waiting(self) -> Sequence[int]:
         """The ranks among `missing` that are waiting in other calls.
 
-        They are waiting for ranks in `held_by`, for other missing ranks or, if there are neither, for each other.
+        They are waiting for ranks in `blocked_by`, for other missing ranks or, if there are neither, for each other.
         """
 
     @property
-    def held_by(self) -> Sequence[int]:
+    def blocked_by(self) -> Sequence[int]:
         """Ranks outside the group that delayed a call until its timeout, as indices into the engine's `members`."""
 
     @property
@@ -238,7 +238,7 @@ class CollectiveCall(NamedTuple):  # native/bindings/calls.cpp reads the fields 
     their factors, and the engine only sums them.
 
     If `wire` is not 0, data is rounded to that format (`WIRES`) between hosts. This requires a channel for which
-    `quantises` is true, a sum or an all_gather, and a dtype in `QUANTISED_TYPES`. `residual` is the memory for error
+    `quantizes` is true, a sum or an all_gather, and a dtype in `QUANTISED_TYPES`. `residual` is the memory for error
     feedback, one float32 per element of the longest buffer, or () without error feedback.
 
     A reduce_scatter in a group of the core on one host may contain an `update`, which is applied to the results; the
@@ -262,7 +262,7 @@ class EngineChannel(Protocol):
     """Runs the collectives of one group in the order in which they are called; thread-safe."""
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         """Whether calls may specify a `wire`."""
         return False
 

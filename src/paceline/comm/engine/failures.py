@@ -128,16 +128,20 @@ def timed_out(
     me = members[group_rank]
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     where = "" if reporter is me else f" on {reporter}"
-    outside = [engine_members[rank] for rank in outcome.held_by if 0 <= rank < len(engine_members)]
+    outside = [engine_members[rank] for rank in outcome.blocked_by if 0 <= rank < len(engine_members)]
     to_blame = [members[rank] for rank in outcome.missing if rank not in outcome.waiting] + outside
-    seen = _came(outcome, members, me, outside) if outcome.came else _absence(outcome, members, group_rank, to_blame)
+    seen = (
+        _incomplete(outcome, members, me, outside)
+        if outcome.has_begun
+        else _absence(outcome, members, group_rank, to_blame)
+    )
     return CollectiveTimeoutError(
         f"{me}: {call} timed out after {outcome.waited_ns / 1e9:.1f} s{where}{seen}. "
         f"{_advice(outcome, to_blame, me)}. {lost}"
     )
 
 
-def _came(outcome: CallOutcome, members: Sequence[object], me: object, outside: Sequence[object]) -> str:
+def _incomplete(outcome: CallOutcome, members: Sequence[object], me: object, outside: Sequence[object]) -> str:
     """Returns a clause that lists the ranks that delay a call although all ranks have begun it."""
     others = [members[rank] for rank in outcome.missing if members[rank] is not me]
     mine = ", which was waiting for this rank's part" if len(others) < len(outcome.missing) else ""
@@ -178,7 +182,7 @@ def _held_up_by(to_blame: Sequence[object], me: object) -> str:
 
 
 def _advice(outcome: CallOutcome, to_blame: Sequence[object], me: object) -> str:
-    if outcome.came:
+    if outcome.has_begun:
         return (
             "Either the call needs more time than the timeout allows (raise timeout=), or the process has been stopped "
             "or gets no CPU time (check its state with ps or top)"
@@ -241,9 +245,9 @@ class CallFailure:
     calls: Sequence[HeaderFields] = ()
     algorithms: Sequence[int] = ()
     seen: str = ""
-    came: bool = False
+    has_begun: bool = False
     waiting: Sequence[int] = ()
-    held_by: Sequence[int] = ()
+    blocked_by: Sequence[int] = ()
     cause_hung: bool = False
 
 
@@ -321,7 +325,7 @@ def to_error(
     missing = _select(members, outcome.missing)
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     where = "" if reporter is me else f" on {reporter}"
-    late = "completed it" if outcome.came else "reached it"
+    late = "completed it" if outcome.has_begun else "reached it"
     waiting = f" while {name_ranks(missing)} had not {late}" if missing else ""
     return CollectiveError(f"{me}: {call} was interrupted{where}{waiting}. {lost}")
 

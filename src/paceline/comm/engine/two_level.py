@@ -223,9 +223,9 @@ class TwoLevelChannel(SerialChannel):
                 outcome.waited_ns,
                 calls=calls,
                 algorithms=[0] * self._size,
-                came=outcome.came,
+                has_begun=outcome.has_begun,
                 waiting=[ranks[rank] for rank in outcome.waiting],
-                held_by=outcome.held_by,
+                blocked_by=outcome.blocked_by,
                 cause_hung=outcome.cause_hung,
             )
         )

@@ -909,7 +909,7 @@ class ProcessGroup:
 
     def _channel_of(self, call: CollectiveCall, buffers: Buffers) -> EngineChannel:
         channel = self._devices.of(buffers.kept, call.operation).channel
-        if call.wire and not channel.quantises:
+        if call.wire and not channel.quantizes:
             raise ValueError(
                 f"rank {self.me.rank}: wire={WIRES[call.wire - 1]!r} needs CPU tensors and the engine 'paceline', also "
                 f"between the hosts; this group's backend is {self.backend!r}. Leave wire out, or create the group "

@@ -427,13 +427,13 @@ class CompletionThread:
         """Calls `when_done` on the completion thread when `call`, which may use `device`, is complete."""
         self._device = self._device or device
         self._arrivals.put((call, when_done))
-        _core.announce_ending()
+        _core.announce_completion()
 
     def close(self) -> None:
         """Stops the thread that reports calls; idempotent."""
         self._closed = True
         self._arrivals.put(None)
-        _core.announce_ending()
+        _core.announce_completion()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -443,7 +443,7 @@ class CompletionThread:
         wait_ns = _SHORTEST_WAIT_NS
         current: torch.device | None = None
         while True:
-            ends = _core.endings()  # read first, so that the sleep misses no later completion
+            ends = _core.completion_count()  # read first, so that the sleep misses no later completion
             if self._closed:
                 return
             self._take_arrivals(pending)
@@ -455,9 +455,9 @@ class CompletionThread:
                 self._run_callbacks(completed)
                 wait_ns = _SHORTEST_WAIT_NS
             elif all(isinstance(call, _ANNOUNCED) for call, _ in pending):
-                _core.await_ending(ends, FOR_EVER_NS)
+                _core.await_completion(ends, FOR_EVER_NS)
             else:
-                _core.await_ending(ends, wait_ns)
+                _core.await_completion(ends, wait_ns)
                 wait_ns = min(2 * wait_ns, _LONGEST_WAIT_NS)
 
     def _take_arrivals(self, pending: list[_Arrival]) -> None:

@@ -48,13 +48,13 @@ class EncryptedSocket:
     ) -> None:
         self.close()
 
-    def shake_hands(self, timeout_s: float) -> str:
+    def handshake(self, timeout_s: float) -> str:
         """Performs the TLS handshake; returns the reason for a failure, or an empty string on success.
 
         Raises:
             OSError: the handshake did not complete within `timeout_s` seconds.
         """
-        return self._core.shake_hands(timeout_s)
+        return self._core.handshake(timeout_s)
 
     def settimeout(self, timeout_s: float | None) -> None:
         """Sets the timeout of `sendall` and `recv` in seconds; None means no limit, and 0 means non-blocking."""
@@ -141,7 +141,7 @@ def encrypt_as_client(connection: socket.socket, secret: bytes | None, timeout_s
         return connection
     encrypted = EncryptedSocket(connection, secret, accepts=False)
     try:
-        why = encrypted.shake_hands(timeout_s)
+        why = encrypted.handshake(timeout_s)
     except OSError as error:
         raise interrupted_handshake(connection, error) from error
     if _REASON_WITHOUT_HEADER in why:
@@ -173,7 +173,7 @@ def encrypt_as_server(connection: socket.socket, secret: bytes | None, timeout_s
                 refuse_plain(connection, timeout_s)
             return connection
         encrypted = EncryptedSocket(connection, secret, accepts=True)
-        why = encrypted.shake_hands(max(0.0, deadline - time.monotonic()))
+        why = encrypted.handshake(max(0.0, deadline - time.monotonic()))
     except OSError as error:
         raise interrupted_handshake(connection, error) from error
     except ValueError as error:  # no suitable OpenSSL is installed

@@ -32,7 +32,7 @@ def test_those_who_did_not_come_are_named():
 @pytest.mark.parametrize("name", [3, 5])
 def test_a_rank_that_waits_is_named_with_what_it_waits_for(name):
     """The rank that it waits for need not be in the group."""
-    message = told(timed_out(missing=[2], waiting=[2], held_by=[name]))
+    message = told(timed_out(missing=[2], waiting=[2], blocked_by=[name]))
     culprit = EVERYBODY[name]
     assert (
         f"rank 2 (host, pid 102) did not reach the call because it waits in another call, which is delayed by {culprit}"
@@ -71,7 +71,7 @@ def test_a_rank_that_was_missed_is_told_so_and_what_kept_it():
 
 
 def test_a_rank_that_came_and_was_stopped_is_named():
-    message = told(timed_out(missing=[2], came=True))
+    message = told(timed_out(missing=[2], has_begun=True))
     assert "; rank 2 (host, pid 102) reached the call but did not complete it" in message
 
 

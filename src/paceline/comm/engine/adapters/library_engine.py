@@ -278,7 +278,7 @@ class FailureDiagnosis:
             missing=missing,
             waited_ns=waited_ns,
             waiting=[rank for rank in missing if self.members[rank].rank in waiting],
-            held_by=sorted(others - {member.rank for member in self.members}),
+            blocked_by=sorted(others - {member.rank for member in self.members}),
         )
 
     def leave(self) -> None:

@@ -165,7 +165,7 @@ _MOST_NAMED = 4
 
 def join_host_mesh(
     formation: Formation, topology: Topology, names: Mapping[int, str], listener: socket.socket, deadline: float
-) -> _core.Mesh:
+) -> _core.HostMesh:
     """Waits for all ranks on this host; returns their mesh.
 
     Args:
@@ -183,12 +183,12 @@ def join_host_mesh(
     local = topology.local_ranks
     index = local.index(topology.rank)
     if len(local) == 1:
-        return _core.Mesh.join(0, 1, names=local)
+        return _core.HostMesh.join(0, 1, names=local)
     key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
     with contextlib.ExitStack() as cleanup:
         directory = _receive(formation, topology, names, key, deadline) if index else _core.create_directory(len(local))
         cleanup.callback(os.close, directory)
-        mesh = _core.Mesh.join(index, len(local), os.dup(directory), local)
+        mesh = _core.HostMesh.join(index, len(local), os.dup(directory), local)
         try:
             children = local[index * FAN_OUT + 1 : (index + 1) * FAN_OUT + 1]
             acceptor = None
@@ -206,7 +206,7 @@ def join_host_mesh(
 def _await_all(
     formation: Formation,
     topology: Topology,
-    mesh: _core.Mesh,
+    mesh: _core.HostMesh,
     acceptor: AuthenticatedListener | None,
     deadline: float,
 ) -> None:
@@ -288,7 +288,7 @@ MAX_RANKS_OF_HOST = 1024  # must equal kMaxRanks in native/shm/rank_set.hpp
 
 def join(
     formation: Formation, settings: Mapping[str, str | int | None], timeout_s: float
-) -> tuple[Topology, _core.Mesh]:
+) -> tuple[Topology, _core.HostMesh]:
     """Connects this rank to the other ranks on its host; returns the job's topology and this host's mesh.
 
     Args:

@@ -1,7 +1,8 @@
 """The native engine, which uses shared memory within a host and TCP between hosts.
 
 Between hosts, `ScheduledChannel` runs each collective as a schedule, with the algorithm predicted to be the fastest.
-The core detects calls whose times differ greatly from the prediction (native/call/prediction_monitor.hpp); they are logged once.
+The core detects calls whose times differ greatly from the prediction (native/call/prediction_monitor.hpp), and these
+are logged once.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class ScheduledChannel(EngineChannel):
         return choose(self._model, operation, nbytes, self._size, self._hosts, forced)
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         """Returns True: calls may specify a `wire`, which determines their schedule."""
         return True
 
@@ -207,7 +208,7 @@ class HostRanks:
         rank: this process's group rank.
     """
 
-    mesh: _core.Mesh
+    mesh: _core.HostMesh
     places: Sequence[int]
     rank: int
 

@@ -86,7 +86,7 @@ class StagedWork:
         """Marks the call as failed, or as enqueued with `end` as the event after its last copy."""
         self._outcome, self._end = outcome, end
         self._enqueued.set()
-        _core.announce_ending()  # wakes the completion thread
+        _core.announce_completion()  # wakes the completion thread
 
     def is_enqueued(self) -> bool:
         """Returns True if the call has failed or all of its copies have been enqueued."""
@@ -346,7 +346,7 @@ class StagedChannel(EngineChannel):
                 continue
             waited_ns = time.monotonic_ns() - started_ns
             if waited_ns > chunk.work.timeout_ns:
-                failure = CallFailure(OutcomeCode.TIMED_OUT, missing=[self._rank], came=True, waited_ns=waited_ns)
+                failure = CallFailure(OutcomeCode.TIMED_OUT, missing=[self._rank], has_begun=True, waited_ns=waited_ns)
                 self._break(failure)
                 return failure
             time.sleep(pause_s)
@@ -454,7 +454,7 @@ class StagedChannel(EngineChannel):
             work, _ = self._unfinished.popleft()
             work.recorded.end(OutcomeCode.OK)
             work.layout = None
-            _core.announce_ending()
+            _core.announce_completion()
 
     def _slot(self, slot: int) -> torch.Tensor:
         if self._memory is None:

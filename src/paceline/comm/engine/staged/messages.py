@@ -71,7 +71,7 @@ class OutgoingDeviceMessage:
                 self._message, self._start = self._start(), None
             elif time.monotonic_ns() - self._created_ns > self._timeout_ns:
                 late_ns = self._timeout_ns
-                self.fail(CallFailure(OutcomeCode.TIMED_OUT, missing=[self._rank], came=True, waited_ns=late_ns))
+                self.fail(CallFailure(OutcomeCode.TIMED_OUT, missing=[self._rank], has_begun=True, waited_ns=late_ns))
         return self._message is not None or self._failure is not None
 
     def fail(self, failure: CallOutcome) -> None:

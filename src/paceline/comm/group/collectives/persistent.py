@@ -46,7 +46,7 @@ from paceline.comm.group.work import ProfiledCall, Work
 from paceline.durations import Timeout, to_nanoseconds
 
 
-class PersistentCall(_core.QuickCall):
+class PersistentCall(_core.FastPathCall):
     """A prepared call, returned for example by `all_reduce_init`, that can be executed any number of times.
 
     `call()` executes the call and returns when it is complete. `call.start()` only starts it; `call.wait()` then waits
@@ -76,7 +76,7 @@ class PersistentCall(_core.QuickCall):
         return f"PersistentCall({self._name}, {'started' if self.is_started else 'not started'})"
 
     @abstractmethod
-    def _call_with_care(self) -> None:
+    def _call_slow_path(self) -> None:
         """Executes the call; invoked by the core if its own fast path does not apply."""
 
     @abstractmethod
@@ -198,7 +198,7 @@ class EngineCall(PersistentCall):
             tuple(self._written),
         )
 
-    def _call_with_care(self) -> None:
+    def _call_slow_path(self) -> None:
         self._require_memory()
         self._require_idle()
         recording = self._recording() if profiler._is_profiler_enabled else None
@@ -257,7 +257,7 @@ class RepeatedCall(PersistentCall):
         self._make = make
 
     @eager
-    def _call_with_care(self) -> None:
+    def _call_slow_path(self) -> None:
         self._require_memory()
         self._require_idle()
         self._make(False)

@@ -110,8 +110,8 @@ def at_once(*diagnoses: tuple[FailureDiagnosis, str]) -> list[CallFailure]:
 def test_groups_that_wait_for_each_other_are_followed():
     store, them = dist.HashStore(), members(ProcessIdentity.mine(), ProcessIdentity.mine())
     first, second = at_once(*[(FailureDiagnosis(store, group, them, rank), "call") for group, rank in ((1, 0), (2, 1))])
-    assert (first.missing, first.waiting, first.held_by) == ([1], [1], [])
-    assert (second.missing, second.waiting, second.held_by) == ([0], [0], [])
+    assert (first.missing, first.waiting, first.blocked_by) == ([1], [1], [])
+    assert (second.missing, second.waiting, second.blocked_by) == ([0], [0], [])
     assert store.get("waiting/0") == store.get("waiting/1") == b"", "they no longer wait"
     text = str(to_error(first, them, 0, "barrier()"))
     assert "rank 1 (host, pid 101) did not reach the call because it waits in another call" in text
@@ -122,7 +122,7 @@ def test_a_rank_outside_the_group_may_be_at_fault():
     store, them = dist.HashStore(), members(*[ProcessIdentity.mine()] * 3)
     message = FailureDiagnosis(store, 1, them[:2], 0), ""
     first, second = at_once(message, (FailureDiagnosis(store, 2, them[1:], 0), "call"))
-    assert (first.missing, first.waiting, first.held_by) == ([1], [1], [2])
-    assert (second.missing, second.waiting, second.held_by) == ([1], [], [])
+    assert (first.missing, first.waiting, first.blocked_by) == ([1], [1], [2])
+    assert (second.missing, second.waiting, second.blocked_by) == ([1], [], [])
     text = str(to_error(first, them[:2], 0, "recv()", engine_members=them))
     assert "it waits in another call, which is delayed by rank 2 (host, pid 102)" in text
