@@ -98,7 +98,7 @@ void note_call_site() {
     record::set_next_site(find_site());
 }
 
-void name_user_files_by(nb::object name_of) {
+void set_user_file_namer(nb::object name_of) {
     namer() = std::move(name_of);
 }
 

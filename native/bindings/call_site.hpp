@@ -12,6 +12,6 @@ void note_call_site();
 
 // Sets the function that returns the name under which a file is recorded, or None if the file is not the user's. Until
 // this is called, no call sites are recorded.
-void name_user_files_by(nanobind::object name_of);
+void set_user_file_namer(nanobind::object name_of);
 
 }  // namespace paceline::bindings

@@ -39,7 +39,7 @@ class HostGroup {
     HostGroup& operator=(const HostGroup&) = delete;
     // In a forked child the threads that might hold the group's locks do not exist, so the group cannot be destroyed.
     ~HostGroup() {
-        if (forked_from_member()) static_cast<void>(new std::shared_ptr<CallQueue>(queue_));
+        if (is_forked_from_member()) static_cast<void>(new std::shared_ptr<CallQueue>(queue_));
     }
 
     nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op,
@@ -211,16 +211,16 @@ int create_directory(int size) {
 }
 
 // Takes ownership of `fd`, a directory's descriptor, or creates a directory if `fd` is negative.
-std::shared_ptr<shm::HostMesh> join_mesh(int rank, int size, int fd, std::vector<int> names) {
+std::shared_ptr<shm::HostMesh> join_mesh(int rank, int size, int fd, std::vector<int> global_ranks) {
     require_ranks(size);
     if (rank < 0 || rank >= size) throw nb::value_error("the rank is not one of the directory's");
-    if (!names.empty() && names.size() != static_cast<std::size_t>(size))
-        throw nb::value_error("each rank of the directory needs a name");
+    if (!global_ranks.empty() && global_ranks.size() != static_cast<std::size_t>(size))
+        throw nb::value_error("each rank of the directory needs a global rank");
     errno = EBADMSG;  // reported if the file is not a host directory
     auto directory = fd < 0 ? shm::HostDirectory::create(size) : shm::HostDirectory::adopt(fd, size);
     if (!directory) throw std::system_error(errno, std::generic_category(), "the directory of the host's ranks");
     directory->close_descriptor();
-    return std::make_shared<shm::HostMesh>(rank, std::move(directory), std::move(names));
+    return std::make_shared<shm::HostMesh>(rank, std::move(directory), std::move(global_ranks));
 }
 
 std::vector<int> lost(const shm::HostMesh& mesh) {
@@ -337,7 +337,7 @@ void register_engine(nb::module_& module) {
 
     nb::class_<shm::HostMesh>(module, "HostMesh")
         .def_static("join", &join_mesh, nb::arg("rank"), nb::arg("size"), nb::arg("directory") = -1,
-                    nb::arg("names") = std::vector<int>{}, nb::call_guard<nb::gil_scoped_release>())
+                    nb::arg("global_ranks") = std::vector<int>{}, nb::call_guard<nb::gil_scoped_release>())
         .def("lost", &lost)
         .def(
             "absent",

@@ -17,7 +17,7 @@ PyObject* name(const char* text) {
     return PyUnicode_InternFromString(text);
 }
 
-PyObject* with_care(PyObject* self) {
+PyObject* call_slow_path(PyObject* self) {
     static PyObject* const method = name("_call_slow_path");
     return PyObject_CallMethodObjArgs(self, method, nullptr);
 }
@@ -57,36 +57,36 @@ PyObject* FastPathCall::call(PyObject* self, PyObject* arguments, PyObject* keyw
         PyErr_SetString(PyExc_TypeError, "a persistent call takes no arguments; they were given when it was prepared");
         return nullptr;
     }
-    const FastPathCall& quick = *nb::inst_ptr<FastPathCall>(self);
+    const FastPathCall& fast = *nb::inst_ptr<FastPathCall>(self);
     try {
-        if (!quick.can_use_fast_path()) {
+        if (!fast.can_use_fast_path()) {
             PyErr_Clear();
-            return with_care(self);
+            return call_slow_path(self);
         }
-        const nb::object limit = nb::steal(PyObject_GetAttr(quick.limits_.ptr(), timeout_ns));
+        const nb::object limit = nb::steal(PyObject_GetAttr(fast.limits_.ptr(), timeout_ns));
         if (!limit.is_valid()) return nullptr;
-        quick.count_writes_(quick.written_);
-        const nb::object outcome = quick.call_->run(nb::cast<std::int64_t>(limit));
+        fast.count_writes_(fast.written_);
+        const nb::object outcome = fast.call_->run(nb::cast<std::int64_t>(limit));
         return outcome.is_none() ? outcome.inc_ref().ptr()
                                  : PyObject_CallMethodObjArgs(self, fail, outcome.ptr(), nullptr);
     } catch (nb::python_error& error) {
         error.restore();
         return nullptr;
     } catch (const std::exception&) {  // the group is closed, or another thread is running the call
-        return with_care(self);
+        return call_slow_path(self);
     }
 }
 
 int FastPathCall::traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (!nb::inst_ready(self)) return 0;
-    const FastPathCall& quick = *nb::inst_ptr<FastPathCall>(self);
-    Py_VISIT(quick.prepared_.ptr());
-    Py_VISIT(quick.limits_.ptr());
-    Py_VISIT(quick.watched_.ptr());
-    Py_VISIT(quick.written_.ptr());
-    Py_VISIT(quick.layout_of_.ptr());
-    for (const Prepared& each : quick.tensors_) {
+    const FastPathCall& fast = *nb::inst_ptr<FastPathCall>(self);
+    Py_VISIT(fast.prepared_.ptr());
+    Py_VISIT(fast.limits_.ptr());
+    Py_VISIT(fast.watched_.ptr());
+    Py_VISIT(fast.written_.ptr());
+    Py_VISIT(fast.layout_of_.ptr());
+    for (const Prepared& each : fast.tensors_) {
         Py_VISIT(each.tensor.ptr());
         Py_VISIT(each.layout.ptr());
     }
@@ -94,15 +94,15 @@ int FastPathCall::traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 int FastPathCall::clear(PyObject* self) {
-    FastPathCall& quick = *nb::inst_ptr<FastPathCall>(self);
-    quick.call_ = nullptr;
-    const auto dropped = std::pair(std::move(quick.tensors_), std::move(quick.prepared_));
-    quick.tensors_.clear();
-    quick.layout_of_.reset();
-    quick.limits_.reset();
-    quick.watched_.reset();
-    quick.written_.reset();
-    quick.count_writes_.reset();
+    FastPathCall& fast = *nb::inst_ptr<FastPathCall>(self);
+    fast.call_ = nullptr;
+    const auto dropped = std::pair(std::move(fast.tensors_), std::move(fast.prepared_));
+    fast.tensors_.clear();
+    fast.layout_of_.reset();
+    fast.limits_.reset();
+    fast.watched_.reset();
+    fast.written_.reset();
+    fast.count_writes_.reset();
     return 0;
 }
 

@@ -47,16 +47,16 @@ class Message {
 
 // A messenger with its lanes, which must outlive it. (If a deleter held the lanes, the messages' weak pointers would
 // keep them alive.)
-struct Owned {
-    explicit Owned(std::shared_ptr<link::LaneSet> held) : lanes(std::move(held)), messenger(*lanes) {}
+struct MessengerWithLanes {
+    explicit MessengerWithLanes(std::shared_ptr<link::LaneSet> held) : lanes(std::move(held)), messenger(*lanes) {}
 
     std::shared_ptr<link::LaneSet> lanes;
     Messenger messenger;
 };
 
 std::shared_ptr<Messenger> messenger_of(std::shared_ptr<link::LaneSet> lanes) {
-    const auto owned = std::make_shared<Owned>(std::move(lanes));
-    return {owned, &owned->messenger};
+    const auto owner = std::make_shared<MessengerWithLanes>(std::move(lanes));
+    return {owner, &owner->messenger};
 }
 
 class ScheduleGroup {
@@ -72,7 +72,7 @@ class ScheduleGroup {
     ScheduleGroup& operator=(const ScheduleGroup&) = delete;
     // In a forked child the threads that might hold the group's locks do not exist, so the group cannot be destroyed.
     ~ScheduleGroup() {
-        if (!forked_from_member()) return;
+        if (!is_forked_from_member()) return;
         static_cast<void>(new std::shared_ptr<CallQueue>(queue_));
         static_cast<void>(new std::shared_ptr<Messenger>(messenger_));
         static_cast<void>(new std::shared_ptr<link::LaneSet>(lanes_));
@@ -194,7 +194,7 @@ constexpr std::size_t kMinConnections = 2;  // one for control and at least one 
 
 ScheduleGroup* create_schedule_group(std::shared_ptr<shm::HostMesh> mesh, std::uint64_t id, int rank,
                                      const std::vector<int>& mesh_ranks, const std::vector<nb::list>& connections,
-                                     double timeout_s, std::vector<int> names) {
+                                     double timeout_s, std::vector<int> global_ranks) {
     const std::size_t size = mesh_ranks.size();
     std::vector<int> here;
     std::copy_if(mesh_ranks.begin(), mesh_ranks.end(), std::back_inserter(here), [](int each) { return each >= 0; });
@@ -202,8 +202,8 @@ ScheduleGroup* create_schedule_group(std::shared_ptr<shm::HostMesh> mesh, std::u
     if (rank < 0 || static_cast<std::size_t>(rank) >= size ||
         mesh_ranks[static_cast<std::size_t>(rank)] != here[static_cast<std::size_t>(place)])
         throw nb::value_error("the rank is not that of this process in the mesh");
-    if (connections.size() != size || (!names.empty() && names.size() != size))
-        throw nb::value_error("each rank of a group needs a list of connections, and a name if one has a name");
+    if (connections.size() != size || (!global_ranks.empty() && global_ranks.size() != size))
+        throw nb::value_error("each rank of a group needs a list of connections, and a global rank if another has one");
     for (std::size_t r = 0; r < size; ++r)
         if (mesh_ranks[r] < 0 && connections[r].size() < kMinConnections)
             throw nb::value_error("a rank of another host needs two connections or more");
@@ -215,7 +215,7 @@ ScheduleGroup* create_schedule_group(std::shared_ptr<shm::HostMesh> mesh, std::u
     {
         const nb::gil_scoped_release release;
         lanes = link::LaneSet::create(std::move(mesh), id, rank, mesh_ranks, std::move(sockets), deadline,
-                                      std::move(names));
+                                      std::move(global_ranks));
     }
     return lanes ? new ScheduleGroup(std::move(lanes)) : nullptr;
 }
@@ -230,11 +230,12 @@ std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int
     const auto schedule = Schedule::make(static_cast<std::uint8_t>(algorithm), blocks, rank, size, numbers, &bad_step,
                                          static_cast<WireType>(wire));
     if (schedule) return std::const_pointer_cast<Schedule>(schedule);
-    const std::string told = "these steps are no schedule for rank " + std::to_string(rank) + " of " +
-                             std::to_string(size) + ": see step " + std::to_string(bad_step) +
-                             " (its kind, its peer, its buffers and their numbers of blocks), and that there are whole "
-                             "steps only";
-    throw nb::value_error(told.c_str());
+    const std::string message =
+        "these steps are no schedule for rank " + std::to_string(rank) + " of " + std::to_string(size) + ": see step " +
+        std::to_string(bad_step) +
+        " (its kind, its peer, its buffers and their numbers of blocks), and that there are whole "
+        "steps only";
+    throw nb::value_error(message.c_str());
 }
 
 // Returns the time, in seconds, that this machine takes to reduce `nbytes` bytes of float32.
@@ -265,7 +266,7 @@ void register_links(nb::module_& module) {
     nb::class_<ScheduleGroup>(module, "ScheduleGroup")
         .def_static("create", &create_schedule_group, nb::arg("mesh"), nb::arg("id"), nb::arg("rank"),
                     nb::arg("mesh_ranks"), nb::arg("connections"), nb::arg("timeout_s"),
-                    nb::arg("names") = std::vector<int>{}, nb::rv_policy::take_ownership)
+                    nb::arg("global_ranks") = std::vector<int>{}, nb::rv_policy::take_ownership)
         .def("run", &ScheduleGroup::run, nb::arg("schedule"), nb::arg("call"), nb::arg("predicted_ns") = 0)
         .def("submit", &ScheduleGroup::submit, nb::arg("schedule"), nb::arg("call"), nb::arg("predicted_ns") = 0)
         .def("prepare", &ScheduleGroup::prepare, nb::arg("schedule"), nb::arg("call"), nb::arg("predicted_ns") = 0,

@@ -144,7 +144,7 @@ void register_record(nb::module_& module) {
         Recorder* const recorder = Recorder::active();
         return recorder == nullptr ? 0 : recorder->name(text);
     });
-    module.def("name_user_files_by", &name_user_files_by, nb::arg("name_of"));
+    module.def("set_user_file_namer", &set_user_file_namer, nb::arg("name_of"));
     module.def("record_step", [](std::uint64_t step) { if_active<&Recorder::set_step>(step); });
     module.def("record_group", &open_group);
     module.def("record_group_closed", [](std::uint32_t serial) { if_active<&Recorder::close_group>(serial); });

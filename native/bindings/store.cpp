@@ -26,10 +26,10 @@ Message to_message(int op, std::int64_t number, const std::vector<nb::bytes>& fi
     std::size_t nbytes = store::kMessageOverhead;
     for (const nb::bytes& field : fields) nbytes += store::kFieldOverhead + field.size();
     if (nbytes > store::kMaxFrame) {
-        const std::string said = "the keys and values of one call to a store are " + std::to_string(nbytes) +
-                                 " bytes together; at most " + std::to_string(store::kMaxFrame) +
-                                 " go at once, so set them in parts";
-        throw nb::value_error(said.c_str());
+        const std::string message = "the keys and values of one call to a store are " + std::to_string(nbytes) +
+                                    " bytes together; at most " + std::to_string(store::kMaxFrame) +
+                                    " go at once, so set them in parts";
+        throw nb::value_error(message.c_str());
     }
     for (const nb::bytes& field : fields) message.fields.emplace_back(field.c_str(), field.size());
     return message;

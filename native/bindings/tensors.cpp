@@ -24,13 +24,13 @@ struct Table {
 
 // The arguments passed to `read_tensors`. The references are never released because calls may run until the process
 // exits.
-struct Known {
+struct TorchObjects {
     const Table* table = nullptr;
     nb::handle tensor, parameter, is_neg, reduction, count_writes;
 };
 
-Known& known() {
-    static Known known;
+TorchObjects& known() {
+    static TorchObjects known;
     return known;
 }
 
@@ -82,7 +82,7 @@ std::uint64_t begin_of(const nb::dlpack::dltensor& found) {
 }
 
 std::optional<nb::dlpack::dltensor> read(nb::handle object) {
-    const Known& now = known();
+    const TorchObjects& now = known();
     if (now.table == nullptr) return std::nullopt;
     const nb::handle type = object.type();
     if (!type.is(now.tensor) && !type.is(now.parameter)) return std::nullopt;

@@ -50,15 +50,15 @@ class TlsConnection {
         const nb::gil_scoped_release release;
         for (;;) {
             switch (session().handshake()) {
-                case Session::Progress::done:
+                case Session::HandshakeResult::done:
                     return {};
-                case Session::Progress::failed:
+                case Session::HandshakeResult::failed:
                     if (session().reason().empty()) fail(ECONNRESET, "an encrypted connection");
                     return session().reason();
-                case Session::Progress::wants_to_read:
+                case Session::HandshakeResult::wants_to_read:
                     wait(POLLIN, deadline);
                     break;
-                case Session::Progress::wants_to_write:
+                case Session::HandshakeResult::wants_to_write:
                     wait(POLLOUT, deadline);
             }
         }
@@ -78,14 +78,14 @@ class TlsConnection {
     }
 
     // Returns no bytes if the other end has closed the connection.
-    nb::bytes receive(std::size_t most, double timeout_s) {
+    nb::bytes receive(std::size_t max_bytes, double timeout_s) {
         const auto deadline = deadline_in(timeout_s);
         std::array<char, kRecordBytes> data;
         ssize_t n = -1;
         {
             const nb::gil_scoped_release release;
             while (n < 0) {
-                n = exchange([&](Session& over) { return over.recv(data.data(), std::min(most, data.size())); });
+                n = exchange([&](Session& over) { return over.recv(data.data(), std::min(max_bytes, data.size())); });
                 if (n < 0) wait(POLLIN, deadline);
             }
         }
@@ -156,7 +156,7 @@ void register_tls(nb::module_& module) {
              nb::arg("accepts"))
         .def("handshake", &TlsConnection::handshake, nb::arg("timeout_s"))
         .def("send", &TlsConnection::send, nb::arg("data"), nb::arg("timeout_s"))
-        .def("receive", &TlsConnection::receive, nb::arg("most"), nb::arg("timeout_s"));
+        .def("receive", &TlsConnection::receive, nb::arg("max_bytes"), nb::arg("timeout_s"));
 }
 
 }  // namespace paceline::bindings

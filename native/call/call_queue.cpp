@@ -16,13 +16,13 @@ constexpr std::int64_t kInterruptCheckNs = std::chrono::nanoseconds(kPollsPerInt
 constexpr int kSpinsPerClockRead =
     16;  // spins between two clock reads; on some processors one spin takes a microsecond
 
-// Nonzero while a thread of this process busy-waits for a call. The value is `forks_from_members()` plus 1, so that a
+// Nonzero while a thread of this process busy-waits for a call. The value is `member_fork_count()` plus 1, so that a
 // value inherited from the parent process is invalid in a forked child.
 std::atomic<std::uint32_t> spinning_process{0};
 
 bool claim_spinning() {
     std::uint32_t seen = spinning_process.load(std::memory_order_relaxed);
-    const std::uint32_t mine = 1 + forks_from_members();
+    const std::uint32_t mine = 1 + member_fork_count();
     return seen != mine && spinning_process.compare_exchange_strong(seen, mine, std::memory_order_relaxed);
 }
 

@@ -67,7 +67,7 @@ class CallQueue {
     void record_as(std::uint32_t group) { recorded_as_.store(group, std::memory_order_relaxed); }
 
     // Returns true if this process inherited the queue through a fork; the parent process owns the group.
-    bool is_inherited() const { return forks_ != forks_from_members(); }
+    bool is_inherited() const { return forks_ != member_fork_count(); }
 
     // See `Collectives`.
     void abort() { group_->abort(); }
@@ -84,7 +84,7 @@ class CallQueue {
 
     std::unique_ptr<Collectives> group_;
     const bool spins_when_idle_ = group_->has_spare_core();
-    const std::uint32_t forks_ = forks_from_members();  // the value when the queue was created
+    const std::uint32_t forks_ = member_fork_count();  // the value when the queue was created
     std::atomic<std::uint32_t> recorded_as_{0};
     std::atomic<std::uint64_t> arrived_{0};  // the sequence number of the latest call
     std::mutex run_mutex_;

@@ -31,12 +31,12 @@ WaitChainSearch::~WaitChainSearch() {
     std::erase(registry_.searches_, this);
 }
 
-void WaitChainSearch::receive_answer(int name, const CallId& call, const Answer& answer) {
-    if (const auto found = queries_.find({name, call}); found != queries_.end()) found->second.answer = answer;
+void WaitChainSearch::receive_answer(int global_rank, const CallId& call, const Answer& answer) {
+    if (const auto found = queries_.find({global_rank, call}); found != queries_.end()) found->second.answer = answer;
 }
 
 Answer WaitChainSearch::latest_answer_locked(const Key& key) const {
-    if (key.first == registry_.name()) return registry_.answer_for_locked(key.second);
+    if (key.first == registry_.global_rank()) return registry_.answer_for_locked(key.second);
     const auto found = queries_.find(key);
     return found != queries_.end() ? found->second.answer.value_or(Answer{}) : Answer{};
 }
@@ -52,15 +52,17 @@ std::set<int> WaitChainSearch::blocked_locked(const std::vector<Key>& reached, c
         for (auto key = reached.rbegin(); key != reached.rend(); ++key) {
             if (held.contains(*key)) continue;
             const std::vector<AwaitedRank> awaited = latest_answer_locked(*key).awaited;
-            const auto is_held = [&held](const AwaitedRank& each) { return held.contains({each.name, each.call}); };
+            const auto is_held = [&held](const AwaitedRank& each) {
+                return held.contains({each.global_rank, each.call});
+            };
             if (!std::any_of(awaited.begin(), awaited.end(), is_held)) continue;
             held.insert(*key);
             grows = true;
         }
     }
-    std::set<int> names;
-    for (const Key& key : held) names.insert(key.first);
-    return names;
+    std::set<int> global_ranks;
+    for (const Key& key : held) global_ranks.insert(key.first);
+    return global_ranks;
 }
 
 std::optional<WaitChainResult> WaitChainSearch::advance(const std::vector<int>& awaited) {
@@ -76,17 +78,17 @@ std::optional<WaitChainResult> WaitChainSearch::advance(const std::vector<int>& 
     {
         const std::lock_guard lock(registry_.mutex_);
         std::set<Key> seen;
-        const auto reach = [&](int name, const CallId& call) {
-            if (seen.size() < kMax && seen.insert({name, call}).second) reached.emplace_back(name, call);
+        const auto reach = [&](int global_rank, const CallId& call) {
+            if (seen.size() < kMax && seen.insert({global_rank, call}).second) reached.emplace_back(global_rank, call);
         };
         const auto follow = [&](const Answer& answer) {
-            for (const AwaitedRank& each : answer.awaited) reach(each.name, each.call);
+            for (const AwaitedRank& each : answer.awaited) reach(each.global_rank, each.call);
         };
-        for (const int name : awaited) reach(name, call_);
+        for (const int global_rank : awaited) reach(global_rank, call_);
         for (std::size_t at = 0; at < reached.size(); ++at) {
             const Key key = reached[at];
             if (key.second == call_) in_call.insert(key.first);
-            if (key.first == registry_.name()) {
+            if (key.first == registry_.global_rank()) {
                 follow(registry_.answer_for_locked(key.second));
                 continue;
             }
@@ -106,7 +108,7 @@ std::optional<WaitChainResult> WaitChainSearch::advance(const std::vector<int>& 
         }
         if (!open && !blocking.empty()) {
             const std::set<int> held_up = blocked_locked(reached, blocking);
-            std::erase_if(waiting, [&held_up](int name) { return !held_up.contains(name); });
+            std::erase_if(waiting, [&held_up](int global_rank) { return !held_up.contains(global_rank); });
         }
     }
     for (const Key& key : to_ask) {
@@ -133,11 +135,11 @@ void attribute_timeout(Outcome& outcome, const WaitChainResult& found, const Gro
     };
     std::vector<int> here;  // ranks of this group that hold up the call
     for (int rank = 0; rank < members.size; ++rank) {
-        const int name = members.name(rank);
-        const bool holds_up = is_among(found.blocking, name);
-        if (!holds_up && !is_among(found.waiting, name)) continue;
+        const int global_rank = members.global_rank(rank);
+        const bool holds_up = is_among(found.blocking, global_rank);
+        if (!holds_up && !is_among(found.waiting, global_rank)) continue;
         if (!members.has_begun(rank) && !is_among(absent, rank)) {
-            if (!is_among(found.in_call, name) && !(members.is_certain && holds_up)) continue;
+            if (!is_among(found.in_call, global_rank) && !(members.is_certain && holds_up)) continue;
             absent.push_back(rank);
         }
         if (holds_up) here.push_back(rank);
@@ -148,8 +150,8 @@ void attribute_timeout(Outcome& outcome, const WaitChainResult& found, const Gro
     outcome.waiting.clear();
     outcome.blocked_by = found.blocking;
     for (const int rank : outcome.missing) {
-        std::erase(outcome.blocked_by, members.name(rank));
-        if (!outcome.has_begun && is_among(found.waiting, members.name(rank))) outcome.waiting.push_back(rank);
+        std::erase(outcome.blocked_by, members.global_rank(rank));
+        if (!outcome.has_begun && is_among(found.waiting, members.global_rank(rank))) outcome.waiting.push_back(rank);
     }
 }
 
@@ -159,17 +161,17 @@ FailureCause cause_of_timeout(const Outcome& outcome, const GroupMembers& member
     if (!outcome.blocked_by.empty()) cause.rank = outcome.blocked_by.front();
     for (const int rank : outcome.missing) {
         if (std::find(outcome.waiting.begin(), outcome.waiting.end(), rank) != outcome.waiting.end()) continue;
-        cause.rank = members.name(rank);
+        cause.rank = members.global_rank(rank);
         break;
     }
     return cause;
 }
 
-FailureCause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& name) {
+FailureCause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& global_rank) {
     if (outcome.code == OutcomeCode::timed_out) return outcome.cause.rank != mine ? outcome.cause : FailureCause{};
     if (outcome.code != OutcomeCode::peer_lost || outcome.gone.empty()) return {};
     return outcome.cause.known() ? outcome.cause
-                                 : FailureCause{name(outcome.gone.front()), outcome.gone == outcome.left};
+                                 : FailureCause{global_rank(outcome.gone.front()), outcome.gone == outcome.left};
 }
 
 }  // namespace paceline

@@ -17,7 +17,7 @@
 
 namespace paceline {
 
-// The result of a search. All lists contain names in ascending order. The call is merely slow if `blocking` and
+// The result of a search. All lists contain global ranks in ascending order. The call is merely slow if `blocking` and
 // `waiting` are both empty; the ranks are deadlocked if only `blocking` is empty.
 struct WaitChainResult {
     std::vector<int> blocking;
@@ -33,7 +33,7 @@ class WaitChainSearch {
     WaitChainSearch& operator=(const WaitChainSearch&) = delete;
     ~WaitChainSearch();
 
-    // Continues the search; returns nullopt while answers may still arrive. `awaited` contains the names of the ranks
+    // Continues the search; returns nullopt while answers may still arrive. `awaited` contains the global ranks
     // that the call is currently waiting for. Not thread-safe.
     std::optional<WaitChainResult> advance(const std::vector<int>& awaited);
 
@@ -50,7 +50,7 @@ class WaitChainSearch {
         std::optional<Answer> answer;
     };
 
-    void receive_answer(int name, const CallId& call, const Answer& answer);
+    void receive_answer(int global_rank, const CallId& call, const Answer& answer);
     Answer latest_answer_locked(const Key& key) const;
     std::set<int> blocked_locked(const std::vector<Key>& reached, const std::set<int>& blocking) const;
 
@@ -63,9 +63,9 @@ class WaitChainSearch {
     std::map<Key, Query> queries_;              // guarded by the lock of `registry_`
 };
 
-// Describes a group's ranks: their names, and whether each has begun the failed call.
+// Describes a group's ranks: their global ranks, and whether each has begun the failed call.
 struct GroupMembers {
-    std::function<int(int)> name;
+    std::function<int(int)> global_rank;
     std::function<bool(int)> has_begun;
     int size;
     // If false, `has_begun` may also return false for a rank that has already finished its part of the call.
@@ -81,7 +81,7 @@ void attribute_timeout(Outcome& outcome, const WaitChainResult& found, const Gro
 FailureCause cause_of_timeout(const Outcome& outcome, const GroupMembers& members);
 
 // Returns the cause that the rank named `mine` reports if it leaves its other groups because of `outcome`, or an
-// unknown cause if it need not leave. `name` maps group ranks to names.
-FailureCause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& name);
+// unknown cause if it need not leave. `global_rank` maps group ranks to global ranks.
+FailureCause cause_of_leaving(const Outcome& outcome, int mine, const std::function<int(int)>& global_rank);
 
 }  // namespace paceline

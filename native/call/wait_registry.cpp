@@ -50,10 +50,10 @@ void WaitRegistry::serve() {
     serves_again_.store((done + pause).time_since_epoch().count(), std::memory_order_relaxed);
 }
 
-bool WaitRegistry::send_query(int name, const CallId& call) {
+bool WaitRegistry::send_query(int global_rank, const CallId& call) {
     const std::lock_guard lock(transports_mutex_);
     return std::any_of(transports_.begin(), transports_.end(),
-                       [&](QueryTransport* transport) { return transport->send_query(name, call); });
+                       [&](QueryTransport* transport) { return transport->send_query(global_rank, call); });
 }
 
 Answer WaitRegistry::answer_for(const CallId& call) const {
@@ -67,7 +67,7 @@ Answer WaitRegistry::answer_for_locked(const CallId& call) const {
     Answer answer;
     const auto add = [&answer](const Wait& wait) {
         answer.kind = Answer::Kind::waiting;
-        for (const int name : wait.names) answer.awaited.push_back({name, 0, wait.call});
+        for (const int global_rank : wait.global_ranks) answer.awaited.push_back({global_rank, 0, wait.call});
     };
     const auto in_group = [&call](const Wait& wait) {
         return call.sequence != 0 && wait.call.sequence != 0 && wait.call.group == call.group;
@@ -85,9 +85,9 @@ Answer WaitRegistry::answer_for_locked(const CallId& call) const {
     return answer;
 }
 
-void WaitRegistry::receive_answer(int name, const CallId& call, Answer answer) {
+void WaitRegistry::receive_answer(int global_rank, const CallId& call, Answer answer) {
     const std::lock_guard lock(mutex_);
-    for (WaitChainSearch* const each : searches_) each->receive_answer(name, call, answer);
+    for (WaitChainSearch* const each : searches_) each->receive_answer(global_rank, call, answer);
 }
 
 }  // namespace paceline

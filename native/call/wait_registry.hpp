@@ -35,16 +35,16 @@ constexpr std::uint64_t group_of(std::uint64_t id) {
     return id & ~(std::uint64_t{1} << 63);
 }
 
-// A rank that another rank is waiting for. `name` identifies the rank in all groups of a process.
+// A rank that another rank is waiting for. `global_rank` identifies the rank in all groups of a process.
 struct AwaitedRank {
-    std::int32_t name;
+    std::int32_t global_rank;
     std::uint32_t reserved = 0;
     CallId call;
 };
 
-// A rank's answer to the question of why it has not finished its part of a call or message. waits: the rank itself is
-// waiting for other ranks. elsewhere: no call of the rank's program is waiting, so no other rank holds it up. past: the
-// rank has finished its part and is in a later call.
+// A rank's answer to the question of why it has not finished its part of a call or message. waiting: the rank itself is
+// waiting for other ranks. not_waiting: no call of the rank's program is waiting, so no other rank blocks it.
+// completed: the rank has finished its part and is in a later call.
 struct Answer {
     enum class Kind : std::int32_t { waiting, not_waiting, completed };
 
@@ -56,7 +56,7 @@ struct Answer {
 struct Wait {
     CallId call;
     bool by_program = true;
-    std::vector<int> names;
+    std::vector<int> global_ranks;
 };
 
 class WaitRegistry {
@@ -74,7 +74,7 @@ class WaitRegistry {
         virtual void serve() = 0;
         // Sends a query to a rank; returns false if this transport does not reach the rank or cannot be used at the
         // moment.
-        virtual bool send_query(int name, const CallId& call) = 0;
+        virtual bool send_query(int global_rank, const CallId& call) = 0;
     };
 
     // Registers the wait of one thread from the first call of `update` until destruction.
@@ -95,12 +95,12 @@ class WaitRegistry {
         std::list<Wait>::iterator position_{};
     };
 
-    explicit WaitRegistry(int name) : name_(name) {}
+    explicit WaitRegistry(int global_rank) : global_rank_(global_rank) {}
     WaitRegistry(const WaitRegistry&) = delete;
     WaitRegistry& operator=(const WaitRegistry&) = delete;
 
-    // The name of this rank.
-    int name() const { return name_; }
+    // The global rank of this process.
+    int global_rank() const { return global_rank_; }
 
     void add(QueryTransport& transport);
     // Removes a transport; once this returns, no thread uses it.
@@ -109,18 +109,18 @@ class WaitRegistry {
     // Serves all transports, unless they were served very recently or another thread is serving them.
     void serve();
     // Sends a query to a rank over any transport; returns false if none reaches the rank.
-    bool send_query(int name, const CallId& call);
+    bool send_query(int global_rank, const CallId& call);
     // Returns this rank's answer to a query about `call`.
     Answer answer_for(const CallId& call) const;
     // Passes another rank's answer to the searches in progress.
-    void receive_answer(int name, const CallId& call, Answer answer);
+    void receive_answer(int global_rank, const CallId& call, Answer answer);
 
   private:
     friend class WaitChainSearch;
 
     Answer answer_for_locked(const CallId& call) const;
 
-    const int name_;
+    const int global_rank_;
     std::mutex transports_mutex_;
     std::vector<QueryTransport*> transports_;
     std::atomic<Clock::duration::rep> serves_again_{0};

@@ -24,7 +24,7 @@ void Executor::lost(int peer) {
     const auto until = Clock::now() + kReasonTimeout;
     for (poll(); !messenger_.failure() && !has(messenger_.left()) && Clock::now() < until; poll())
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    outcome_ = messenger_.fail(messenger_.without(peer));
+    outcome_ = messenger_.fail(messenger_.peer_lost_outcome(peer));
     failed_ = true;
 }
 
@@ -41,10 +41,10 @@ bool Executor::check_events(int iteration, const Interrupted& interrupted, bool 
                             WaitRegistry::Entry& entry) {
     poll_control_lanes();
     lanes_.meter().measure_if_due(Clock::now());
-    if (broken_at_) return true;
+    if (failed_at_) return true;
     if (iteration == kAnnounceInIteration) messenger_.announce(header_);
     entry.update(lanes_.wait_registry(),
-                 {{lanes_.group(), header_.sequence}, blocks_program, lanes_.names_of(awaited())});
+                 {{lanes_.group(), header_.sequence}, blocks_program, lanes_.global_ranks_of(awaited())});
     messenger_.answer();
     if (iteration * kPollInterval > WaitRegistry::kServeDelay) lanes_.wait_registry().serve();
     const std::vector<CallHeader> announced = messenger_.announced();

@@ -164,7 +164,7 @@ void Executor::observe_traffic(CallMetrics& metrics) {
 }
 
 void Executor::poll() {
-    polled_ = Clock::now();
+    last_poll_ = Clock::now();
     messenger_.poll();
 }
 
@@ -172,18 +172,18 @@ void Executor::poll() {
 void Executor::poll_control_lanes() {
     seen_changes_ = lanes_.changes();
     poll();
-    if (!broken_at_ && messenger_.failure()) broken_at_ = Clock::now();
+    if (!failed_at_ && messenger_.failure()) failed_at_ = Clock::now();
 }
 
 Outcome Executor::run(Call& call, const Interrupted& interrupted, bool background) {
     started_ = Clock::now();
     // A rank that only sends never waits, so this is its only check for failures.
-    if (started_ - polled_ > kPollInterval) poll();
+    if (started_ - last_poll_ > kPollInterval) poll();
     lanes_.meter().measure_if_due(started_);
     if (auto failure = messenger_.failure()) return *failure;
     outcome_ = {};
     failed_ = false;
-    broken_at_.reset();
+    failed_at_.reset();
     search_.reset();
     schedule_ = call.schedule.get();
     timeout_ns_ = call.timeout_ns;
@@ -211,7 +211,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
         const bool moved = progress();
         if (failed_) return outcome_;
         const auto now = Clock::now();
-        if (broken_at_ && now - *broken_at_ > kDrainTimeout) return *messenger_.failure();
+        if (failed_at_ && now - *failed_at_ > kDrainTimeout) return *messenger_.failure();
         if (now - last_check > kPollInterval) {
             last_check = now;
             if (!check_events(++iteration, interrupted, blocks_program(call, background), entry)) return outcome_;
@@ -228,7 +228,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
         for (const FlowState& state : flows_)
             for (const auto& lane : *state.lanes) more |= lane->arm();
         if (more && progress()) continue;
-        const bool alerted = waiter_.sleep(broken_at_ ? kDrainTimeout : kPollInterval);
+        const bool alerted = waiter_.sleep(failed_at_ ? kDrainTimeout : kPollInterval);
         if (alerted || lanes_.changes() != seen_changes_) poll_control_lanes();
     }
     if (needs_all(call.operation)) messenger_.record_completed(header_);

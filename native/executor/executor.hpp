@@ -47,7 +47,7 @@ class Executor final : public Collectives {
     };
     // The position of one side of a step in its buffer, and its progress, in bytes of that buffer: a packed block has
     // fewer bytes than its floats.
-    struct Side {
+    struct Operand {
         std::size_t offset;
         std::size_t nbytes;
         std::size_t done;
@@ -89,7 +89,7 @@ class Executor final : public Collectives {
     bool can_convert(const Step& step, const StepState& step_state) const;
     std::optional<Extent> extent_of(const Slice& slice) const;
     const TensorBytes& buffer(const Slice& slice) const { return buffers_[static_cast<std::size_t>(slice.buffer)]; }
-    Side side(std::uint32_t step, bool dst) const;
+    Operand operand(std::uint32_t step, bool dst) const;
     std::optional<std::size_t> limit(std::uint32_t step) const;
     bool all_received_before(std::uint32_t step) const;
     void finish(StepState& step_state);
@@ -98,7 +98,7 @@ class Executor final : public Collectives {
     bool progress();
     bool send(FlowState& state);
     bool receive(FlowState& state);
-    bool work_locally();
+    bool run_local_steps();
     bool copy(std::uint32_t step, std::size_t until);
     bool convert(std::uint32_t step, std::size_t until);
     void convert_run(std::uint32_t step, std::uint8_t* floats, std::size_t nbytes);
@@ -120,8 +120,8 @@ class Executor final : public Collectives {
     Messenger& messenger_;
     link::Waiter waiter_;
     std::uint64_t sequence_ = 0;
-    std::chrono::steady_clock::time_point polled_{};  // when the messenger was last polled
-    std::uint32_t seen_changes_ = 0;                  // the latest value of `LaneSet::changes` that was processed
+    std::chrono::steady_clock::time_point last_poll_{};  // when the messenger was last polled
+    std::uint32_t seen_changes_ = 0;                     // the latest value of `LaneSet::changes` that was processed
     std::vector<std::uint8_t> scratch_;
     std::unique_ptr<std::uint8_t[]> wire_;  // packed blocks; its pages are allocated on first use
     std::size_t wire_room_ = 0;
@@ -143,7 +143,7 @@ class Executor final : public Collectives {
     ReduceFn reduce_ = nullptr;
     ReduceFn reduce_last_ = nullptr;
     bool failed_ = false;
-    std::optional<std::chrono::steady_clock::time_point> broken_at_;  // when this rank detected the failure
+    std::optional<std::chrono::steady_clock::time_point> failed_at_;  // when this rank detected the failure
     std::optional<WaitChainSearch> search_;                           // set once the call has timed out
     Outcome outcome_;
     std::int64_t timeout_ns_ = 0;

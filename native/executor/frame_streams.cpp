@@ -8,10 +8,10 @@
 
 namespace paceline::executor {
 
-void Messenger::push(int peer, Frame frame, std::vector<std::uint8_t> own, std::shared_ptr<Request> request) {
+void Messenger::push(int peer, Frame frame, std::vector<std::uint8_t> owned_body, std::shared_ptr<Request> request) {
     PeerState& to = state(peer);
     if (to.lost || to.left) return;
-    to.outgoing.push_back({frame, std::move(own), std::move(request), 0});
+    to.outgoing.push_back({frame, std::move(owned_body), std::move(request), 0});
 }
 
 // Copies the body of a frame, which afterward no longer refers to the request's tensor.
@@ -19,10 +19,10 @@ void Messenger::copy_body(OutgoingFrame& outgoing) {
     if (!outgoing.request) return;
     const bool in_parts = outgoing.frame.kind == FrameKind::data;
     const std::size_t from = in_parts ? outgoing.frame.offset : 0;
-    outgoing.own.resize(in_parts ? outgoing.frame.part : outgoing.frame.nbytes);
-    for (std::size_t at = 0; at < outgoing.own.size();) {
-        const ByteRange range = outgoing.request->tensor_.run(from + at, outgoing.own.size() - at);
-        std::memcpy(outgoing.own.data() + at, range.data, range.nbytes);
+    outgoing.owned_body.resize(in_parts ? outgoing.frame.part : outgoing.frame.nbytes);
+    for (std::size_t at = 0; at < outgoing.owned_body.size();) {
+        const ByteRange range = outgoing.request->tensor_.run(from + at, outgoing.owned_body.size() - at);
+        std::memcpy(outgoing.owned_body.data() + at, range.data, range.nbytes);
         at += range.nbytes;
     }
     outgoing.request = nullptr;
@@ -35,7 +35,7 @@ bool Messenger::flush(int peer) {
     while (!to.outgoing.empty() && !to.is_write_closed) {
         OutgoingFrame& next = to.outgoing.front();
         const bool in_parts = next.frame.kind == FrameKind::data;
-        const std::size_t body = in_parts ? next.frame.part : next.request ? next.frame.nbytes : next.own.size();
+        const std::size_t body = in_parts ? next.frame.part : next.request ? next.frame.nbytes : next.owned_body.size();
         std::array<ByteRange, link::kMaxRanges> ranges;
         std::size_t used = 0;
         const std::size_t head = sizeof(Frame);
@@ -47,7 +47,7 @@ bool Messenger::flush(int peer) {
                 used += next.request->tensor_.slice(next.frame.offset + at, body - at, ranges.data() + used,
                                                     ranges.size() - used);
             else
-                ranges[used++] = {next.own.data() + at, body - at};
+                ranges[used++] = {next.owned_body.data() + at, body - at};
         }
         const std::ptrdiff_t n = lanes_.peer(peer).control->write({ranges.data(), used});
         if (n == link::kClosed) {
@@ -109,7 +109,7 @@ bool Messenger::receive_from(int peer) {
         }
         const std::ptrdiff_t n = lane.read({ranges.data(), used});
         if (n == link::kClosed) {
-            closed(peer);
+            handle_close(peer);
             return true;
         }
         if (n == 0) return moved;
@@ -117,7 +117,7 @@ bool Messenger::receive_from(int peer) {
         if (from.frame_read < sizeof(Frame)) {
             from.frame_read += static_cast<std::size_t>(n);
             if (from.frame_read == sizeof(Frame) && !begin_body(peer)) {
-                closed(peer);
+                handle_close(peer);
                 return true;
             }
         } else {

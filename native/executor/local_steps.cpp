@@ -15,7 +15,7 @@ constexpr std::size_t kAtATime = 128 << 10;
 }  // namespace
 
 // Advances each local step as far as possible.
-bool Executor::work_locally() {
+bool Executor::run_local_steps() {
     bool moved = false;
     const std::vector<std::uint32_t>& local = schedule_->local;
     for (std::size_t at = first_local_; at < local.size(); ++at) {

@@ -9,7 +9,7 @@
 namespace paceline::executor {
 
 // Completes `request` with a message that has arrived.
-void Messenger::take(UnexpectedMessage& message, const std::shared_ptr<Request>& request) {
+void Messenger::complete_with(UnexpectedMessage& message, const std::shared_ptr<Request>& request) {
     const Frame& frame = message.frame;
     request->source_ = message.peer;
     if (frame.kind == FrameKind::offer) {
@@ -152,14 +152,14 @@ bool Messenger::is_next(int peer) {
 }
 
 // Returns true if the receive matches this message from `peer`.
-bool Messenger::belongs(const Frame& frame, int peer, const Request& request) {
+bool Messenger::matches_envelope(const Frame& frame, int peer, const Request& request) {
     return request.tag_ == frame.tag && (request.peer_ == kAnySource || request.peer_ == peer);
 }
 
 // Returns the oldest posted receive that matches this message from `peer`, or the end of the list.
 std::list<std::shared_ptr<Request>>::iterator Messenger::posted_for(const Frame& frame, int peer) {
     return std::find_if(posted_.begin(), posted_.end(),
-                        [&](const std::shared_ptr<Request>& each) { return belongs(frame, peer, *each); });
+                        [&](const std::shared_ptr<Request>& each) { return matches_envelope(frame, peer, *each); });
 }
 
 // Completes the posted receive that matches a message, or stores the message until such a receive is posted.
@@ -173,7 +173,7 @@ void Messenger::arrive(UnexpectedMessage message) {
     }
     const std::shared_ptr<Request> request = *at;
     posted_.erase(at);
-    take(message, request);
+    complete_with(message, request);
 }
 
 void Messenger::end_body(int peer) {
@@ -241,23 +241,24 @@ void Messenger::end_body(int peer) {
             // The failure report is forwarded to all ranks: each must have the reason before it detects that this rank
             // leaves.
             if (auto outcome = decode(from.body, lanes_.size()); !outcome)
-                closed(peer);
+                handle_close(peer);
             else if (!failure_)
                 break_group(std::move(*outcome), true);
             return;
         case FrameKind::goodbye:
             from.left = true;
             from.cause = FailureCause::unpack(static_cast<std::uint32_t>(frame.id));
-            closed(peer);
+            handle_close(peer);
             return;
         case FrameKind::query:
             add_query(peer, {frame.offset, frame.id});
             return;
         case FrameKind::answer:
             if (auto answer = decode_answer(frame, from.body); !answer)
-                closed(peer);
+                handle_close(peer);
             else
-                lanes_.wait_registry().receive_answer(lanes_.name(peer), {frame.offset, frame.id}, std::move(*answer));
+                lanes_.wait_registry().receive_answer(lanes_.global_rank(peer), {frame.offset, frame.id},
+                                                      std::move(*answer));
             return;
     }
 }

@@ -86,7 +86,7 @@ std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype
     if (failure_) {
         finish(request, *failure_);
     } else if (to.left || to.lost) {
-        finish(request, without_locked(peer));
+        finish(request, peer_lost_outcome_locked(peer));
     } else if (to.offered.size() >= kMaxOffers) {
         Outcome outcome;
         outcome.code = OutcomeCode::too_many_offers;
@@ -123,14 +123,14 @@ std::shared_ptr<Request> Messenger::receive(int peer, std::int32_t tag, DType dt
         return request;
     }
     for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {
-        if (!belongs(it->frame, it->peer, *request)) continue;
+        if (!matches_envelope(it->frame, it->peer, *request)) continue;
         UnexpectedMessage message = std::move(*it);
         unexpected_.erase(it);
-        take(message, request);
+        complete_with(message, request);
         return request;
     }
     if (peer != kAnySource && (state(peer).left || state(peer).lost)) {
-        finish(request, without_locked(peer));
+        finish(request, peer_lost_outcome_locked(peer));
         return request;
     }
     posted_.push_back(request);
@@ -146,40 +146,40 @@ void Messenger::open(const std::shared_ptr<Request>& request, std::int64_t timeo
                                       request->peer_, request->tag_);
 }
 
-Outcome Messenger::without(int peer) {
+Outcome Messenger::peer_lost_outcome(int peer) {
     const std::lock_guard lock(mutex_);
-    return without_locked(peer);
+    return peer_lost_outcome_locked(peer);
 }
 
-Outcome Messenger::without_locked(int peer) {
+Outcome Messenger::peer_lost_outcome_locked(int peer) {
     const PeerState& from = state(peer);
     Outcome outcome;
     outcome.code = OutcomeCode::peer_lost;
     outcome.missing = outcome.gone = {peer};
     if (from.left) outcome.left = {peer};
     outcome.cause = from.cause.known() ? from.cause : lanes_.cause_reported_by(peer);
-    note(outcome);
+    report_cause_of(outcome);
     return outcome;
 }
 
 // Reports the cause to the mesh. This rank will soon leave its other groups as well, whose ranks then have the cause.
-void Messenger::note(const Outcome& outcome) {
-    const auto name = [this](int rank) { return lanes_.name(rank); };
-    const FailureCause cause = cause_of_leaving(outcome, lanes_.wait_registry().name(), name);
+void Messenger::report_cause_of(const Outcome& outcome) {
+    const auto global_rank = [this](int rank) { return lanes_.global_rank(rank); };
+    const FailureCause cause = cause_of_leaving(outcome, lanes_.wait_registry().global_rank(), global_rank);
     if (cause.known()) lanes_.report_cause(cause);
 }
 
 // Closes the connection to a peer that died, violated the protocol, or sent a goodbye.
-void Messenger::closed(int peer) {
+void Messenger::handle_close(int peer) {
     PeerState& from = state(peer);
     const std::deque<OutgoingFrame> unsent = std::exchange(from.outgoing, {});
     if (!from.left) {
         if (from.lost) return;
         from.lost = true;
-        if (!failure_) break_group(without_locked(peer), true);
+        if (!failure_) break_group(peer_lost_outcome_locked(peer), true);
         return;
     }
-    const auto end = [&](const std::shared_ptr<Request>& request) { finish(request, without_locked(peer)); };
+    const auto end = [&](const std::shared_ptr<Request>& request) { finish(request, peer_lost_outcome_locked(peer)); };
     for (const OutgoingFrame& each : unsent)
         if (each.request) end(each.request);
     for (auto& [id, request] : from.offered) end(request);
@@ -202,7 +202,7 @@ void Messenger::closed(int peer) {
 
 void Messenger::break_group(Outcome outcome, bool notifies_others) {
     if (outcome.reporter < 0) outcome.reporter = lanes_.rank();
-    note(outcome);
+    report_cause_of(outcome);
     failure_ = outcome;
     failed_.store(true, std::memory_order_release);
     for (PeerState& each : states_) {

@@ -134,20 +134,20 @@ class Messenger final : public WaitRegistry::QueryTransport {
     // Answers the queries from peers for which this rank already has the answer.
     void answer();
     void serve() override;
-    bool send_query(int name, const CallId& call) override;
+    bool send_query(int global_rank, const CallId& call) override;
     // Returns the number of frames pending for `peer`.
     std::size_t queued(int peer);
     // Returns the ranks that have sent a goodbye.
     std::vector<int> left();
     // Returns the outcome of a call that fails because `peer` died or left.
-    Outcome without(int peer);
+    Outcome peer_lost_outcome(int peer);
 
   private:
     struct OutgoingFrame {
         Frame frame;
-        std::vector<std::uint8_t> own;     // the body, if the messenger owns it
-        std::shared_ptr<Request> request;  // the request whose tensor is the body, if `own` is empty
-        std::size_t sent = 0;              // bytes of frame and body
+        std::vector<std::uint8_t> owned_body;  // the body, if the messenger owns it
+        std::shared_ptr<Request> request;      // the request whose tensor is the body, if `owned_body` is empty
+        std::size_t sent = 0;                  // bytes of frame and body
     };
     struct UnexpectedMessage {  // a message that has arrived
         Frame frame;
@@ -192,22 +192,22 @@ class Messenger final : public WaitRegistry::QueryTransport {
     bool begin_body(int peer);
     void end_body(int peer);
     bool is_next(int peer);
-    static bool belongs(const Frame& frame, int peer, const Request& request);
+    static bool matches_envelope(const Frame& frame, int peer, const Request& request);
     std::list<std::shared_ptr<Request>>::iterator posted_for(const Frame& frame, int peer);
     void arrive(UnexpectedMessage message);
-    void take(UnexpectedMessage& message, const std::shared_ptr<Request>& request);
+    void complete_with(UnexpectedMessage& message, const std::shared_ptr<Request>& request);
     void accept(int peer, const Frame& offer, const std::shared_ptr<Request>& request);
     void credit(int peer, std::size_t nbytes);
     static bool matches(const Frame& frame, const Request& request);
     void fail_mismatch(const Frame& frame, int peer, const std::shared_ptr<Request>& request);
     void open(const std::shared_ptr<Request>& request, std::int64_t timeout_ns);
-    void push(int peer, Frame frame, std::vector<std::uint8_t> own, std::shared_ptr<Request> request);
+    void push(int peer, Frame frame, std::vector<std::uint8_t> owned_body, std::shared_ptr<Request> request);
     void finish(const std::shared_ptr<Request>& request, Outcome outcome);
     void record_end(Request& request);
     static void copy_body(OutgoingFrame& outgoing);
-    Outcome without_locked(int peer);
-    void note(const Outcome& outcome);
-    void closed(int peer);
+    Outcome peer_lost_outcome_locked(int peer);
+    void report_cause_of(const Outcome& outcome);
+    void handle_close(int peer);
     void await_delivery(std::unique_lock<std::mutex>& lock);
     void break_group(Outcome outcome, bool notifies_others);
     void handle_abort();

@@ -53,7 +53,7 @@ void Messenger::check_silent_peers() {
         if (request->peer_ != kAnySource && !state(request->peer_).lost) awaited.insert(request->peer_);
     for (const int peer : awaited) {
         if (!lanes_.peer(peer).control->silent()) continue;
-        closed(peer);
+        handle_close(peer);
         return;
     }
 }

@@ -11,7 +11,7 @@ constexpr std::size_t kNumbersPerStep = 9;
 constexpr std::uint32_t kMaxBlocks = 1 << 20;
 
 // The step that last wrote a block, and the steps that have read it since then.
-struct Touched {
+struct BlockAccess {
     std::int64_t writer = -1;
     std::vector<std::uint32_t> readers;
 };
@@ -52,20 +52,20 @@ class DependencyFinder {
         const bool reads = step.reads();
         const bool writes = step.writes();
         if (reads && step.src.buffer != Buffer::input) {
-            each_block(step.src, [&](Touched& block) {
+            each_block(step.src, [&](BlockAccess& block) {
                 if (block.writer >= 0) found.push_back({static_cast<std::uint32_t>(block.writer), true, false});
             });
         }
         if (writes) {
-            each_block(step.dst, [&](Touched& block) {
+            each_block(step.dst, [&](BlockAccess& block) {
                 if (block.writer >= 0) found.push_back({static_cast<std::uint32_t>(block.writer), true, true});
                 for (const std::uint32_t reader : block.readers) found.push_back({reader, false, true});
             });
         }
         if (reads && step.src.buffer != Buffer::input)
-            each_block(step.src, [&](Touched& block) { block.readers.push_back(number); });
+            each_block(step.src, [&](BlockAccess& block) { block.readers.push_back(number); });
         if (writes) {
-            each_block(step.dst, [&](Touched& block) {
+            each_block(step.dst, [&](BlockAccess& block) {
                 block.writer = number;
                 block.readers.clear();
             });
@@ -82,12 +82,12 @@ class DependencyFinder {
   private:
     template <class Visit>
     void each_block(const Slice& slice, Visit visit) {
-        std::vector<Touched>& blocks = buffers_[static_cast<std::size_t>(slice.buffer)];
+        std::vector<BlockAccess>& blocks = buffers_[static_cast<std::size_t>(slice.buffer)];
         if (blocks.size() < slice.first + slice.length) blocks.resize(slice.first + slice.length);
         for (std::uint32_t b = slice.first; b < slice.first + slice.length; ++b) visit(blocks[b]);
     }
 
-    std::array<std::vector<Touched>, kBuffers> buffers_;
+    std::array<std::vector<BlockAccess>, kBuffers> buffers_;
 };
 
 }  // namespace

@@ -57,12 +57,13 @@ void Messenger::serve() {
     answer_locked();
 }
 
-bool Messenger::send_query(int name, const CallId& call) {
+bool Messenger::send_query(int global_rank, const CallId& call) {
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock() || failure_) return false;
     for (int peer = 0; peer < lanes_.size(); ++peer) {
         const PeerState& to = state(peer);
-        if (lanes_.name(peer) != name || !lanes_.peer(peer).control || to.left || to.lost || to.is_write_closed)
+        if (lanes_.global_rank(peer) != global_rank || !lanes_.peer(peer).control || to.left || to.lost ||
+            to.is_write_closed)
             continue;
         push(peer, {.kind = FrameKind::query, .id = call.sequence, .offset = call.group}, {}, nullptr);
         flush(peer);
@@ -81,7 +82,7 @@ std::vector<int> Messenger::peers_of(const Request& request) const {
 }
 
 Wait Messenger::wait_for(const Request& request) const {
-    return {{lanes_.group(), 0}, true, lanes_.names_of(peers_of(request))};
+    return {{lanes_.group(), 0}, true, lanes_.global_ranks_of(peers_of(request))};
 }
 
 // Searches for the ranks that hold up a timed-out request; returns nullopt while they are unknown. Releases the lock
@@ -96,7 +97,7 @@ std::optional<Outcome> Messenger::find_timeout_outcome(std::unique_lock<std::mut
     }
     searching_ = true;
     lock.unlock();
-    const auto found = search_->advance(lanes_.names_of(peers));
+    const auto found = search_->advance(lanes_.global_ranks_of(peers));
     lock.lock();
     searching_ = false;
     if (!found) return std::nullopt;
@@ -104,7 +105,8 @@ std::optional<Outcome> Messenger::find_timeout_outcome(std::unique_lock<std::mut
     outcome.code = OutcomeCode::timed_out;
     outcome.waited_ns = search_->waited_ns();
     // The queried ranks have not sent or received the message; the progress of all other ranks is unknown.
-    const GroupMembers members{[this](int rank) { return lanes_.name(rank); }, [](int) { return true; }, lanes_.size()};
+    const GroupMembers members{[this](int rank) { return lanes_.global_rank(rank); }, [](int) { return true; },
+                               lanes_.size()};
     paceline::attribute_timeout(outcome, *found, members, peers, peers);
     outcome.cause = cause_of_timeout(outcome, members);
     outcome.calls = latest_locked();
@@ -142,9 +144,9 @@ bool Executor::attribute_timeout(Outcome& outcome, std::int64_t waited_ns) {
         search_.emplace(lanes_.wait_registry(), CallId{lanes_.group(), header_.sequence}, timeout_ns_, waited_ns);
     std::vector<int> first = missing;
     first.insert(first.end(), mine.begin(), mine.end());
-    const auto found = search_->advance(lanes_.names_of(first));
+    const auto found = search_->advance(lanes_.global_ranks_of(first));
     if (!found) return false;
-    const GroupMembers members{[this](int rank) { return lanes_.name(rank); }, has_begun(), lanes_.size(),
+    const GroupMembers members{[this](int rank) { return lanes_.global_rank(rank); }, has_begun(), lanes_.size(),
                                needs_all(header_.operation)};
     paceline::attribute_timeout(outcome, *found, members, std::move(missing), mine);
     outcome.waited_ns = search_->waited_ns();

@@ -14,7 +14,7 @@ bool Executor::all_received_before(std::uint32_t step) const {
 }
 
 // Returns the position and progress of a step in the buffer that it writes (`dst` is true) or reads.
-Executor::Side Executor::side(std::uint32_t step, bool dst) const {
+Executor::Operand Executor::operand(std::uint32_t step, bool dst) const {
     const StepState& state = states_[step];
     const Step& what = schedule_->steps[step];
     const std::size_t offset = dst ? state.dst_offset : state.src_offset;
@@ -38,8 +38,8 @@ std::optional<std::size_t> Executor::limit(std::uint32_t step) const {
     std::size_t most = step_state.nbytes;
     for (const Dependency& on : schedule_->dependencies(step)) {
         if (states_[on.step].finished) continue;
-        const Side other = side(on.step, on.earlier_dst);
-        const Side mine = side(step, on.later_dst);
+        const Operand other = operand(on.step, on.earlier_dst);
+        const Operand mine = operand(step, on.later_dst);
         const std::size_t front = other.offset + other.done;
         const std::size_t end = std::min(other.offset + other.nbytes, mine.offset + mine.nbytes);
         if (front >= end) continue;
@@ -54,7 +54,7 @@ std::optional<std::size_t> Executor::limit(std::uint32_t step) const {
 }
 
 bool Executor::progress() {
-    bool moved = first_local_ < schedule_->local.size() && work_locally();
+    bool moved = first_local_ < schedule_->local.size() && run_local_steps();
     for (FlowState& state : flows_) {
         if (failed_) return true;
         if (state.sending.next < state.flow->sends.size() || state.sending.padding != 0) moved |= send(state);

@@ -49,7 +49,7 @@ bool Group::check_events(int iteration, Clock::time_point since, const std::func
 
 void Group::update_wait_entry(const RankSet& ranks, WaitRegistry::Entry& entry) const {
     entry.update(mesh_.wait_registry(),
-                 {{group_of(id_), sequence_}, blocks_program(*call_, background_), names_of(ranks.ranks())});
+                 {{group_of(id_), sequence_}, blocks_program(*call_, background_), global_ranks_of(ranks.ranks())});
 }
 
 // Returns the failure report on a timed-out call that is waiting for `missing`, or nullopt while the ranks to blame are
@@ -57,33 +57,33 @@ void Group::update_wait_entry(const RankSet& ranks, WaitRegistry::Entry& entry) 
 std::optional<FailureReport> Group::find_timeout_cause(const RankSet& missing, std::int64_t waited_ns) {
     if (!search_) search_.emplace(mesh_.wait_registry(), CallId{group_of(id_), sequence_}, timeout_ns_, waited_ns);
     const std::vector<int> awaited = missing.ranks();
-    const auto found = search_->advance(names_of(awaited));
+    const auto found = search_->advance(global_ranks_of(awaited));
     if (!found) return std::nullopt;
     std::vector<int> absent;
     for (const int rank : awaited)
         if (!has_begun(rank)) absent.push_back(rank);
-    const GroupMembers members{[this](int rank) { return name_of(rank); }, [this](int rank) { return has_begun(rank); },
-                               size_};
+    const GroupMembers members{[this](int rank) { return global_rank_of(rank); },
+                               [this](int rank) { return has_begun(rank); }, size_};
     Outcome outcome;
     attribute_timeout(outcome, *found, members, std::move(absent), awaited);
     FailureReport failure_report{.waited_ns = search_->waited_ns(), .has_begun = outcome.has_begun};
     for (const int rank : outcome.missing) failure_report.missing.add(rank);
     for (const int rank : outcome.waiting) failure_report.waiting.add(rank);
-    for (const int name : outcome.blocked_by)
+    for (const int global_rank : outcome.blocked_by)
         if (failure_report.blocked_by_count < kMaxBlockedBy)
-            failure_report.blocked_by[failure_report.blocked_by_count++] = name;
+            failure_report.blocked_by[failure_report.blocked_by_count++] = global_rank;
     failure_report.cause = cause_of_timeout(outcome, members).pack();
     return failure_report;
 }
 
-int Group::name_of(int rank) const {
-    return mesh_.name(members_[static_cast<std::size_t>(rank)]);
+int Group::global_rank_of(int rank) const {
+    return mesh_.global_rank(members_[static_cast<std::size_t>(rank)]);
 }
 
-std::vector<int> Group::names_of(const std::vector<int>& ranks) const {
-    std::vector<int> names;
-    for (const int rank : ranks) names.push_back(name_of(rank));
-    return names;
+std::vector<int> Group::global_ranks_of(const std::vector<int>& ranks) const {
+    std::vector<int> global_ranks;
+    for (const int rank : ranks) global_ranks.push_back(global_rank_of(rank));
+    return global_ranks;
 }
 
 // Returns the members that died.
@@ -171,8 +171,8 @@ bool Group::fail_call(ExitReason reason, const FailureReport& failure_report) {
     mine.failure_report = failure_report;
     mine.exit_reason.store(reason, std::memory_order_release);
     withdraw_rounds();
-    const FailureCause cause =
-        cause_of_leaving(outcome_, mesh_.wait_registry().name(), [this](int rank) { return name_of(rank); });
+    const FailureCause cause = cause_of_leaving(outcome_, mesh_.wait_registry().global_rank(),
+                                                [this](int rank) { return global_rank_of(rank); });
     if (cause.known()) mesh_.report_cause(cause);
     return false;
 }

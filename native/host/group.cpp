@@ -86,7 +86,7 @@ void Group::configure_for_cores() {
 }
 
 Group::~Group() {
-    if (forked_from_member()) return;
+    if (is_forked_from_member()) return;
     if (shared_ && !broken_) {
         ControlPage& mine = control(rank_);
         mine.failure_report.cause = mesh_.reported_cause().pack();

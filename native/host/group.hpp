@@ -78,8 +78,8 @@ class Group final : public Collectives {
     RankSet missing_in(std::uint32_t round) const;
     bool has_begun(int rank) const;
     bool have_begun(const RankSet& ranks) const;
-    int name_of(int rank) const;
-    std::vector<int> names_of(const std::vector<int>& ranks) const;
+    int global_rank_of(int rank) const;
+    std::vector<int> global_ranks_of(const std::vector<int>& ranks) const;
 
     template <class Stage, class Consume>
     bool pipeline(std::size_t rounds, Stage stage, Consume consume);

@@ -43,9 +43,10 @@ class Rings {
 std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::HostMesh> mesh, std::uint64_t id, int rank,
                                          const std::vector<int>& mesh_ranks,
                                          std::vector<std::vector<tls::Socket>> sockets,
-                                         std::chrono::steady_clock::time_point deadline, std::vector<int> names) {
+                                         std::chrono::steady_clock::time_point deadline,
+                                         std::vector<int> global_ranks) {
     std::unique_ptr<LaneSet> lanes(new LaneSet(std::move(mesh)));
-    lanes->names_ = std::move(names);
+    lanes->global_ranks_ = std::move(global_ranks);
     lanes->group_ = group_of(id);
     lanes->rank_ = rank;
     lanes->peers_.resize(mesh_ranks.size());
@@ -60,7 +61,7 @@ std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::HostMesh> mesh, st
             else
                 peer.bulk.push_back(std::move(lane));
         }
-        if (!connections.empty()) lanes->meter_.watch(lanes->name(static_cast<int>(r)), std::move(connections));
+        if (!connections.empty()) lanes->meter_.watch(lanes->global_rank(static_cast<int>(r)), std::move(connections));
     }
     if (!lanes->share_rings(id, mesh_ranks, deadline)) return nullptr;
     return lanes;
@@ -107,14 +108,14 @@ FailureCause LaneSet::cause_reported_by(int rank) const {
     return mesh_ && there >= 0 ? mesh_->cause_reported_by(there) : FailureCause{};
 }
 
-int LaneSet::name(int rank) const {
-    return names_.empty() ? rank : names_[static_cast<std::size_t>(rank)];
+int LaneSet::global_rank(int rank) const {
+    return global_ranks_.empty() ? rank : global_ranks_[static_cast<std::size_t>(rank)];
 }
 
-std::vector<int> LaneSet::names_of(const std::vector<int>& ranks) const {
-    std::vector<int> names;
-    for (const int rank : ranks) names.push_back(name(rank));
-    return names;
+std::vector<int> LaneSet::global_ranks_of(const std::vector<int>& ranks) const {
+    std::vector<int> global_ranks;
+    for (const int rank : ranks) global_ranks.push_back(global_rank(rank));
+    return global_ranks;
 }
 
 LaneSet::~LaneSet() {

@@ -28,12 +28,13 @@ class LaneSet {
     // The ranks of one host share rings: `mesh_ranks[r]` is group rank r's mesh rank, or -1 if it is on another host.
     // `sockets[r]` lists the connections to group rank r on another host, with the control connection first; the set
     // takes ownership of all of them, even on failure. `id` is unique to the group and the same on every member.
-    // `names[r]` is the name of group rank r in all groups of this process. Returns nullptr if a member on this host
+    // `global_ranks[r]` is the global rank of group rank r. Returns nullptr if a member on this host
     // has not shared its rings by `deadline`. Throws std::system_error if descriptors or memory run out.
     static std::unique_ptr<LaneSet> create(std::shared_ptr<shm::HostMesh> mesh, std::uint64_t id, int rank,
                                            const std::vector<int>& mesh_ranks,
                                            std::vector<std::vector<tls::Socket>> sockets,
-                                           std::chrono::steady_clock::time_point deadline, std::vector<int> names = {});
+                                           std::chrono::steady_clock::time_point deadline,
+                                           std::vector<int> global_ranks = {});
     LaneSet(const LaneSet&) = delete;
     LaneSet& operator=(const LaneSet&) = delete;
     ~LaneSet();
@@ -54,8 +55,8 @@ class LaneSet {
     std::uint64_t group() const { return group_; }
     FailureCause reported_cause() const { return mesh_ ? mesh_->reported_cause() : FailureCause{}; }
     FailureCause cause_reported_by(int rank) const;
-    int name(int rank) const;
-    std::vector<int> names_of(const std::vector<int>& ranks) const;
+    int global_rank(int rank) const;
+    std::vector<int> global_ranks_of(const std::vector<int>& ranks) const;
 
     void watch_control(Waiter& waiter) const;
     // Watches the bulk lanes. Input on control lanes only wakes the sleeping thread (`Waiter::watch_for_alerts`).
@@ -74,7 +75,7 @@ class LaneSet {
     std::uint64_t group_ = 0;
     int rank_ = 0;
     std::vector<Peer> peers_;
-    std::vector<int> names_;
+    std::vector<int> global_ranks_;
     std::unique_ptr<shm::GroupSegment> rings_;  // nullptr if no other rank is on this host
     LinkMeter meter_;
 };

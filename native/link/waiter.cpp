@@ -13,9 +13,9 @@
 namespace paceline::link {
 namespace {
 
-enum class Sign : std::uint32_t { data, alert, doorbell };
+enum class EventSource : std::uint32_t { data, alert, doorbell };
 
-void add(int epoll, int descriptor, std::uint32_t events, Sign sign) {
+void add(int epoll, int descriptor, std::uint32_t events, EventSource sign) {
     epoll_event event{};
     event.events = events | EPOLLRDHUP | EPOLLET;
     event.data.u32 = static_cast<std::uint32_t>(sign);
@@ -42,33 +42,33 @@ Waiter::~Waiter() {
 }
 
 void Waiter::watch(int descriptor) {
-    add(epoll_, descriptor, EPOLLIN | EPOLLOUT, Sign::data);
+    add(epoll_, descriptor, EPOLLIN | EPOLLOUT, EventSource::data);
 }
 
 void Waiter::watch_for_alerts(int descriptor) {
-    add(epoll_, descriptor, EPOLLIN, Sign::alert);
+    add(epoll_, descriptor, EPOLLIN, EventSource::alert);
 }
 
 // EPOLLOUT ensures that every ring wakes each waiter, even after another waiter has already read the datagrams.
 void Waiter::watch_doorbell(int descriptor) {
-    add(epoll_, descriptor, EPOLLIN | EPOLLOUT, Sign::doorbell);
+    add(epoll_, descriptor, EPOLLIN | EPOLLOUT, EventSource::doorbell);
     doorbell_ = descriptor;
 }
 
 bool Waiter::sleep(std::chrono::milliseconds timeout) {
     std::array<epoll_event, 16> events;
     const int n = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), static_cast<int>(timeout.count()));
-    const auto any = [&](Sign sign) {
+    const auto any = [&](EventSource sign) {
         return std::any_of(events.data(), events.data() + std::max(n, 0), [sign](const epoll_event& event) {
             return event.data.u32 == static_cast<std::uint32_t>(sign);
         });
     };
     // The doorbell must be emptied: a full socket rejects further datagrams, and later rings would not wake any thread.
     char nothing = 0;
-    if (any(Sign::doorbell))
+    if (any(EventSource::doorbell))
         while (recv(doorbell_, &nothing, sizeof nothing, MSG_DONTWAIT) >= 0) {
         }
-    return any(Sign::alert);
+    return any(EventSource::alert);
 }
 
 void Waiter::wake() {

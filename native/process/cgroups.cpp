@@ -7,7 +7,7 @@
 namespace paceline {
 namespace {
 
-constexpr const char* kUsual = "/sys/fs/cgroup";
+constexpr const char* kDefaultRoot = "/sys/fs/cgroup";
 
 // A cgroup hierarchy and the path of this process's cgroup in it.
 struct Membership {
@@ -39,7 +39,7 @@ std::optional<Membership> membership_of(const std::string& controller, const std
 }
 
 // The mount point of the hierarchy, and the path of the cgroup below it.
-struct Mounted {
+struct CgroupMount {
     std::string at;
     std::string below;
 };
@@ -52,7 +52,7 @@ std::optional<std::string> below(const std::string& path, const std::string& top
     return rest.empty() || rest.front() == '/' ? std::optional(rest) : std::nullopt;
 }
 
-std::optional<Mounted> mount_of(const Membership& mine, const std::string& controller, const std::string& root) {
+std::optional<CgroupMount> mount_of(const Membership& mine, const std::string& controller, const std::string& root) {
     std::ifstream file(root + "/proc/self/mountinfo");
     for (std::string line; std::getline(file, line);) {
         const std::size_t middle = line.find(" - ");
@@ -62,7 +62,7 @@ std::optional<Mounted> mount_of(const Membership& mine, const std::string& contr
         mount >> number >> parent >> device >> top >> place;
         system >> type >> source >> options;
         if (mine.is_version_2 ? type != "cgroup2" : type != "cgroup" || !lists(options, controller)) continue;
-        if (const auto rest = below(mine.path, top)) return Mounted{root + place, *rest};
+        if (const auto rest = below(mine.path, top)) return CgroupMount{root + place, *rest};
     }
     return std::nullopt;
 }
@@ -73,9 +73,9 @@ Cgroups cgroups_of_this_process(const std::string& controller, const std::string
     Cgroups found;
     const std::optional<Membership> mine = membership_of(controller, root);
     if (!mine) return found;
-    const std::optional<Mounted> mounted = mount_of(*mine, controller, root);
+    const std::optional<CgroupMount> mounted = mount_of(*mine, controller, root);
     found.is_from_mount_table = mounted.has_value();
-    const std::string usual = root + kUsual + (mine->is_version_2 ? "" : "/" + controller);
+    const std::string usual = root + kDefaultRoot + (mine->is_version_2 ? "" : "/" + controller);
     const std::string base = mounted ? mounted->at : usual;
     for (std::string path = mounted ? mounted->below : mine->path;; path.erase(path.rfind('/'))) {
         found.directories.push_back(base + path);

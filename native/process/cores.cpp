@@ -34,7 +34,7 @@ bool overlap(const Cores& a, const Cores& b) {
 }
 
 // The load and the cores of all processes that compete with a given process.
-struct Contest {
+struct Contention {
     double busy = 0;            // the number of busy threads on the shared cores
     double busy_in_cgroup = 0;  // the number of busy threads that share the process's quota
     std::size_t processes = 0;  // the number of processes on the shared cores
@@ -48,16 +48,16 @@ struct Contest {
 
 // `busy_in` returns how many threads a process keeps busy.
 template <class BusyIn>
-Contest contest_of(std::span<const Cores> ranks, const Cores& me, BusyIn busy_in) {
-    Contest contest;
+Contention contention_of(std::span<const Cores> ranks, const Cores& me, BusyIn busy_in) {
+    Contention contention;
     for (const Cores& each : ranks) {
-        if (each.quota.cgroup == me.quota.cgroup) contest.busy_in_cgroup += busy_in(each);
+        if (each.quota.cgroup == me.quota.cgroup) contention.busy_in_cgroup += busy_in(each);
         if (!overlap(me, each)) continue;
-        ++contest.processes;
-        contest.busy += busy_in(each);
-        for (std::size_t i = 0; i < each.allowed.size(); ++i) contest.together.allowed[i] |= each.allowed[i];
+        ++contention.processes;
+        contention.busy += busy_in(each);
+        for (std::size_t i = 0; i < each.allowed.size(); ++i) contention.together.allowed[i] |= each.allowed[i];
     }
-    return contest;
+    return contention;
 }
 
 }  // namespace
@@ -93,17 +93,17 @@ Cores usable_cores() {
 
 double oversubscription(std::span<const Cores> ranks, std::size_t mine) {
     const auto one_each = [](const Cores&) { return 1.0; };
-    return contest_of(ranks, ranks[mine], one_each).oversubscription(ranks[mine]);
+    return contention_of(ranks, ranks[mine], one_each).oversubscription(ranks[mine]);
 }
 
 bool has_spare_core(std::span<const Cores> ranks, std::size_t mine, std::size_t absent) {
     const Cores& me = ranks[mine];
     const auto one_more = [](const Cores& each) { return each.threads + 1.0; };
-    Contest contest = contest_of(ranks, me, one_more);
+    Contention contention = contention_of(ranks, me, one_more);
     const double elsewhere = static_cast<double>(absent) * one_more(me);
-    if (contest.processes == ranks.size()) contest.busy += elsewhere;
-    contest.busy_in_cgroup += elsewhere;
-    return contest.oversubscription(me) <= 1;
+    if (contention.processes == ranks.size()) contention.busy += elsewhere;
+    contention.busy_in_cgroup += elsewhere;
+    return contention.oversubscription(me) <= 1;
 }
 
 }  // namespace paceline

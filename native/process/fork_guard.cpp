@@ -24,11 +24,11 @@ std::atomic<std::uint32_t> forks{0};
 
 }  // namespace
 
-bool forked_from_member() {
-    return forks_from_members() != 0;
+bool is_forked_from_member() {
+    return member_fork_count() != 0;
 }
 
-std::uint32_t forks_from_members() {
+std::uint32_t member_fork_count() {
     return forks.load(std::memory_order_relaxed);
 }
 

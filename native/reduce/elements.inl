@@ -10,7 +10,7 @@ struct Half {
 struct BFloat {
     std::uint16_t bits;
 };
-struct Bool {
+struct Boolean {
     std::uint8_t value;
 };
 template <class Real>
@@ -27,13 +27,13 @@ inline std::uint32_t as_bits(float value) {
 
 // Defines the accumulation type for values of T, and their loads and stores.
 template <class T>
-struct Number {
+struct ElementTraits {
     using Acc = T;
     static T load(T value) { return value; }
     static T store(T value) { return value; }
 };
 template <>
-struct Number<BFloat> {
+struct ElementTraits<BFloat> {
     using Acc = float;
     static float load(BFloat value) { return as_float(static_cast<std::uint32_t>(value.bits) << 16); }
     static BFloat store(float value) {
@@ -44,7 +44,7 @@ struct Number<BFloat> {
     }
 };
 template <>
-struct Number<Half> {
+struct ElementTraits<Half> {
     using Acc = float;
     static float load(Half value) {
         // A multiplication adjusts the exponent and also normalizes subnormals; inf and nan are corrected afterward.
@@ -69,61 +69,65 @@ struct Number<Half> {
 };
 
 template <>
-struct Number<Complex<Half>> {
+struct ElementTraits<Complex<Half>> {
     using Acc = Complex<float>;
-    static Acc load(Complex<Half> value) { return {Number<Half>::load(value.re), Number<Half>::load(value.im)}; }
-    static Complex<Half> store(Acc value) { return {Number<Half>::store(value.re), Number<Half>::store(value.im)}; }
+    static Acc load(Complex<Half> value) {
+        return {ElementTraits<Half>::load(value.re), ElementTraits<Half>::load(value.im)};
+    }
+    static Complex<Half> store(Acc value) {
+        return {ElementTraits<Half>::store(value.re), ElementTraits<Half>::store(value.im)};
+    }
 };
 
 // Integers use unsigned arithmetic because overflow must wrap as in PyTorch.
 template <class T>
-struct Wrapping {
+struct WrappingType {
     using Type = T;
 };
 template <>
-struct Wrapping<std::int8_t> {
+struct WrappingType<std::int8_t> {
     using Type = std::uint8_t;
 };
 template <>
-struct Wrapping<std::int16_t> {
+struct WrappingType<std::int16_t> {
     using Type = std::uint32_t;
 };
 template <>
-struct Wrapping<std::uint16_t> {
+struct WrappingType<std::uint16_t> {
     using Type = std::uint32_t;
 };
 template <>
-struct Wrapping<std::int32_t> {
+struct WrappingType<std::int32_t> {
     using Type = std::uint32_t;
 };
 template <>
-struct Wrapping<std::int64_t> {
+struct WrappingType<std::int64_t> {
     using Type = std::uint64_t;
 };
 
 struct Sum {
     template <class T>
     static T apply(T a, T b) {
-        using W = typename Wrapping<T>::Type;
+        using W = typename WrappingType<T>::Type;
         return static_cast<T>(static_cast<W>(a) + static_cast<W>(b));
     }
     template <class R>
     static Complex<R> apply(Complex<R> a, Complex<R> b) {
         return {a.re + b.re, a.im + b.im};
     }
-    static Bool apply(Bool a, Bool b) { return {static_cast<std::uint8_t>((a.value | b.value) != 0)}; }
+    static Boolean apply(Boolean a, Boolean b) { return {static_cast<std::uint8_t>((a.value | b.value) != 0)}; }
 };
 struct Product {
     template <class T>
     static T apply(T a, T b) {
-        using W = typename Wrapping<T>::Type;
+        using W = typename WrappingType<T>::Type;
         return static_cast<T>(static_cast<W>(a) * static_cast<W>(b));
     }
     template <class R>
     static Complex<R> apply(Complex<R> a, Complex<R> b) {
         return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
     }
-    static Bool apply(Bool a, Bool b) { return {static_cast<std::uint8_t>((a.value != 0) & (b.value != 0))}; }
+    static Boolean apply(Boolean a, Boolean b) { return {static_cast<std::uint8_t>((a.value != 0) & (b.value != 0))}; }
 };
 // If either operand is nan, the result is nan, as in torch.minimum and torch.maximum.
 struct Min {
@@ -131,39 +135,39 @@ struct Min {
     static T apply(T a, T b) {
         return (a < b || a != a) ? a : b;
     }
-    static Bool apply(Bool a, Bool b) { return Product::apply(a, b); }
+    static Boolean apply(Boolean a, Boolean b) { return Product::apply(a, b); }
 };
 struct Max {
     template <class T>
     static T apply(T a, T b) {
         return (a > b || a != a) ? a : b;
     }
-    static Bool apply(Bool a, Bool b) { return Sum::apply(a, b); }
+    static Boolean apply(Boolean a, Boolean b) { return Sum::apply(a, b); }
 };
 struct BitAnd {
     template <class T>
     static T apply(T a, T b) {
         return static_cast<T>(a & b);
     }
-    static Bool apply(Bool a, Bool b) { return Product::apply(a, b); }
+    static Boolean apply(Boolean a, Boolean b) { return Product::apply(a, b); }
 };
 struct BitOr {
     template <class T>
     static T apply(T a, T b) {
         return static_cast<T>(a | b);
     }
-    static Bool apply(Bool a, Bool b) { return Sum::apply(a, b); }
+    static Boolean apply(Boolean a, Boolean b) { return Sum::apply(a, b); }
 };
 struct BitXor {
     template <class T>
     static T apply(T a, T b) {
         return static_cast<T>(a ^ b);
     }
-    static Bool apply(Bool a, Bool b) { return {static_cast<std::uint8_t>((a.value != 0) != (b.value != 0))}; }
+    static Boolean apply(Boolean a, Boolean b) { return {static_cast<std::uint8_t>((a.value != 0) != (b.value != 0))}; }
 };
 
 template <class T>
-struct Keep {
+struct NoDivision {
     static T finish(T value, int) { return value; }
 };
 // Integer quotients are rounded toward zero, as in NCCL. A narrow type may not be able to represent n.

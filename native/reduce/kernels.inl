@@ -18,8 +18,8 @@ namespace {
 constexpr std::size_t kTile = 1024;  // number of elements; the tiles of the deepest tree fit into the L1 cache
 
 template <class T, class Op>
-struct Tree {
-    using N = Number<T>;
+struct PairwiseTree {
+    using N = ElementTraits<T>;
     using Acc = typename N::Acc;
 
     // Computes dst = sources[low] op ... op sources[high - 1] for one tile.
@@ -68,14 +68,14 @@ struct Tree {
 };
 
 template <class T, class Op>
-constexpr ReduceFn kernel = &Tree<T, Op>::template reduce<Keep<typename Number<T>::Acc>>;
+constexpr ReduceFn kernel = &PairwiseTree<T, Op>::template reduce<NoDivision<typename ElementTraits<T>::Acc>>;
 template <class T>
 void average(void* out, const void* const* sources, int n, std::size_t count, int divisor) {
-    using Acc = typename Number<T>::Acc;
+    using Acc = typename ElementTraits<T>::Acc;
     if ((divisor & (divisor - 1)) == 0)
-        Tree<T, Sum>::template reduce<Scale<Acc>>(out, sources, n, count, divisor);
+        PairwiseTree<T, Sum>::template reduce<Scale<Acc>>(out, sources, n, count, divisor);
     else
-        Tree<T, Sum>::template reduce<Divide<Acc>>(out, sources, n, count, divisor);
+        PairwiseTree<T, Sum>::template reduce<Divide<Acc>>(out, sources, n, count, divisor);
 }
 
 template <class T>
@@ -103,7 +103,7 @@ ReduceFn for_bits(ReduceOp op) {
 
 template <class T>
 ReduceFn for_integers(ReduceOp op) {
-    return op == ReduceOp::avg ? &Tree<T, Sum>::template reduce<Divide<T>> : for_bits<T>(op);
+    return op == ReduceOp::avg ? &PairwiseTree<T, Sum>::template reduce<Divide<T>> : for_bits<T>(op);
 }
 
 template <class T>
@@ -145,7 +145,7 @@ ReduceFn for_complex(ReduceOp op) {
 ReduceFn find(DType dtype, ReduceOp op) {
     switch (dtype) {
         case DType::boolean:
-            return op == ReduceOp::premul_sum ? nullptr : for_bits<Bool>(op);
+            return op == ReduceOp::premul_sum ? nullptr : for_bits<Boolean>(op);
         case DType::u8:
             return for_integers<std::uint8_t>(op);
         case DType::i8:

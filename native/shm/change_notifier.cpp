@@ -10,7 +10,7 @@ ChangeNotifier::Sleeper::Sleeper(ChangeNotifier& notifier) : notifier_(notifier)
 }
 
 ChangeNotifier::Sleeper::~Sleeper() {
-    if (forked_from_member()) return;  // a forked child: the thread that may hold the lock does not exist
+    if (is_forked_from_member()) return;  // a forked child: the thread that may hold the lock does not exist
     const std::lock_guard lock(notifier_.mutex_);
     std::erase(notifier_.sleepers_, this);
 }

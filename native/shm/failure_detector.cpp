@@ -62,13 +62,13 @@ bool FailureDetector::is_supported() {
 }
 
 FailureDetector::FailureDetector(std::shared_ptr<HostDirectory> directory, int rank, std::function<void()> changed,
-                                 bool waits_for_many)
-    : directory_(std::move(directory)), rank_(rank), changed_(std::move(changed)), waits_for_many_(waits_for_many) {
+                                 bool uses_futex_waitv)
+    : directory_(std::move(directory)), rank_(rank), changed_(std::move(changed)), uses_futex_waitv_(uses_futex_waitv) {
     thread_ = std::thread([this] { run(); });
 }
 
 FailureDetector::~FailureDetector() {
-    if (forked_from_member()) {
+    if (is_forked_from_member()) {
         if (thread_.joinable()) thread_.detach();  // the thread does not exist in a forked child
         return;
     }
@@ -126,7 +126,7 @@ void FailureDetector::run() {
                 futex_wait(closing_, 0, std::chrono::nanoseconds(rare_poll_interval()).count());
             continue;
         }
-        if (!waits_for_many_) {
+        if (!uses_futex_waitv_) {
             futex_wait(directory_->changes(), changes, std::chrono::nanoseconds(kPollInterval).count());
             continue;
         }

@@ -26,7 +26,7 @@ class FailureDetector {
 
     // Calls `changed` on the thread whenever a rank has died or left.
     FailureDetector(std::shared_ptr<HostDirectory> directory, int rank, std::function<void()> changed,
-                    bool waits_for_many = is_supported());
+                    bool uses_futex_waitv = is_supported());
     FailureDetector(const FailureDetector&) = delete;
     FailureDetector& operator=(const FailureDetector&) = delete;
     ~FailureDetector();
@@ -44,7 +44,7 @@ class FailureDetector {
     std::shared_ptr<HostDirectory> directory_;
     int rank_;
     std::function<void()> changed_;
-    bool waits_for_many_;
+    bool uses_futex_waitv_;
     std::atomic<std::uint32_t> closing_{0};
     std::thread thread_;
 };

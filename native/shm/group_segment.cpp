@@ -45,7 +45,7 @@ std::unique_ptr<GroupSegment> GroupSegment::open(HostMesh& mesh, std::vector<int
 }
 
 GroupSegment::~GroupSegment() {
-    if (is_complete_ || forked_from_member()) return;
+    if (is_complete_ || is_forked_from_member()) return;
     if (segment_) {
         GroupHead& head = head_in(*segment_);
         head.is_canceled.store(1, std::memory_order_release);

@@ -18,16 +18,17 @@ constexpr std::chrono::seconds kTimeoutCauseExpiry{30};
 
 }  // namespace
 
-HostMesh::HostMesh(int rank, std::shared_ptr<HostDirectory> directory, std::vector<int> names)
+HostMesh::HostMesh(int rank, std::shared_ptr<HostDirectory> directory, std::vector<int> global_ranks)
     : rank_(rank),
       directory_(std::move(directory)),
-      names_(std::move(names)),
-      wait_registry_(static_cast<std::size_t>(rank) < names_.size() ? names_[static_cast<std::size_t>(rank)] : rank),
+      global_ranks_(std::move(global_ranks)),
+      wait_registry_(
+          static_cast<std::size_t>(rank) < global_ranks_.size() ? global_ranks_[static_cast<std::size_t>(rank)] : rank),
       exchange_(directory_->size() > 1 ? std::make_unique<RegionExchange>() : nullptr),
       guard_([this] {
           if (exchange_) exchange_->close_listener();
       }) {
-    for (int peer = static_cast<int>(names_.size()); peer < size(); ++peer) names_.push_back(peer);
+    for (int peer = static_cast<int>(global_ranks_.size()); peer < size(); ++peer) global_ranks_.push_back(peer);
     if (!exchange_) return;
     RankEntry& mine = directory_->entry(rank_);
     mine.listener = exchange_->listener_name();
@@ -41,14 +42,14 @@ HostMesh::HostMesh(int rank, std::shared_ptr<HostDirectory> directory, std::vect
 }
 
 HostMesh::~HostMesh() {
-    if (!forked_from_member())
+    if (!is_forked_from_member())
         close();
     else if (server_.joinable())
         server_.detach();  // the thread does not exist in a forked child
 }
 
 void HostMesh::close() {
-    if (forks_ != forks_from_members()) return;  // a forked child: the parent has not left
+    if (forks_ != member_fork_count()) return;  // a forked child: the parent has not left
     {
         const std::lock_guard lock(mutex_);
         if (closed_) return;
@@ -134,7 +135,7 @@ void HostMesh::announce_offers() {
 }
 
 std::shared_ptr<Segment> HostMesh::withdraw(RegionId id) {
-    if (forks_ != forks_from_members()) return nullptr;  // a forked child: the parent still uses the region
+    if (forks_ != member_fork_count()) return nullptr;  // a forked child: the parent still uses the region
     Offer ended;
     {
         const std::lock_guard lock(mutex_);
@@ -151,7 +152,7 @@ std::shared_ptr<Segment> HostMesh::withdraw(RegionId id) {
 }
 
 void HostMesh::cancel(RegionId id) {
-    if (forks_ != forks_from_members()) return;
+    if (forks_ != member_fork_count()) return;
     {
         const std::lock_guard lock(mutex_);
         canceled_.insert(id);

@@ -44,9 +44,9 @@ class HostMesh {
   public:
     using Deadline = std::chrono::steady_clock::time_point;
 
-    // `names[p]` is the name that all groups of this process use for mesh rank p; the name is p itself if `names` is
-    // empty. Throws std::system_error if the system has no descriptors left.
-    HostMesh(int rank, std::shared_ptr<HostDirectory> directory, std::vector<int> names = {});
+    // `global_ranks[p]` is the rank in the default group of mesh rank p; it is p itself if `global_ranks` is empty.
+    // Throws std::system_error if the system has no descriptors left.
+    HostMesh(int rank, std::shared_ptr<HostDirectory> directory, std::vector<int> global_ranks = {});
     HostMesh(const HostMesh&) = delete;
     HostMesh& operator=(const HostMesh&) = delete;
     ~HostMesh();
@@ -60,7 +60,7 @@ class HostMesh {
     bool is_gone(int rank) const { return shm::is_gone(state_of(rank)); }
     // Returns the notifier for deaths and departures. Each such change also rings the doorbell.
     ChangeNotifier& changes() { return changes_; }
-    int name(int rank) const { return names_[static_cast<std::size_t>(rank)]; }
+    int global_rank(int rank) const { return global_ranks_[static_cast<std::size_t>(rank)]; }
 
     // Returns the record of what this process's threads are waiting for.
     WaitRegistry& wait_registry() { return wait_registry_; }
@@ -108,10 +108,10 @@ class HostMesh {
 
     int rank_;
     std::shared_ptr<HostDirectory> directory_;
-    std::vector<int> names_;
+    std::vector<int> global_ranks_;
     WaitRegistry wait_registry_;
     std::atomic<Deadline::rep> cause_reported_at_{0};
-    const std::uint32_t forks_ = forks_from_members();  // the value when the mesh was created
+    const std::uint32_t forks_ = member_fork_count();  // the value when the mesh was created
     ChangeNotifier changes_;
     std::mutex mutex_;
     std::map<RegionId, Offer> offers_;

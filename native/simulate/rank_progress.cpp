@@ -57,7 +57,7 @@ bool RankProgress::all_received_before(std::uint32_t step) const {
     return true;
 }
 
-RankProgress::Side RankProgress::side(std::uint32_t number, bool dst) const {
+RankProgress::Operand RankProgress::operand(std::uint32_t number, bool dst) const {
     const SimulatedStep& state = states_[number];
     const Step& step = schedule_->steps[number];
     const bool is_packed = executor::converts(step.kind) && dst == (step.kind == StepKind::pack);
@@ -73,8 +73,8 @@ std::optional<double> RankProgress::limit(std::uint32_t number) const {
     double max_rate = state.nbytes;
     for (const Dependency& on : schedule_->dependencies(number)) {
         if (states_[on.step].is_finished) continue;
-        const Side other = side(on.step, on.earlier_dst);
-        const Side mine = side(number, on.later_dst);
+        const Operand other = operand(on.step, on.earlier_dst);
+        const Operand mine = operand(number, on.later_dst);
         const double front = other.offset + other.done;
         const double end = std::min(other.offset + other.nbytes, mine.offset + mine.nbytes);
         if (front >= end - kMinBytes) continue;

@@ -48,7 +48,7 @@ class RankProgress {
     std::span<const std::uint32_t> dependents(std::uint32_t step) const;
 
   private:
-    struct Side {
+    struct Operand {
         double offset;
         double nbytes;
         double done;
@@ -58,7 +58,7 @@ class RankProgress {
     void place_step(std::uint32_t step, double block_nbytes);
     void find_dependents();
     bool all_received_before(std::uint32_t step) const;
-    Side side(std::uint32_t step, bool dst) const;
+    Operand operand(std::uint32_t step, bool dst) const;
 
     std::shared_ptr<const executor::Schedule> schedule_;
     double packed_;  // packed bytes per byte of floats

@@ -110,8 +110,8 @@ bool Client::ends_at(std::size_t used) {
 // Spinning avoids the latency of waking a thread but competes with the server if there are few cores. The number of
 // spins therefore adapts to the success of recent spins.
 Client::Result Client::receive(Message& answer, Deadline deadline, const Interrupted& interrupted) {
-    int looks = std::max(spins_, ++asked_ % kProbeEvery == 0 ? kProbeSpins : 0);
-    const bool spinning = looks > 0;
+    int polls = std::max(spins_, ++asked_ % kProbeEvery == 0 ? kProbeSpins : 0);
+    const bool spinning = polls > 0;
     for (;;) {
         const ssize_t n = socket_.recv(buffer_.get(), kReadBytes);
         if (n > 0) {
@@ -124,7 +124,7 @@ Client::Result Client::receive(Message& answer, Deadline deadline, const Interru
         } else if (n == 0) {
             return Result::lost;
         } else if (errno == EAGAIN) {
-            if (looks-- > 0)
+            if (polls-- > 0)
                 sched_yield();
             else if (const Result waited = sleep_until(POLLIN, deadline, interrupted); waited != Result::answered)
                 return waited;
@@ -132,7 +132,7 @@ Client::Result Client::receive(Message& answer, Deadline deadline, const Interru
             return Result::lost;
         }
     }
-    if (spinning) spins_ = looks >= 0 ? std::min(kMaxSpins, spins_ + 4) : spins_ / 2;
+    if (spinning) spins_ = polls >= 0 ? std::min(kMaxSpins, spins_ + 4) : spins_ / 2;
     return Result::answered;
 }
 

@@ -33,7 +33,7 @@ void ParkedRequests::unregister(Id id, const ParkedRequest& parked) {
     if (found->second.empty()) by_key_.erase(found);
 }
 
-void ParkedRequests::forget(Id id) {
+void ParkedRequests::remove(Id id) {
     const auto found = requests_.find(id);
     if (found == requests_.end()) return;
     unregister(id, found->second);
@@ -81,7 +81,7 @@ ParkedRequests::Answers ParkedRequests::expire(Time now, const Table& table) {
         const Id id = by_deadline_.begin()->second;
         answers.emplace_back(
             id, Message{static_cast<std::uint8_t>(Status::timed_out), 0, table.missing(requests_.at(id).request)});
-        forget(id);
+        remove(id);
     }
     return answers;
 }

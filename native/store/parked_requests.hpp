@@ -27,7 +27,7 @@ class ParkedRequests {
     // `is_exclusive`; its client then pops the value with another request.
     void park(Id id, Message request, Time deadline, const Table& table, bool is_exclusive = false);
     bool holds(Id id) const { return requests_.contains(id); }
-    void forget(Id id);
+    void remove(Id id);
 
     // Answers the requests whose keys now exist, in order of arrival, and clears `changed`.
     Answers wake(Table& table, std::vector<std::string>& changed);

@@ -19,7 +19,8 @@ namespace paceline::store {
 namespace {
 
 constexpr int kEvents = 64;
-constexpr int kLooks = 50;  // polls after a request before sleeping, because requests often arrive in quick succession
+constexpr int kPollsBeforeSleep =
+    50;  // polls after a request before sleeping, because requests often arrive in quick succession
 constexpr std::int64_t kMaxWaitMs = std::int64_t{1} << 40;
 constexpr int kPauseMs = 100;  // pause before accepting again after running out of descriptors
 constexpr auto kNoDeadline = std::chrono::steady_clock::time_point::max();
@@ -37,7 +38,7 @@ void watch(int epoll, int operation, int fd, std::uint32_t events) {
 
 // Closes a connection cleanly: sends the `unsent` bytes and a goodbye, from which the client infers that this process
 // has not died. Does not wait for clients that do not read.
-void say_goodbye(const tls::Socket& socket, std::string unsent = {}) {
+void send_goodbye(const tls::Socket& socket, std::string unsent = {}) {
     encode({static_cast<std::uint8_t>(Status::closing), 0, {}}, unsent);
     for (std::size_t sent = 0; sent < unsent.size();) {
         const ssize_t n = socket.send(unsent.data() + sent, unsent.size() - sent);
@@ -92,7 +93,7 @@ void Server::adopt(tls::Socket socket) {
     {
         const std::lock_guard lock(mutex_);
         if (closing_) {
-            say_goodbye(socket);
+            send_goodbye(socket);
             return;
         }
         new_sockets_.push_back(std::move(socket));
@@ -113,15 +114,15 @@ void Server::close() {
 void Server::serve() {
     pthread_setname_np(pthread_self(), "paceline-store");
     epoll_event events[kEvents];
-    int looks = 0;
+    int polls = 0;
     for (bool open = true; open;) {
         int n = 0;
-        for (; looks > 0 && n == 0; --looks) {
+        for (; polls > 0 && n == 0; --polls) {
             n = epoll_wait(epoll_, events, kEvents, 0);
             if (n == 0) sched_yield();
         }
         if (n == 0) n = epoll_wait(epoll_, events, kEvents, next_timeout_ms());
-        looks = n > 0 ? kLooks : 0;
+        polls = n > 0 ? kPollsBeforeSleep : 0;
         if (std::exchange(is_paused_, false)) watch(epoll_, EPOLL_CTL_MOD, listener_, EPOLLIN);
         for (int i = 0; i < n; ++i) {
             const int fd = events[i].data.fd;
@@ -151,10 +152,10 @@ void Server::serve() {
         if (connection.torch)
             ::close(fd);  // PyTorch's protocol has no goodbye
         else
-            say_goodbye(connection.socket, connection.out.substr(connection.sent));
+            send_goodbye(connection.socket, connection.out.substr(connection.sent));
     }
     const std::lock_guard lock(mutex_);
-    for (const tls::Socket& socket : new_sockets_) say_goodbye(socket);
+    for (const tls::Socket& socket : new_sockets_) send_goodbye(socket);
     new_sockets_.clear();
 }
 
@@ -262,7 +263,7 @@ bool Server::handle_torch(Connection& connection) {
             connection.is_valid = reader.query() == TorchQuery::validate && reader.request().number == kTorchMagic;
             if (!connection.is_valid) return false;
         } else if (reader.query() == TorchQuery::cancel_wait) {
-            parked_requests_.forget(fd);
+            parked_requests_.remove(fd);
             encode(TorchWaitReply::canceled, connection.out);
         } else if (parked_requests_.holds(fd) || reader.query() == TorchQuery::validate) {
             return false;
@@ -346,7 +347,7 @@ void Server::send_answers(const ParkedRequests::Answers& answers) {
 }
 
 void Server::drop(int fd) {
-    parked_requests_.forget(fd);
+    parked_requests_.remove(fd);
     const std::map<std::string, std::string> wills = std::move(connections_.at(fd).wills);
     buffered_bytes_ -= connections_.at(fd).held;
     connections_.erase(fd);

@@ -10,51 +10,51 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little);
 
-struct Shape {
+struct QueryShape {
     std::optional<Op> op;       // the equivalent operation of the table
     bool many = false;          // whether the query begins with the number of items
     std::uint64_t strings = 0;  // strings per item: a key followed by values
     std::size_t number = 0;     // size in bytes of the number at the end
 };
 
-std::optional<Shape> shape_of(TorchQuery query) {
+std::optional<QueryShape> shape_of(TorchQuery query) {
     switch (query) {
         case TorchQuery::validate:
         case TorchQuery::ping:
-            return Shape{std::nullopt, false, 0, sizeof(std::uint32_t)};
+            return QueryShape{std::nullopt, false, 0, sizeof(std::uint32_t)};
         case TorchQuery::set:
-            return Shape{Op::set, false, 2};
+            return QueryShape{Op::set, false, 2};
         case TorchQuery::compare_set:
-            return Shape{Op::compare_set, false, 3};
+            return QueryShape{Op::compare_set, false, 3};
         case TorchQuery::get:
-            return Shape{Op::get, false, 1};
+            return QueryShape{Op::get, false, 1};
         case TorchQuery::add:
-            return Shape{Op::add, false, 1, sizeof(std::int64_t)};
+            return QueryShape{Op::add, false, 1, sizeof(std::int64_t)};
         case TorchQuery::check:
-            return Shape{Op::check, true, 1};
+            return QueryShape{Op::check, true, 1};
         case TorchQuery::wait:
-            return Shape{Op::wait, true, 1};
+            return QueryShape{Op::wait, true, 1};
         case TorchQuery::count:
-            return Shape{Op::count};
+            return QueryShape{Op::count};
         case TorchQuery::remove:
-            return Shape{Op::remove, false, 1};
+            return QueryShape{Op::remove, false, 1};
         case TorchQuery::append:
-            return Shape{Op::append, false, 2};
+            return QueryShape{Op::append, false, 2};
         case TorchQuery::multi_get:
-            return Shape{Op::multi_get, true, 1};
+            return QueryShape{Op::multi_get, true, 1};
         case TorchQuery::multi_set:
-            return Shape{Op::multi_set, true, 2};
+            return QueryShape{Op::multi_set, true, 2};
         case TorchQuery::queue_push:
-            return Shape{Op::queue_push, false, 2};
+            return QueryShape{Op::queue_push, false, 2};
         case TorchQuery::queue_pop:
-            return Shape{Op::queue_pop, false, 1};
+            return QueryShape{Op::queue_pop, false, 1};
         case TorchQuery::queue_length:
-            return Shape{Op::queue_length, false, 1};
+            return QueryShape{Op::queue_length, false, 1};
         case TorchQuery::cancel_wait:
         case TorchQuery::list_keys:
-            return Shape{};
+            return QueryShape{};
         case TorchQuery::barrier:
-            return Shape{Op::add, false, 1, sizeof(std::int64_t)};
+            return QueryShape{Op::add, false, 1, sizeof(std::int64_t)};
     }
     return std::nullopt;
 }

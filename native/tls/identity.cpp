@@ -48,15 +48,15 @@ void require(bool went, const Library& library, const char* what) {
 }
 
 // A key, freed at the end of its scope.
-class Key {
+class PrivateKey {
   public:
-    Key(const Library& library, Seed seed)
+    PrivateKey(const Library& library, Seed seed)
         : library_(library), key_(library.EVP_PKEY_new_raw_private_key(kEd25519, nullptr, seed.data(), seed.size())) {
         require(key_ != nullptr, library_, "an Ed25519 key");
     }
-    Key(const Key&) = delete;
-    Key& operator=(const Key&) = delete;
-    ~Key() { library_.EVP_PKEY_free(key_); }
+    PrivateKey(const PrivateKey&) = delete;
+    PrivateKey& operator=(const PrivateKey&) = delete;
+    ~PrivateKey() { library_.EVP_PKEY_free(key_); }
 
     evp_pkey_st* get() const { return key_; }
 
@@ -86,7 +86,7 @@ class Key {
     evp_pkey_st* key_;
 };
 
-Certificate certificate_of(const Key& key) {
+Certificate certificate_of(const PrivateKey& key) {
     Certificate whole{};
     const auto signed_from = std::copy(std::begin(kWhole), std::end(kWhole), whole.begin());
     const auto public_part = key.public_part();
@@ -103,7 +103,7 @@ Certificate certificate_of(const Key& key) {
 Identity::Identity(Seed seed, std::uint64_t records_per_key)
     : library_(required_library()), records_per_key_(records_per_key) {
     library_.ERR_clear_error();
-    const Key key(library_, seed);
+    const PrivateKey key(library_, seed);
     certificate_ = certificate_of(key);
     context_ = library_.SSL_CTX_new(library_.TLS_method());
     require(context_ != nullptr, library_, "a context");

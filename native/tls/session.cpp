@@ -111,18 +111,18 @@ Session::~Session() {
     library_.SSL_free(ssl_);
 }
 
-Session::Progress Session::handshake() {
+Session::HandshakeResult Session::handshake() {
     library_.ERR_clear_error();
     const int result = library_.SSL_do_handshake(ssl_);
-    if (result == 1) return Progress::done;
+    if (result == 1) return HandshakeResult::done;
     switch (library_.SSL_get_error(ssl_, result)) {
         case kWantRead:
-            return Progress::wants_to_read;
+            return HandshakeResult::wants_to_read;
         case kWantWrite:
-            return Progress::wants_to_write;
+            return HandshakeResult::wants_to_write;
         default:
             reason_ = wire_.ended ? "" : library_.take_error_message();
-            return Progress::failed;
+            return HandshakeResult::failed;
     }
 }
 

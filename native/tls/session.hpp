@@ -34,10 +34,10 @@ class Session {
     Session& operator=(const Session&) = delete;
     ~Session();
 
-    enum class Progress { done, wants_to_read, wants_to_write, failed };
+    enum class HandshakeResult { done, wants_to_read, wants_to_write, failed };
     // Continues the handshake as far as possible. After a failure, `reason` returns the cause, or an empty string if
     // the connection was lost.
-    Progress handshake();
+    HandshakeResult handshake();
     const std::string& reason() const { return reason_; }
 
     // These functions return -1 with EAGAIN if the other end must act first, like send(2) and recv(2) on a non-blocking

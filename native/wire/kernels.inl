@@ -16,24 +16,24 @@ constexpr std::uint32_t kRounderBits = 0x4b400000U;
 constexpr std::int32_t kTooLarge = 0x7f000000;  // the bits of 2^127; infinity and NaN have larger bits
 constexpr std::int32_t kTooSmall = 0x08800000;  // the bits of 2^-110, the least magnitude with a normal scale
 
-struct Brain {
+struct BFloat16 {
     static constexpr std::size_t kPacked = packed_group(WireType::bf16);
 
     static void encode(const float* values, float* lost, std::uint8_t* packed) {
         BFloat* out = reinterpret_cast<BFloat*>(packed);
         for (std::size_t i = 0; i < kGroup; ++i) {
-            out[i] = Number<BFloat>::store(values[i]);
-            const float rest = values[i] - Number<BFloat>::load(out[i]);
+            out[i] = ElementTraits<BFloat>::store(values[i]);
+            const float rest = values[i] - ElementTraits<BFloat>::load(out[i]);
             lost[i] = (as_bits(rest) & 0x7fffffffU) < 0x7f800000U ? rest : 0.0F;
         }
     }
     static void decode(const std::uint8_t* packed, float* values) {
         const BFloat* in = reinterpret_cast<const BFloat*>(packed);
-        for (std::size_t i = 0; i < kGroup; ++i) values[i] = Number<BFloat>::load(in[i]);
+        for (std::size_t i = 0; i < kGroup; ++i) values[i] = ElementTraits<BFloat>::load(in[i]);
     }
 };
 
-struct Eight {
+struct Int8Group {
     static constexpr std::size_t kPacked = packed_group(WireType::int8);
     static constexpr float kLevels = 127.0F;
 
@@ -48,7 +48,7 @@ struct Eight {
 
 // int4: the low bits of a byte contain an element from the first half of the group, the high bits one from the second
 // half.
-struct Four {
+struct Int4Group {
     static constexpr std::size_t kPacked = packed_group(WireType::int4);
     static constexpr float kLevels = 7.0F;
     static constexpr std::size_t kHalf = kGroup / 2;
@@ -67,7 +67,7 @@ struct Four {
 
 // A group of integers preceded by their common scale.
 template <class Integers>
-struct Scaled {
+struct ScaledFormat {
     static constexpr std::size_t kPacked = Integers::kPacked;
 
     static void encode(const float* values, float* lost, std::uint8_t* packed) {
@@ -119,11 +119,11 @@ inline void pack_group(const T* source, float* residual, std::uint8_t* packed, s
     float lost[kGroup];
     for (std::size_t i = length; i < kGroup; ++i) values[i] = 0.0F;
     if (residual == nullptr) {
-        for (std::size_t i = 0; i < length; ++i) values[i] = Number<T>::load(source[i]);
+        for (std::size_t i = 0; i < length; ++i) values[i] = ElementTraits<T>::load(source[i]);
         Format::encode(values, lost, packed);
         return;
     }
-    for (std::size_t i = 0; i < length; ++i) values[i] = Number<T>::load(source[i]) + residual[i];
+    for (std::size_t i = 0; i < length; ++i) values[i] = ElementTraits<T>::load(source[i]) + residual[i];
     Format::encode(values, lost, packed);
     for (std::size_t i = 0; i < length; ++i) residual[i] = lost[i];
 }
@@ -144,11 +144,11 @@ void unpack(const std::uint8_t* packed, void* into, std::size_t count) {
     float values[kGroup];
     for (; count >= kGroup; count -= kGroup, tensor += kGroup, packed += Format::kPacked) {
         Format::decode(packed, values);
-        for (std::size_t i = 0; i < kGroup; ++i) tensor[i] = Number<T>::store(values[i]);
+        for (std::size_t i = 0; i < kGroup; ++i) tensor[i] = ElementTraits<T>::store(values[i]);
     }
     if (count == 0) return;
     Format::decode(packed, values);
-    for (std::size_t i = 0; i < count; ++i) tensor[i] = Number<T>::store(values[i]);
+    for (std::size_t i = 0; i < count; ++i) tensor[i] = ElementTraits<T>::store(values[i]);
 }
 
 template <class T, class Format, class Finish>
@@ -157,19 +157,19 @@ void add_and_finish(const std::uint8_t* packed, T* tensor, std::size_t count, in
     for (; count >= kGroup; count -= kGroup, tensor += kGroup, packed += Format::kPacked) {
         Format::decode(packed, values);
         for (std::size_t i = 0; i < kGroup; ++i)
-            tensor[i] = Number<T>::store(Finish::finish(Number<T>::load(tensor[i]) + values[i], divisor));
+            tensor[i] = ElementTraits<T>::store(Finish::finish(ElementTraits<T>::load(tensor[i]) + values[i], divisor));
     }
     if (count == 0) return;
     Format::decode(packed, values);
     for (std::size_t i = 0; i < count; ++i)
-        tensor[i] = Number<T>::store(Finish::finish(Number<T>::load(tensor[i]) + values[i], divisor));
+        tensor[i] = ElementTraits<T>::store(Finish::finish(ElementTraits<T>::load(tensor[i]) + values[i], divisor));
 }
 
 template <class T, class Format>
 void add(const std::uint8_t* packed, void* into, std::size_t count, int divisor) {
     T* tensor = static_cast<T*>(into);
     if (divisor == 1)
-        add_and_finish<T, Format, Keep<float>>(packed, tensor, count, divisor);
+        add_and_finish<T, Format, NoDivision<float>>(packed, tensor, count, divisor);
     else if ((divisor & (divisor - 1)) == 0)
         add_and_finish<T, Format, Scale<float>>(packed, tensor, count, divisor);
     else
@@ -183,11 +183,11 @@ template <class T>
 const WireKernels* kernels_for(WireType wire) {
     switch (wire) {
         case WireType::bf16:
-            return &kernels_of<T, Brain>;
+            return &kernels_of<T, BFloat16>;
         case WireType::int8:
-            return &kernels_of<T, Scaled<Eight>>;
+            return &kernels_of<T, ScaledFormat<Int8Group>>;
         case WireType::int4:
-            return &kernels_of<T, Scaled<Four>>;
+            return &kernels_of<T, ScaledFormat<Int4Group>>;
         case WireType::none:
             break;
     }

@@ -70,8 +70,8 @@ class HostMesh:
     """The ranks on this host, numbered as in the host directory."""
 
     @staticmethod
-    def join(rank: int, size: int, directory: int = -1, names: Sequence[int] = ()) -> HostMesh:
-        """Registers this rank in the host directory given by a descriptor, or in a new one under the ranks' `names`."""
+    def join(rank: int, size: int, directory: int = -1, global_ranks: Sequence[int] = ()) -> HostMesh:
+        """Registers this rank in the host directory given by a descriptor, or in a new one with the ranks' `global_ranks`."""
 
     def absent(self, timeout_s: float) -> list[int]:
         """Waits up to `timeout_s` until all ranks have appeared; returns those that have not."""
@@ -220,7 +220,7 @@ class TlsConnection:
     def __init__(self, identity: TlsIdentity, socket: int, accepts: bool) -> None: ...
     def handshake(self, timeout_s: float) -> str: ...
     def send(self, data: bytes, timeout_s: float) -> None: ...
-    def receive(self, most: int, timeout_s: float) -> bytes: ...
+    def receive(self, max_bytes: int, timeout_s: float) -> bytes: ...
 
 class StoreTable:
     def apply(self, op: int, number: int, fields: Sequence[bytes]) -> tuple[int, int, list[bytes]] | None: ...
@@ -277,7 +277,7 @@ class ScheduleGroup:
         mesh_ranks: Sequence[int],
         connections: Sequence[Sequence[int | TlsConnection]],
         timeout_s: float,
-        names: Sequence[int] = (),
+        global_ranks: Sequence[int] = (),
     ) -> ScheduleGroup | None: ...
     def run(self, schedule: Schedule, call: CollectiveCall, predicted_ns: int = 0) -> Outcome | None: ...
     def submit(self, schedule: Schedule, call: CollectiveCall, predicted_ns: int = 0) -> Work: ...
@@ -300,7 +300,7 @@ def time_reduction(nbytes: int) -> float: ...
 
 RECORDING_NBYTES: int
 
-def name_user_files_by(name_of: Callable[[str], str | None]) -> None:
+def set_user_file_namer(name_of: Callable[[str], str | None]) -> None:
     """Sets the function that returns the name under which a file is recorded, or None if it is not the user's.
 
     Until then, the lines that make calls are not recorded.

@@ -38,8 +38,8 @@ inline void handshake(tls::Socket& a, tls::Socket& b, const std::shared_ptr<cons
     bool of_a = false, of_b = false;
     const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10);
     while (!(of_a && of_b) && std::chrono::steady_clock::now() < until) {
-        of_a = of_a || a.session->handshake() == tls::Session::Progress::done;
-        of_b = of_b || b.session->handshake() == tls::Session::Progress::done;
+        of_a = of_a || a.session->handshake() == tls::Session::HandshakeResult::done;
+        of_b = of_b || b.session->handshake() == tls::Session::HandshakeResult::done;
     }
     CHECK(of_a && of_b);
 }

@@ -55,11 +55,11 @@ void await(const HostDirectory& directory, int rank, RankState state) {
     }
 }
 
-void the_end_of_a_pulse_is_noticed(bool waits_for_many) {
+void the_end_of_a_pulse_is_noticed(bool uses_futex_waitv) {
     const auto directory = directory_of(3);
     RegionExchange listens;  // for longer than the watch, which else sees its end too
     std::promise<void> notified;
-    FailureDetector watch(directory, 0, [&notified] { notified.set_value(); }, waits_for_many);
+    FailureDetector watch(directory, 0, [&notified] { notified.set_value(); }, uses_futex_waitv);
     directory->entry(2).listener = listens.listener_name();
     directory->arrive(0);
     directory->arrive(2);

@@ -89,7 +89,7 @@ void what_a_connection_carried_is_counted(bool is_encrypted) {
     tls::Socket a(first), b(second);
     if (is_encrypted) {
         const auto identity = encrypted::identity_of(1);
-        encrypted::shake_hands(a, b, identity);
+        encrypted::handshake(a, b, identity);
     }
     const record::LinkFields before = measured(first);
     const std::unique_ptr<Lane> from = make_lane(std::move(a)), to = make_lane(std::move(b));

@@ -203,10 +203,11 @@ void a_queue_records_its_calls() {
         if (fields.group == serial && fields.operation == static_cast<std::uint8_t>(Operation::broadcast))
             mine.push_back(fields);
     CHECK(mine.size() == 2);
-    CHECK(mine[0].sequence == 2 && mine[0].state == State::failed && mine[0].first_missing == 2 &&
+    CHECK(mine[0].sequence == 2 && mine[0].state == CallState::failed && mine[0].first_missing == 2 &&
           mine[0].missing == (1 << 0 | 1 << 3));
     CHECK(mine[0].is_async == 0 && mine[0].outcome == static_cast<std::uint8_t>(OutcomeCode::timed_out));
-    CHECK(mine[1].sequence == 3 && mine[1].state == State::done && mine[1].is_async == 1 && mine[1].last_arrived == 3);
+    CHECK(mine[1].sequence == 3 && mine[1].state == CallState::done && mine[1].is_async == 1 &&
+          mine[1].last_arrived == 3);
     CHECK(mine[1].arrived <= mine[1].started && mine[1].started <= mine[1].ended);
     CHECK(mine[1].complete == mine[1].ended && mine[0].complete == 0);
 }

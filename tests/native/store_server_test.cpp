@@ -95,7 +95,7 @@ void queued_values_go_to_waiters_in_the_order_of_asking() {
     std::vector<std::string> changed;
     const auto later = Clock::now() + 1h;
     for (int id : {3, 1, 2}) waiters.park(id, request(Op::queue_pop, {"q"}, 1000), later, table);
-    waiters.forget(1);
+    waiters.remove(1);
     CHECK(table.apply(request(Op::queue_push, {"q", "first"}), changed));
     auto answers = waiters.wake(table, changed);
     CHECK(answers.size() == 1 && answers[0].first == 3 && answers[0].second.fields[0] == "first");

@@ -18,7 +18,7 @@ using namespace paceline::tls;
 using encrypted::identity_of;
 
 using Bytes = std::vector<std::uint8_t>;
-using Progress = Session::Progress;
+using HandshakeResult = Session::HandshakeResult;
 
 struct Both {
     Both(std::shared_ptr<const Identity> mine, std::shared_ptr<const Identity> theirs) {
@@ -33,11 +33,11 @@ struct Both {
         close(ends[1]);
     }
     // Returns how the two sides' handshakes ended.
-    std::pair<Progress, Progress> meet() {
-        Progress of_a = Progress::wants_to_read, of_b = Progress::wants_to_read;
+    std::pair<HandshakeResult, HandshakeResult> meet() {
+        HandshakeResult of_a = HandshakeResult::wants_to_read, of_b = HandshakeResult::wants_to_read;
         for (int round = 0; round < 10; ++round) {
-            if (of_a != Progress::failed && of_a != Progress::done) of_a = a->handshake();
-            if (of_b != Progress::failed && of_b != Progress::done) of_b = b->handshake();
+            if (of_a != HandshakeResult::failed && of_a != HandshakeResult::done) of_a = a->handshake();
+            if (of_b != HandshakeResult::failed && of_b != HandshakeResult::done) of_b = b->handshake();
         }
         return {of_a, of_b};
     }
@@ -75,7 +75,7 @@ void both_sides_make_the_same_certificate() {
 
 void members_of_a_job_meet_and_bytes_arrive() {
     Both pair(identity_of(1), identity_of(1));
-    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     const Bytes sent = pattern(3'000'001);
     CHECK(passed(*pair.a, *pair.b, sent) == sent);
     CHECK(passed(*pair.b, *pair.a, sent) == sent);
@@ -84,14 +84,14 @@ void members_of_a_job_meet_and_bytes_arrive() {
 void another_jobs_certificate_is_refused_by_both_sides() {
     Both pair(identity_of(1), identity_of(2));
     const auto [of_a, of_b] = pair.meet();
-    CHECK(of_a == Progress::failed && of_b == Progress::failed);
+    CHECK(of_a == HandshakeResult::failed && of_b == HandshakeResult::failed);
     CHECK(pair.a->reason().find("certificate verify failed") != std::string::npos);
 }
 
 // The keys change every three records, in both directions at once.
 void bytes_arrive_while_the_keys_change() {
     Both pair(identity_of(1, 3), identity_of(1, 3));
-    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     const Bytes sent = pattern(1'500'000);
     for (int round = 0; round < 2; ++round) {
         CHECK(passed(*pair.a, *pair.b, sent) == sent);
@@ -104,7 +104,7 @@ void bytes_arrive_while_the_keys_change() {
 void a_change_of_keys_that_finds_no_room_does_not_stop_reading() {
     for (const std::uint64_t records_per_key : {1, 2, 3, 4, 5}) {
         Both pair(identity_of(1, records_per_key), identity_of(1, records_per_key));
-        CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+        CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
         int sent[] = {0, 0};
         Session* const sides[] = {pair.a.get(), pair.b.get()};
         const auto fill = [&](int side) {
@@ -131,7 +131,7 @@ void a_change_of_keys_that_finds_nobody_does_not_stop_reading() {
     for (int round = 0; round < 60;
          ++round) {  // in about a third of them, the socket ends just before a change of keys
         Both pair(identity, identity);
-        CHECK((pair.meet() == std::pair(Progress::done, Progress::done)));
+        CHECK((pair.meet() == std::pair(HandshakeResult::done, HandshakeResult::done)));
         CHECK(pair.a->send(last.data(), last.size()) == static_cast<ssize_t>(last.size()));
         std::thread leaver([&pair, round] {
             std::uint8_t byte = 0;
@@ -152,13 +152,13 @@ void a_peer_without_tls_is_refused() {
     Both pair(identity_of(1), identity_of(1));
     const char plain[] = "paceln/1 and what else a peer without encryption would say";
     CHECK(send(pair.ends[0], plain, sizeof plain, MSG_NOSIGNAL) > 0);
-    CHECK(pair.b->handshake() == Progress::failed);
+    CHECK(pair.b->handshake() == HandshakeResult::failed);
     CHECK(!pair.b->reason().empty());
 }
 
 void the_end_is_told_from_a_break() {
     Both pair(identity_of(1), identity_of(1));
-    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     std::uint8_t byte = 7;
     CHECK(pair.a->send(&byte, 1) == 1);
     shutdown(pair.ends[0], SHUT_WR);
@@ -168,7 +168,7 @@ void the_end_is_told_from_a_break() {
 // Passes on what `from` wrote, after `change`; returns what the other side reads of it.
 ssize_t read_after(const std::function<void(Bytes&)>& change) {
     Both pair(identity_of(1), identity_of(1));
-    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     const Bytes sent = pattern(100);
     CHECK(pair.a->send(sent.data(), sent.size()) == 100);
     Bytes wire(4096);
@@ -196,7 +196,7 @@ void a_repeated_record_is_refused() {
     };
     CHECK(read_after(twice) == 100);
     Both pair(identity_of(1), identity_of(1));
-    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     std::uint8_t byte = 7;
     Bytes wire(4096);
     CHECK(pair.a->send(&byte, 1) == 1);
@@ -207,7 +207,7 @@ void a_repeated_record_is_refused() {
 
 void a_gone_peer_raises_no_signal() {
     Both pair(identity_of(1), identity_of(1));
-    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     close(pair.ends[1]);
     pair.ends[1] = -1;
     const Bytes bytes = pattern(100);

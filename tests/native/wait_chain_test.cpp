@@ -21,9 +21,9 @@ using Names = std::vector<int>;
 class Job {
   public:
     explicit Job(int size) {
-        for (int name = 0; name < size; ++name) {
-            waits_.push_back(std::make_unique<WaitRegistry>(name));
-            transports_.push_back(std::make_unique<DirectTransport>(*this, name));
+        for (int global_rank = 0; global_rank < size; ++global_rank) {
+            waits_.push_back(std::make_unique<WaitRegistry>(global_rank));
+            transports_.push_back(std::make_unique<DirectTransport>(*this, global_rank));
             waits_.back()->add(*transports_.back());
             entries_.emplace_back();
         }
@@ -53,9 +53,9 @@ class Job {
     struct DirectTransport final : WaitRegistry::QueryTransport {
         DirectTransport(Job& of, int from) : job(of), mine(from) {}
         void serve() override {}
-        bool send_query(int name, const CallId& call) override {
-            if (job.answers_[static_cast<std::size_t>(name)])
-                job.of(mine).receive_answer(name, call, job.of(name).answer_for(call));
+        bool send_query(int global_rank, const CallId& call) override {
+            if (job.answers_[static_cast<std::size_t>(global_rank)])
+                job.of(mine).receive_answer(global_rank, call, job.of(global_rank).answer_for(call));
             return true;
         }
         Job& job;

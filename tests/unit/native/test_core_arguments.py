@@ -112,7 +112,7 @@ class Values:
             return choose(CODES)
         if name == "count":
             return choose(COUNTS)
-        if name in ("nbytes", "max_bytes", "offset", "most"):
+        if name in ("nbytes", "max_bytes", "offset"):
             return choose(SIZES)
         if name == "steps":
             return b"".join(

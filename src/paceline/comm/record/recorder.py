@@ -166,7 +166,7 @@ def begin() -> None:
     _has_tried = True
     if _core.is_recording() or is_switched_off():
         return
-    _core.name_user_files_by(user_file_name)
+    _core.set_user_file_namer(user_file_name)
     identity = (os.environ.get(_WORKER_VARIABLE, ""), socket.gethostname(), _boot_id(), _time_namespace())
     with contextlib.suppress(OSError), handed_memory() as fd:  # training continues if the recording cannot start
         if fd is not None and _core.begin_recording(fd, *identity):

@@ -183,7 +183,7 @@ def join_host_mesh(
     local = topology.local_ranks
     index = local.index(topology.rank)
     if len(local) == 1:
-        return _core.HostMesh.join(0, 1, names=local)
+        return _core.HostMesh.join(0, 1, global_ranks=local)
     key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
     with contextlib.ExitStack() as cleanup:
         directory = _receive(formation, topology, names, key, deadline) if index else _core.create_directory(len(local))
