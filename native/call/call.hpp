@@ -109,10 +109,10 @@ struct Outcome {
     OutcomeCode code = OutcomeCode::ok;
     std::vector<int> missing;  // group ranks that did not arrive
     bool has_begun = false;    // true if the ranks in `missing` have begun the call but not finished their part
-    // timed_out: the ranks in `missing` that are waiting in other calls and therefore are not to blame. A deadlock is
-    // reported if `waiting` equals `missing` and `blocked_by` is empty.
+    // timed_out: the ranks in `missing` that are waiting in other calls and therefore are not responsible. A deadlock
+    // is reported if `waiting` equals `missing` and `blocked_by` is empty.
     std::vector<int> waiting;
-    std::vector<int> blocked_by;  // timed_out: the global ranks of ranks to blame that are not in `missing`
+    std::vector<int> blocked_by;  // timed_out: the global ranks of responsible ranks that are not in `missing`
     std::vector<int> gone;        // the ranks in `missing` that died or left
     std::vector<int> left;        // the ranks in `missing` that left cleanly
     FailureCause cause;           // the reason that the ranks in `gone` reported, if any; its `rank` is a global rank

@@ -12,7 +12,7 @@ constexpr std::chrono::nanoseconds kMaxAnswerTimeout = std::chrono::seconds(1);
 constexpr int kMaxTimeouts = 3;  // the search ends after this multiple of the answer timeout, even if it is incomplete
 constexpr std::size_t kMax = 8192;  // maximum number of queries, a bound for malformed answers
 // The time for which a rank continues to answer queries after its search is complete. Ranks that wait for each other
-// often time out together, and the first one to finish must not appear to hold up the others.
+// often time out together, and the first one to finish must not appear to block the others.
 constexpr std::chrono::milliseconds kAnswersAfterSearch{300};
 
 }  // namespace
@@ -133,7 +133,7 @@ void attribute_timeout(Outcome& outcome, const WaitChainResult& found, const Gro
     const auto is_among = [](const std::vector<int>& all, int one) {
         return std::find(all.begin(), all.end(), one) != all.end();
     };
-    std::vector<int> here;  // ranks of this group that hold up the call
+    std::vector<int> here;  // ranks of this group that block the call
     for (int rank = 0; rank < members.size; ++rank) {
         const int global_rank = members.global_rank(rank);
         const bool holds_up = is_among(found.blocking, global_rank);

@@ -1,6 +1,6 @@
-// Determines which ranks hold up a call that has timed out. The search asks each awaited rank which ranks it is waiting
-// for and follows the answers across all groups. A rank that is waiting is not to blame. A rank is to blame if it does
-// not answer or reports that its program is not waiting.
+// Determines which ranks block a call that has timed out. The search queries each awaited rank for the ranks that
+// it is waiting for, and follows the answers across all groups. A rank that is waiting is not responsible. A rank is
+// responsible if it does not answer or reports that its program is not waiting.
 #pragma once
 
 #include <chrono>
@@ -59,7 +59,7 @@ class WaitChainSearch {
     const std::int64_t waited_ns_;
     const Clock::duration answer_timeout_;
     const Clock::time_point begun_ = Clock::now();
-    std::optional<Clock::time_point> decided_;  // when the ranks to blame were first determined
+    std::optional<Clock::time_point> decided_;  // when the responsible ranks were first determined
     std::map<Key, Query> queries_;              // guarded by the lock of `registry_`
 };
 

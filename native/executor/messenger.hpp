@@ -18,7 +18,7 @@
 //   *refuse*, and the send also fails. An eager message is dropped, because its send has already completed. The group
 //   remains usable.
 // - *waiting* contains the call in which the sender is waiting; error messages for timeouts and mismatches use it.
-// - *query* and *answer* determine which ranks hold up a call that has timed out (wait_queries.cpp).
+// - *query* and *answer* determine which ranks block a call that has timed out (wait_queries.cpp).
 // - A *failure* is the reason why the sender broke the group. A rank adopts the first failure report that it receives,
 // fails
 //   all of its requests with it, and forwards it to all ranks: each must have the reason before it detects that another
@@ -240,7 +240,7 @@ class Messenger final : public WaitRegistry::QueryTransport {
     std::list<UnexpectedMessage> unexpected_;     // messages without a receive, in order of arrival
     std::list<std::shared_ptr<Request>> open_;    // requests that are not done
     std::atomic<std::uint32_t> recorded_as_{0};
-    std::optional<WaitChainSearch> search_;  // the search for the ranks that hold up `searched_request_`
+    std::optional<WaitChainSearch> search_;  // the search for the ranks that block `searched_request_`
     std::shared_ptr<Request> searched_request_;
     bool searching_ = false;  // a thread is in `search_->look` without holding `mutex_`
     bool driving_ = false;

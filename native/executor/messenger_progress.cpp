@@ -26,7 +26,7 @@ bool Messenger::progress() {
     return moved;
 }
 
-// Breaks the group if a request has timed out and the ranks to blame have been determined.
+// Breaks the group if a request has timed out and the responsible ranks have been determined.
 void Messenger::expire(std::unique_lock<std::mutex>& lock) {
     lanes_.meter().measure_if_due(Clock::now());
     const std::shared_ptr<Request> late = expired();

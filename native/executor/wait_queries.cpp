@@ -1,4 +1,4 @@
-// Search for the ranks to blame when a call or message times out (call/wait_chain.hpp), and the exchange of the
+// Search for the responsible ranks when a call or message times out (call/wait_chain.hpp), and the exchange of the
 // search's queries within a group.
 #include <algorithm>
 
@@ -85,7 +85,7 @@ Wait Messenger::wait_for(const Request& request) const {
     return {{lanes_.group(), 0}, true, lanes_.global_ranks_of(peers_of(request))};
 }
 
-// Searches for the ranks that hold up a timed-out request; returns nullopt while they are unknown. Releases the lock
+// Searches for the ranks that block a timed-out request; returns nullopt while they are unknown. Releases the lock
 // during the search, because the queries may be sent over other groups.
 std::optional<Outcome> Messenger::find_timeout_outcome(std::unique_lock<std::mutex>& lock,
                                                        const std::shared_ptr<Request>& request) {
@@ -136,7 +136,7 @@ std::vector<int> Executor::absent() const {
     return ranks;
 }
 
-// Stores the ranks to blame for a timeout in `outcome`; returns false while they are unknown.
+// Stores the responsible ranks for a timeout in `outcome`; returns false while they are unknown.
 bool Executor::attribute_timeout(Outcome& outcome, std::int64_t waited_ns) {
     const std::vector<int> mine = awaited();
     std::vector<int> missing = absent();

@@ -14,11 +14,11 @@ constexpr std::int64_t kServeDelayNs = std::chrono::nanoseconds(WaitRegistry::kS
 
 }  // namespace
 
-// Called after each iteration of the wait loop. Returns false if the call must fail, because this rank gave up or
+// Called after each iteration of the wait loop. Returns false if the call must fail, because this rank failed it or
 // adopted a failure report. `missing` returns the ranks that have not arrived; `since` is the time at which the wait
 // began. The function checks for failure reports from other ranks, aborts, ranks that died or left, the deadline and
-// interrupts, in this order: a rank that gave up or aborted usually leaves soon afterward, and its failure report or
-// abort is the more precise reason.
+// interrupts, in this order: a rank that failed the call or aborted usually leaves soon afterward, and its failure
+// report or abort is the more precise reason.
 bool Group::check_events(int iteration, Clock::time_point since, const std::function<RankSet()>& missing,
                          WaitRegistry::Entry& entry) {
     const RankSet lost = this->lost();
@@ -27,8 +27,8 @@ bool Group::check_events(int iteration, Clock::time_point since, const std::func
     // `missing` must be read after `lost` and `left`, whose acquire loads make visible what a peer published before it
     // exited. In the other order, a peer that completed the round and then left would be reported as missing.
     const RankSet ranks = missing();
-    // Failure reports must be read last: a rank that gave up and then withdrew its marks or left would otherwise be
-    // reported as missing.
+    // Failure reports must be read last: a rank that failed the call and then withdrew its round numbers or left would
+    // otherwise be reported as missing.
     for (int other = 0; other < size_; ++other)
         if (other != rank_ && adopt_failure_report(other)) return false;
     if (ranks.empty()) return true;
@@ -52,8 +52,8 @@ void Group::update_wait_entry(const RankSet& ranks, WaitRegistry::Entry& entry) 
                  {{group_of(id_), sequence_}, blocks_program(*call_, background_), global_ranks_of(ranks.ranks())});
 }
 
-// Returns the failure report on a timed-out call that is waiting for `missing`, or nullopt while the ranks to blame are
-// unknown.
+// Returns the failure report on a timed-out call that is waiting for `missing`, or nullopt while the responsible ranks
+// are unknown.
 std::optional<FailureReport> Group::find_timeout_cause(const RankSet& missing, std::int64_t waited_ns) {
     if (!search_) search_.emplace(mesh_.wait_registry(), CallId{group_of(id_), sequence_}, timeout_ns_, waited_ns);
     const std::vector<int> awaited = missing.ranks();
@@ -130,8 +130,8 @@ FailureCause Group::cause_of(int rank) const {
     return mesh_.cause_reported_by(members_[static_cast<std::size_t>(rank)]);
 }
 
-// Gives up because ranks died or left. Blames dead ranks rather than ranks that left, and ranks that reported no cause
-// rather than ranks that gave up because of another rank.
+// Fails the call because ranks died or left. Blames dead ranks rather than ranks that left, and ranks that reported no
+// cause rather than ranks that failed the call because of another rank.
 bool Group::fail_peer_lost(const RankSet& missing, const RankSet& lost, const RankSet& left, std::int64_t waited_ns) {
     const RankSet& gone = lost.empty() ? left : lost;
     RankSet first;
@@ -177,8 +177,8 @@ bool Group::fail_call(ExitReason reason, const FailureReport& failure_report) {
     return false;
 }
 
-// Withdraws this rank's marks for the rounds of the failed call. A rank that begins the call later then reads the
-// failure report and fails as well. Marks of earlier calls stay, because those calls have completed.
+// Withdraws the round numbers of the failed call from this rank's cells. A rank that begins the call later then reads
+// the failure report and fails as well. The numbers of earlier calls stay, because those calls have completed.
 void Group::withdraw_rounds() {
     for (Cell& each : control(rank_).cells) {
         const std::uint32_t round = each.round.load(std::memory_order_relaxed);
@@ -190,7 +190,7 @@ void Group::withdraw_rounds() {
     }
 }
 
-// Adopts the failure report of `peer` if that rank gave up; returns false if it did not.
+// Adopts the failure report of `peer` if that rank failed the call; returns false if it did not.
 bool Group::adopt_failure_report(int peer) {
     const ControlPage& theirs = control(peer);
     const ExitReason reason = theirs.exit_reason.load(std::memory_order_acquire);

@@ -136,7 +136,7 @@ class Group final : public Collectives {
     std::chrono::steady_clock::time_point started_{};
     bool clock_started_ = false;
     int last_awaited_ = -1;                  // the last rank for which the latest `await` had to wait
-    std::optional<WaitChainSearch> search_;  // the search for the ranks that hold up `call_`; set after a timeout
+    std::optional<WaitChainSearch> search_;  // the search for the ranks that block `call_`; set after a timeout
 };
 
 }  // namespace paceline::host

@@ -3,7 +3,7 @@
 // by filling cell and slot r mod 4 and then releasing r into the cell's `round`; it *awaits* round r by acquiring r
 // from every peer's cell. It publishes r only after it has read everything that its peers published for r - 2, so a
 // slot is not overwritten before every rank has read it. Each rank writes only to its own page and slots, except that
-// peers modify `sleepers`. A rank that gives up withdraws its marks for the rounds of the failed call.
+// peers modify `sleepers`. A rank that fails the call withdraws the round numbers of the failed call from its cells.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ static_assert(sizeof(Cell) == 128);
 // descriptors or memory when it mapped another rank's memory; `missing` is the rank itself.
 enum class ExitReason : std::uint32_t { none, timed_out, peer_lost, interrupted, left, starved };
 
-// Returns the outcome code for a rank that gave up for this reason, or `ok` if the group is not broken.
+// Returns the outcome code for a rank that failed the call for this reason, or `ok` if the group is not broken.
 constexpr OutcomeCode code_of(ExitReason reason) {
     switch (reason) {
         case ExitReason::none:
@@ -73,14 +73,14 @@ constexpr std::size_t kSlotFactorOfTwoRanks = 3;
 
 constexpr std::uint32_t kMaxBlockedBy = 16;
 
-// The reason why a rank gave up.
+// The reason why a rank failed its call or left the group.
 struct FailureReport {
     shm::RankSet missing{};  // group ranks that did not arrive
     shm::RankSet gone{};     // the ranks in `missing` that died or left
     shm::RankSet left{};     // the ranks in `missing` that left
     shm::RankSet waiting{};  // the ranks in `missing` that are waiting in other calls
     std::int64_t waited_ns = 0;
-    std::uint32_t cause = 0;  // a packed `FailureCause`: why the ranks in `gone`, or this rank, gave up
+    std::uint32_t cause = 0;  // a packed `FailureCause`: why the ranks in `gone`, or this rank, failed the call
     bool has_begun = false;   // see `Outcome`
     std::uint32_t blocked_by_count = 0;
     std::int32_t blocked_by[kMaxBlockedBy] = {};  // see `Outcome`

@@ -16,7 +16,7 @@ constexpr std::uint32_t kRounderBits = 0x4b400000U;
 constexpr std::int32_t kTooLarge = 0x7f000000;  // the bits of 2^127; infinity and NaN have larger bits
 constexpr std::int32_t kTooSmall = 0x08800000;  // the bits of 2^-110, the least magnitude with a normal scale
 
-struct BFloat16 {
+struct BFloatFormat {
     static constexpr std::size_t kPacked = packed_group(WireType::bf16);
 
     static void encode(const float* values, float* lost, std::uint8_t* packed) {
@@ -33,7 +33,7 @@ struct BFloat16 {
     }
 };
 
-struct Int8Group {
+struct PackedInt8 {
     static constexpr std::size_t kPacked = packed_group(WireType::int8);
     static constexpr float kLevels = 127.0F;
 
@@ -48,7 +48,7 @@ struct Int8Group {
 
 // int4: the low bits of a byte contain an element from the first half of the group, the high bits one from the second
 // half.
-struct Int4Group {
+struct PackedInt4 {
     static constexpr std::size_t kPacked = packed_group(WireType::int4);
     static constexpr float kLevels = 7.0F;
     static constexpr std::size_t kHalf = kGroup / 2;
@@ -183,11 +183,11 @@ template <class T>
 const WireKernels* kernels_for(WireType wire) {
     switch (wire) {
         case WireType::bf16:
-            return &kernels_of<T, BFloat16>;
+            return &kernels_of<T, BFloatFormat>;
         case WireType::int8:
-            return &kernels_of<T, ScaledFormat<Int8Group>>;
+            return &kernels_of<T, ScaledFormat<PackedInt8>>;
         case WireType::int4:
-            return &kernels_of<T, ScaledFormat<Int4Group>>;
+            return &kernels_of<T, ScaledFormat<PackedInt4>>;
         case WireType::none:
             break;
     }
