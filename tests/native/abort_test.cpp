@@ -1,5 +1,4 @@
-// Tests that an abort ends whatever the ranks of a group wait for over lanes: calls, messages, and large ones that
-// move.
+// Tests that an abort ends all waits of a group's ranks over lanes: calls, messages, and large messages in transfer.
 #include <atomic>
 
 #include "executor/executor.hpp"
@@ -9,7 +8,7 @@ namespace {
 
 using namespace ranks;
 
-// A broadcast: every rank but the first waits for the first one.
+// A broadcast: all other ranks wait for the first.
 Call star(Rank& at, std::vector<float>& values) {
     std::vector<std::int32_t> flat;
     for (int peer = 1; peer < at.size && at.rank == 0; ++peer) flat.insert(flat.end(), {0, 0, peer, 1, 0, 0, 1, 0, 1});

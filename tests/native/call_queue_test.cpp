@@ -1,4 +1,4 @@
-// Tests the order and the thread of asynchronous calls, where the thread waits with its core busy and where it sleeps.
+// Tests the order and the thread of asynchronous calls, both when the thread busy-waits and when it sleeps.
 #include "call/call_queue.hpp"
 
 #include <chrono>
@@ -14,10 +14,11 @@ using namespace std::chrono_literals;
 
 constexpr std::int64_t kHung = 60'000'000'000;  // a limit that no test reaches unless something hangs
 
-// A group of one rank, which keeps the counts of the calls that it has run.
-class Alone final : public Collectives {
+// A group of one rank that records the counts of the calls that it has run.
+class SingleRankCollectives final : public Collectives {
   public:
-    Alone(std::vector<std::uint64_t>& ran, bool has_spare_core) : ran_(ran), has_spare_core_(has_spare_core) {}
+    SingleRankCollectives(std::vector<std::uint64_t>& ran, bool has_spare_core)
+        : ran_(ran), has_spare_core_(has_spare_core) {}
 
     Outcome run(Call& call, const Interrupted&, bool) override {
         ran_.push_back(call.count);
@@ -38,10 +39,10 @@ Call call_number(std::uint64_t number) {
     return call;
 }
 
-// The pauses are shorter than the thread's spin budget, as long, and longer.
+// The pauses are shorter than the thread's spin budget, equal to it, and longer.
 void calls_run_in_order_whatever_their_intervals(bool has_spare_core) {
     std::vector<std::uint64_t> ran;
-    CallQueue queue(std::make_unique<Alone>(ran, has_spare_core));
+    CallQueue queue(std::make_unique<SingleRankCollectives>(ran, has_spare_core));
     std::uint64_t made = 0;
     for (const auto pause : {0us, 50us, 100us, 500us, 0us, 5000us, 0us})
         for (int i = 0; i < 20; ++i) {
@@ -60,7 +61,7 @@ void calls_run_in_order_whatever_their_intervals(bool has_spare_core) {
 
 void several_threads_queue_and_wait_for_calls(bool has_spare_core) {
     std::vector<std::uint64_t> ran;
-    CallQueue queue(std::make_unique<Alone>(ran, has_spare_core));
+    CallQueue queue(std::make_unique<SingleRankCollectives>(ran, has_spare_core));
     std::vector<std::thread> threads;
     for (int t = 0; t < 3; ++t)
         threads.emplace_back([&queue] {
@@ -76,11 +77,12 @@ void several_threads_queue_and_wait_for_calls(bool has_spare_core) {
     CHECK(ran.size() == 601);
 }
 
-// One thread of the process waits with its core busy, the others sleep, and each hears of its calls.
+// One thread of the process busy-waits, the others sleep, and each is notified of its calls.
 void queues_take_turns(bool has_spare_core) {
     std::vector<std::vector<std::uint64_t>> ran(3);
     std::vector<std::unique_ptr<CallQueue>> queues;
-    for (auto& each : ran) queues.push_back(std::make_unique<CallQueue>(std::make_unique<Alone>(each, has_spare_core)));
+    for (auto& each : ran)
+        queues.push_back(std::make_unique<CallQueue>(std::make_unique<SingleRankCollectives>(each, has_spare_core)));
     for (int i = 0; i < 100; ++i)
         for (const auto& queue : queues) CHECK(queue->submit(call_number(1))->wait(kHung));
     queues[1].reset();
@@ -91,7 +93,7 @@ void queues_take_turns(bool has_spare_core) {
 void a_queue_that_closes_runs_what_it_has_and_refuses_more(bool has_spare_core) {
     for (int i = 0; i < 50; ++i) {
         std::vector<std::uint64_t> ran;
-        CallQueue queue(std::make_unique<Alone>(ran, has_spare_core));
+        CallQueue queue(std::make_unique<SingleRankCollectives>(ran, has_spare_core));
         const auto work = queue.submit(call_number(1));
         if (i % 2 == 0) CHECK(work->wait(kHung));  // so that the thread already waits for the next one
         queue.close();

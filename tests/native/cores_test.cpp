@@ -1,4 +1,4 @@
-// Tests which ranks, and which of their threads, may keep cores busy while they wait.
+// Tests which ranks, and which of their threads, may busy-wait.
 #include "process/cores.hpp"
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Encrypted connections for tests: pairs of sockets whose handshakes are over.
+// Encrypted connections for tests: pairs of sockets whose handshakes are complete.
 #pragma once
 
 #include <sys/socket.h>
@@ -17,7 +17,7 @@ namespace encrypted {
 
 using namespace paceline;
 
-// Whether this machine has no OpenSSL; says so.
+// Returns true if this machine has no OpenSSL, and prints a message.
 inline bool unavailable() {
     const auto* const why = std::get_if<std::string>(&tls::library());
     if (why != nullptr) std::fprintf(stderr, "not tested over encrypted connections: %s\n", why->c_str());

@@ -18,7 +18,7 @@ using ScheduleOf = std::shared_ptr<const Schedule>;
 constexpr std::int32_t kSend = 0, kReceive = 1, kReduce = 2, kCopy = 3;
 constexpr std::int32_t kInput = 0, kOutput = 1, kScratch = 2;
 
-// In each step, every rank reduces the block that its left neighbour has reduced so far; then the sums are passed
+// In each step, every rank reduces the block that its left neighbor has reduced so far; then the sums are passed
 // around.
 ScheduleOf ring_all_reduce(int rank, int n) {
     Flat flat;
@@ -261,7 +261,7 @@ void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
     });
 }
 
-// Rank 0 comes late to a broadcast that rank 1 forwards to rank 2.
+// Rank 0 begins a broadcast late that rank 1 forwards to rank 2.
 void a_rank_that_holds_up_a_chain_has_not_come() {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;
@@ -282,7 +282,7 @@ void a_rank_that_holds_up_a_chain_has_not_come() {
     });
 }
 
-// Rank 3 stays away from everything, rank 2 waits for its message, and the others wait for rank 2.
+// Rank 3 makes no call, rank 2 waits for its message, and the others wait for rank 2.
 void a_rank_that_waits_for_another_is_told_from_the_one_that_holds_both_up(Over over) {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;
@@ -370,7 +370,7 @@ void ranks_that_wait_for_each_other_are_told_so(Over over) {
     });
 }
 
-// The root of a broadcast has finished and returned; if rank 2 does not receive its data, only rank 2 is to blame.
+// The root of a broadcast has finished and returned; if rank 2 does not receive its data, only rank 2 is responsible.
 void a_rank_that_did_its_part_is_not_among_the_missing() {
     std::atomic<bool> ranks_done = false;
     with_ranks(3, 1, Over::sockets, [&](Rank at) {

@@ -1,4 +1,4 @@
-// Looks for NaN and infinity at every place of arrays of many lengths.
+// Tests the detection of NaN and infinity at every index of arrays of many lengths.
 #include "reduce/finite.hpp"
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Tests that whatever a corrupt peer sends leads to an orderly failure, soon and without using much memory.
+// Tests that any bytes from a corrupt peer lead to an orderly failure, promptly and without much memory.
 //
 //     frame_fuzz_test [rounds] [seed]    mutates the streams in corpus/frames
 //     frame_fuzz_test --write            rewrites those files
@@ -48,9 +48,9 @@ constexpr std::size_t kTensor = 1000;  // floats
 
 const std::string kDirectory = PACELINE_CORPUS "/frames";
 
-class Chance {
+class RandomNumbers {
   public:
-    explicit Chance(std::uint64_t seed) : state_(seed * 2 + 1) {}
+    explicit RandomNumbers(std::uint64_t seed) : state_(seed * 2 + 1) {}
     std::uint64_t next() {
         state_ ^= state_ << 13;
         state_ ^= state_ >> 7;
@@ -148,13 +148,13 @@ void write_corpus() {
     write("bulk-broadcast", bulk);
 }
 
-struct Recorded {
+struct CorpusEntry {
     std::string name;
     Bytes bytes;
 };
 
-std::vector<Recorded> read_corpus() {
-    std::vector<Recorded> streams;
+std::vector<CorpusEntry> read_corpus() {
+    std::vector<CorpusEntry> streams;
     DIR* const directory = opendir(kDirectory.c_str());
     CHECK(directory != nullptr);
     while (const dirent* entry = readdir(directory)) {
@@ -169,7 +169,7 @@ std::vector<Recorded> read_corpus() {
     return streams;
 }
 
-Bytes mutated(const std::vector<Recorded>& corpus, std::size_t which, Chance& chance) {
+Bytes mutated(const std::vector<CorpusEntry>& corpus, std::size_t which, RandomNumbers& chance) {
     Bytes bytes = corpus[which].bytes;
     for (std::size_t times = chance.below(5); times != 0 && !bytes.empty(); --times) {
         // Most of a stream is payload; the header fields are at the front of each frame.
@@ -233,7 +233,7 @@ void send_some(int fd, Bytes& bytes, std::size_t most) {
 
 // Runs rank 0 of two with messages in progress and, if `collective`, in a broadcast. Rank 1 sends `control` and `bulk`
 // and then disconnects.
-void one_round(Bytes control, Bytes bulk, bool collective, Chance& chance) {
+void one_round(Bytes control, Bytes bulk, bool collective, RandomNumbers& chance) {
     const auto started = Clock::now();
     const auto [mine, theirs] = joined();
     const auto [my_bulk, their_bulk] = joined();
@@ -280,8 +280,8 @@ void one_round(Bytes control, Bytes bulk, bool collective, Chance& chance) {
 }
 
 void every_stream_of_bytes_ends_in_an_orderly_failure(std::size_t rounds, std::uint64_t seed) {
-    const std::vector<Recorded> corpus = read_corpus();
-    Chance chance(seed);
+    const std::vector<CorpusEntry> corpus = read_corpus();
+    RandomNumbers chance(seed);
     for (std::size_t which = 0; which < corpus.size(); ++which) {  // first without mutations
         const bool bulk = corpus[which].name.starts_with("bulk");
         one_round(bulk ? Bytes{} : corpus[which].bytes, bulk ? corpus[which].bytes : Bytes{}, true, chance);
@@ -296,8 +296,8 @@ void every_stream_of_bytes_ends_in_an_orderly_failure(std::size_t rounds, std::u
 }
 
 void a_damaged_verdict_is_decoded_whole_or_not_at_all(std::size_t rounds, std::uint64_t seed) {
-    Chance chance(seed);
-    std::vector<Recorded> corpus;
+    RandomNumbers chance(seed);
+    std::vector<CorpusEntry> corpus;
     for (const OutcomeCode code :
          {OutcomeCode::mismatch, OutcomeCode::timed_out, OutcomeCode::peer_lost, OutcomeCode::interrupted}) {
         corpus.push_back({"failure", failure(code)});

@@ -107,7 +107,7 @@ void a_sum_out_of_place_follows_the_tree_and_leaves_its_input() {
         });
 }
 
-// On a made-up machine with several nodes, whose ranks reduce in blocks.
+// On a simulated machine with several nodes, whose ranks reduce in blocks.
 void sums_in_blocks_have_the_bits_of_those_without() {
     for (const auto& [n, in_node] : {std::pair{8, 4}, {12, 4}, {16, 8}})
         with_ranks(
@@ -186,7 +186,7 @@ void a_mismatch_fails_alike_and_leaves_the_group_usable() {
     });
 }
 
-// Rank 0 comes when rank 1 waits, so that only rank 2 is missing.
+// Rank 0 begins the call when rank 1 is waiting, so that only rank 2 is missing.
 void a_missing_rank_is_named_after_the_timeout() {
     std::atomic<bool> waits{false};
     std::atomic<int> cause{0};
@@ -211,14 +211,15 @@ void a_missing_rank_is_named_after_the_timeout() {
     });
 }
 
-// The first two ranks time out, and the others come one by one: the last one finds the marks of all.
+// The first two ranks time out, and the others begin the call one by one: the last one reads the failure reports of
+// all.
 void a_call_that_failed_for_some_fails_for_those_who_come_late() {
     std::atomic<int> called{0};
     with_ranks(4, [&](Rank at) {
         Call first = barrier(kHung);
         CHECK(at.group.run(first, nullptr, false).code == OutcomeCode::ok);
         while (at.rank > 1 && called < at.rank) pause(1);
-        Call call = barrier(kSecond);  // long enough for the first two to come together
+        Call call = barrier(kSecond);  // long enough for the first two to begin together
         const Outcome outcome = at.group.run(call, nullptr, false);
         CHECK(outcome.code == OutcomeCode::timed_out && !outcome.has_begun);
         CHECK((outcome.missing == std::vector<int>{2, 3}));
@@ -227,7 +228,7 @@ void a_call_that_failed_for_some_fails_for_those_who_come_late() {
     });
 }
 
-// An `Interrupted` that says when it is first called, and then holds its rank up until `until`.
+// An `Interrupted` that reports its first call, and then blocks its rank until `until`.
 Interrupted hold_up(std::atomic<bool>& held, const std::atomic<bool>& until) {
     return [&] {
         held = true;
@@ -236,7 +237,7 @@ Interrupted hold_up(std::atomic<bool>& held, const std::atomic<bool>& until) {
     };
 }
 
-// Rank 2 takes back its mark of the second call only, and rank 0 has not looked at that of the first one before.
+// Rank 2 withdraws only the round number of the second call, and rank 0 has not yet read that of the first call.
 void a_call_that_others_completed_is_completed_after_they_failed() {
     std::atomic<bool> held{false};
     std::atomic<bool> failed{false};
@@ -343,7 +344,7 @@ ByteStream bytes_of(std::vector<float>& values) {
     return ByteStream({{reinterpret_cast<std::uint8_t*>(values.data()), 4 * values.size()}});
 }
 
-// A rank may store the results that it applies while others do not, and slices are longer than a slot.
+// Some ranks store the results that they apply and others do not, and slices are longer than a slot.
 void calls_without_data_succeed() {
     for (const int n : {1, 2, 3})
         with_ranks(n, [n](Rank at) {
@@ -366,7 +367,8 @@ void calls_without_data_succeed() {
         });
 }
 
-// A call's rounds use other places in the slots than those of the call before, and some of them another way to copy.
+// A call's rounds use different parts of the slots than those of the previous call, and some use a different method to
+// copy.
 void many_calls_in_a_row_move_the_data_of_their_own() {
     constexpr int kCalls = 150;
     for (const int n : {2, 3, 4})

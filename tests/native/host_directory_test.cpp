@@ -1,4 +1,4 @@
-// Tests how ranks of a host find each other: ends are noticed, doorbells ring, and memory is passed on and met in.
+// Tests the host directory and the host mesh: exits are detected, doorbells wake ranks, and memory is shared.
 #include "shm/host_directory.hpp"
 
 #include <sys/resource.h>
@@ -68,7 +68,8 @@ void the_end_of_a_pulse_is_noticed(bool uses_futex_waitv) {
     CHECK(directory->entry(1).state == RankState::lost && directory->entry(2).state == RankState::present);
 }
 
-// Rank 0 waits for the futexes of ranks 1 to kMaxWatchers only; of others it hears, or it looks now and then.
+// Rank 0 waits for the futexes of ranks 1 to kMaxWatchers only; the exits of others are reported to it, or detected by
+// infrequent checks.
 void an_end_is_noticed_by_ranks_that_do_not_wait_for_it() {
     const int ranks = kMaxWatchers + 10, dead = kMaxWatchers + 5;
     const auto directory = directory_of(ranks);
@@ -272,7 +273,7 @@ void nobody_meets_a_member_that_is_gone() {
     });
 }
 
-// Those that come late to memory that its maker has given up must not wait for it.
+// Ranks that request memory after its owner has canceled it must not wait for it.
 void what_was_given_up_is_not_waited_for() {
     std::promise<void> is_canceled;
     const auto started = std::chrono::steady_clock::now();
@@ -295,7 +296,7 @@ void what_was_given_up_is_not_waited_for() {
 void nobody_waits_for_a_member_that_has_given_up() {
     const auto started = std::chrono::steady_clock::now();
     with_meshes(3, [](HostMesh& mesh) {
-        if (mesh.rank() == 1) {  // never comes, and stays until the others have gone
+        if (mesh.rank() == 1) {  // makes no request, and remains until the others have left
             while (!mesh.is_gone(0) || !mesh.is_gone(2)) std::this_thread::yield();
             return;
         }

@@ -36,13 +36,13 @@ Bytes pattern(std::size_t nbytes) {
 }
 
 // The two ends of a connection.
-struct Ends {
-    virtual ~Ends() = default;
+struct LanePair {
+    virtual ~LanePair() = default;
     std::unique_ptr<Lane> a, b;
 };
 
-struct Sockets final : Ends {
-    Sockets() {
+struct SocketLanePair final : LanePair {
+    SocketLanePair() {
         int ends[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
         a = std::make_unique<SocketLane>(ends[0]);
@@ -50,8 +50,8 @@ struct Sockets final : Ends {
     }
 };
 
-struct EncryptedSockets final : Ends {
-    EncryptedSockets() {
+struct EncryptedLanePair final : LanePair {
+    EncryptedLanePair() {
         auto [first, second] = encrypted::joined();
         a = make_lane(std::move(first));
         b = make_lane(std::move(second));
@@ -60,42 +60,42 @@ struct EncryptedSockets final : Ends {
 
 constexpr std::size_t kRingBytes = 256 << 10;
 
-struct OwnRing {
+struct RingStorage {
     RingCounters counters;
     Bytes bytes = Bytes(kRingBytes);
     Ring ring() { return {&counters, bytes.data(), bytes.size()}; }
 };
 
 // Two rings between a and b; each end wakes the other's waiter.
-struct Rings final : Ends {
-    Rings() {
+struct RingLanePair final : LanePair {
+    RingLanePair() {
         a = std::make_unique<RingLane>(
             there.ring(), back.ring(), [this] { of_b.wake(); }, [this] { return a_sees_b_gone.load(); });
         b = std::make_unique<RingLane>(
             back.ring(), there.ring(), [this] { of_a.wake(); }, [this] { return b_sees_a_gone.load(); });
     }
-    OwnRing there, back;
+    RingStorage there, back;
     Waiter of_a, of_b;
     std::atomic<bool> a_sees_b_gone{false}, b_sees_a_gone{false};
-    ~Rings() override {
+    ~RingLanePair() override {
         a.reset();
         b.reset();
     }
 };
 
 // Tests of both kinds of lane take a `Connect`. They are not templates, so that the compiler reports unused ones.
-using Connect = std::unique_ptr<Ends> (*)();
+using Connect = std::unique_ptr<LanePair> (*)();
 
-std::unique_ptr<Ends> by_sockets() {
-    return std::make_unique<Sockets>();
+std::unique_ptr<LanePair> by_sockets() {
+    return std::make_unique<SocketLanePair>();
 }
 
-std::unique_ptr<Ends> by_encrypted_sockets() {
-    return std::make_unique<EncryptedSockets>();
+std::unique_ptr<LanePair> by_encrypted_sockets() {
+    return std::make_unique<EncryptedLanePair>();
 }
 
-std::unique_ptr<Ends> by_rings() {
-    return std::make_unique<Rings>();
+std::unique_ptr<LanePair> by_rings() {
+    return std::make_unique<RingLanePair>();
 }
 
 // Alternates writes and reads of odd sizes until everything has been transferred.
@@ -122,14 +122,14 @@ void pass_in_turns(Lane& from, Lane& to, std::size_t most_written, std::size_t m
 void bytes_arrive_in_order_whatever_the_sizes(Connect connect) {
     const std::pair<std::size_t, std::size_t> sizes[] = {{64, 64}, {1 << 20, 1 << 20}, {100'000, 48}, {77, 333'333}};
     for (const auto& [most_written, most_read] : sizes) {
-        const std::unique_ptr<Ends> pair = connect();
+        const std::unique_ptr<LanePair> pair = connect();
         pass_in_turns(*pair->a, *pair->b, most_written, most_read);
         pass_in_turns(*pair->b, *pair->a, most_read, most_written);
     }
 }
 
 void a_write_of_too_many_pieces_is_partial(Connect connect) {
-    const std::unique_ptr<Ends> pair = connect();
+    const std::unique_ptr<LanePair> pair = connect();
     Bytes sent = pattern(1000);
     std::vector<ByteRange> many;
     for (std::size_t i = 0; i < sent.size(); ++i) many.push_back(range(sent, i, 1));
@@ -148,7 +148,7 @@ void a_write_of_too_many_pieces_is_partial(Connect connect) {
 }
 
 void a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(Connect connect) {
-    const std::unique_ptr<Ends> pair = connect();
+    const std::unique_ptr<LanePair> pair = connect();
     Bytes bytes(4 << 20);
     const ByteRange all = range(bytes, 0, bytes.size());
     std::size_t held = 0;
@@ -169,7 +169,7 @@ void a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(Connect connect) {
 }
 
 void bytes_sent_before_the_end_are_read_before_it(Connect connect) {
-    const std::unique_ptr<Ends> pair = connect();
+    const std::unique_ptr<LanePair> pair = connect();
     Bytes sent = pattern(40'000);
     const ByteRange out = range(sent, 0, sent.size());
     CHECK(pair->a->write({&out, 1}) == 40'000);
@@ -190,8 +190,8 @@ void bytes_sent_before_the_end_are_read_before_it(Connect connect) {
 }
 
 void a_socket_closed_with_unread_bytes_still_delivers(Connect connect) {
-    const std::unique_ptr<Ends> both = connect();
-    Ends& pair = *both;
+    const std::unique_ptr<LanePair> both = connect();
+    LanePair& pair = *both;
     Bytes bytes = pattern(100);
     const ByteRange out = range(bytes, 0, 100);
     CHECK(pair.b->write({&out, 1}) == 100);  // never read by a
@@ -205,9 +205,9 @@ void a_socket_closed_with_unread_bytes_still_delivers(Connect connect) {
     CHECK(pair.b->write({&out, 1}) == kClosed);
 }
 
-// What the peer sent before it went is still read after a write has failed.
+// The bytes that the peer sent before it exited can be read after a write has failed.
 void a_failed_write_does_not_end_reading(Connect connect) {
-    const std::unique_ptr<Ends> pair = connect();
+    const std::unique_ptr<LanePair> pair = connect();
     Bytes bytes = pattern(50'000);
     const ByteRange all = range(bytes, 0, bytes.size());
     CHECK(pair->a->write({&all, 1}) == 50'000);
@@ -222,7 +222,7 @@ void a_failed_write_does_not_end_reading(Connect connect) {
 
 // Of a record that the socket takes in part, the last byte is offered again, whatever follows it.
 void what_was_begun_is_finished_before_anything_else() {
-    EncryptedSockets pair;
+    EncryptedLanePair pair;
     Bytes sent;
     Bytes word = pattern(30'000);
     std::ptrdiff_t n = 1;
@@ -248,7 +248,7 @@ void what_was_begun_is_finished_before_anything_else() {
 
 // A read that leaves bytes in the session must not put the reader to sleep.
 void bytes_that_were_read_ahead_keep_a_reader_awake() {
-    EncryptedSockets pair;
+    EncryptedLanePair pair;
     Bytes bytes = pattern(100);
     const ByteRange out = range(bytes, 0, 100), in = range(bytes, 0, 60);
     CHECK(pair.a->write({&out, 1}) == 100);
@@ -273,8 +273,8 @@ void a_socket_closes_although_its_peer_never_stops_sending() {
 }
 
 void a_forked_child_holds_no_socket_open(Connect connect) {
-    const std::unique_ptr<Ends> both = connect();
-    Ends& pair = *both;
+    const std::unique_ptr<LanePair> both = connect();
+    LanePair& pair = *both;
     const pid_t child = fork();
     if (child == 0) {
         pause();
@@ -295,7 +295,7 @@ void a_forked_child_holds_no_socket_open(Connect connect) {
 }
 
 void a_read_without_pieces_reports_the_end_of_a_rings_peer() {
-    Rings pair;
+    RingLanePair pair;
     CHECK(pair.b->read({}) == 0);
     pair.a->finish();
     CHECK(pair.b->read({}) == kClosed);
@@ -305,13 +305,13 @@ void a_read_without_pieces_reports_the_end_of_a_rings_peer() {
     CHECK(pair.b->write({&out, 1}) == static_cast<std::ptrdiff_t>(kRingBytes));
     CHECK(pair.b->write({&out, 1}) == kClosed);
 
-    Rings other;
+    RingLanePair other;
     other.b_sees_a_gone = true;
     CHECK(other.b->read({}) == kClosed);
 }
 
 void a_peek_shows_what_a_read_would_return() {
-    Rings pair;
+    RingLanePair pair;
     Bytes sent = pattern(kRingBytes);
     ByteRange out = range(sent, 0, kRingBytes / 2 + 64);
     CHECK(pair.a->write({&out, 1}) == static_cast<std::ptrdiff_t>(kRingBytes / 2 + 64));
@@ -329,7 +329,7 @@ void a_peek_shows_what_a_read_would_return() {
 void corrupt_counts_in_a_ring_do_no_harm() {
     for (const std::uint64_t sense :
          {std::uint64_t{1}, ~std::uint64_t{0}, std::uint64_t{1} << 63, kRingBytes * 3 + 5}) {
-        auto pair = std::make_unique<Rings>();
+        auto pair = std::make_unique<RingLanePair>();
         Bytes bytes(600'000);
         const ByteRange all = range(bytes, 0, bytes.size());
         pair->there.counters.tail.store(sense);
@@ -343,7 +343,7 @@ void corrupt_counts_in_a_ring_do_no_harm() {
 
 // Both sides sleep with a very long timeout, so a lost wake-up shows as a timeout.
 void an_armed_sleeper_is_woken() {
-    const auto pair = std::make_unique<Rings>();
+    const auto pair = std::make_unique<RingLanePair>();
     const auto started = std::chrono::steady_clock::now();
     constexpr std::size_t kTotal = 8 << 20;
     std::thread writer([&] {

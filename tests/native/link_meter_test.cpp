@@ -1,5 +1,4 @@
-// What is measured of connections: bytes, round trips and who owes an answer, plain and encrypted, and where it is
-// kept.
+// Tests the measurements of plain and encrypted connections (bytes, round trips, overdue responses) and their storage.
 #include "link/link_meter.hpp"
 
 #include <fcntl.h>
@@ -47,7 +46,7 @@ std::pair<int, int> connected() {
     return {a, b};
 }
 
-// Whether the kernel's words about a connection come whole: of its answer qemu-user passes on the first four bytes.
+// Returns true if TCP_INFO is complete; qemu-user returns only its first four bytes.
 bool the_kernel_tells_all() {
     const auto [a, b] = connected();
     std::array<std::uint8_t, 256> tcp_info_bytes;

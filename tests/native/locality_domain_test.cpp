@@ -1,4 +1,4 @@
-// Tests where processes are found to run on made-up machines, and which ranks reduce among themselves.
+// Tests the detected domains of processes on simulated machines, and which ranks reduce among themselves.
 #include "process/locality_domain.hpp"
 
 #include <cstdlib>
@@ -56,15 +56,15 @@ void a_process_is_where_all_its_cores_are() {
 }
 
 // Ranks in a row: how many, on which node, with which cache.
-struct Run {
+struct RankRange {
     std::size_t ranks;
     int node;
     int cache;
 };
 
-std::size_t block(const std::vector<Run>& runs) {
+std::size_t block(const std::vector<RankRange>& runs) {
     std::vector<LocalityDomain> ranks;
-    for (const Run& run : runs) ranks.insert(ranks.end(), run.ranks, LocalityDomain{run.node, run.cache});
+    for (const RankRange& run : runs) ranks.insert(ranks.end(), run.ranks, LocalityDomain{run.node, run.cache});
     return reduction_block(ranks);
 }
 

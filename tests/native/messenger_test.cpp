@@ -132,7 +132,7 @@ void a_receive_from_any_source_takes_each_message_once() {
     });
 }
 
-// A receive may be made when a part of its message has come already, and no other message may then take its place.
+// A receive may be posted when a part of its message has already arrived; no other message may then match it.
 void a_receive_may_be_made_while_its_message_comes(Over over) {
     std::atomic<bool> has_begun = false;
     std::atomic<bool> is_posted = false;
@@ -241,7 +241,7 @@ void threads_of_one_rank_may_wait_at_the_same_time() {
 void a_wait_can_be_interrupted_while_another_thread_drives() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         if (at.rank == 1) {
-            CHECK(received(at, 0, 5, 1).outcome.code == OutcomeCode::interrupted);  // is told
+            CHECK(received(at, 0, 5, 1).outcome.code == OutcomeCode::interrupted);  // is notified
             return;
         }
         std::thread driver([&at] { CHECK(received(at, 1, 1, 10).outcome.code == OutcomeCode::interrupted); });
@@ -319,7 +319,7 @@ bool is_finished(int descriptor) {
     return getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_state == kFinWait1;
 }
 
-// The kernel of a rank that has closed its lane answers frames with a reset, which must not come before the goodbye.
+// The kernel of a rank that has closed its lane answers frames with a reset, which must not arrive before the goodbye.
 void a_goodbye_is_heard_though_a_frame_crosses_it() {
     std::atomic<int> leaving = -1;
     with_ranks(2, 1, Over::tcp, [&](Rank at) {
@@ -418,7 +418,7 @@ void the_first_verdict_stands_in_a_flood_of_them() {
     });
 }
 
-// Nobody reads what comes after a failure, so it must not keep anybody awake either.
+// Frames after a failure are not read, so they must not keep a thread awake.
 void a_failed_messenger_rests(Over over) {
     std::atomic<int> at_work = 0;
     with_ranks(2, 1, over, [&](Rank at) {

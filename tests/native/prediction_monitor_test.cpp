@@ -1,4 +1,4 @@
-// Tests which calls are far from their prediction: by the shortest of twenty, and once.
+// Tests which calls count as mispredicted: the shortest of twenty is compared, and each miss is reported once.
 #include "call/prediction_monitor.hpp"
 
 #include "check.hpp"

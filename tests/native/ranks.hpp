@@ -1,4 +1,4 @@
-// Ranks as threads of one process, joined by socket pairs as hosts are, encrypted or not, or by rings as the ranks of
+// Ranks as threads of one process, connected by socket pairs like hosts, encrypted or not, or by rings as the ranks of
 // one host are.
 #pragma once
 
@@ -34,7 +34,7 @@ enum class Over { sockets, tcp, rings };
 // Whether the socket pairs are encrypted; see `plain_and_encrypted`.
 inline bool encrypts = false;
 
-// What tests of all kinds of lane go over; the rings are the same in both passes.
+// The connections over which tests of all kinds of lane run; the rings are the same in both passes.
 inline std::vector<Over> kinds() {
     return encrypts ? std::vector{Over::sockets} : std::vector{Over::sockets, Over::rings};
 }

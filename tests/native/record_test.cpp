@@ -31,25 +31,26 @@ int memory() {
 }
 
 template <class Fields>
-struct Whole {
+struct ConsistentEntry {
     std::uint64_t stamp;
     Fields fields;
 };
 
 // The entries of a table in a snapshot, by place.
 template <class Fields>
-std::vector<Whole<Fields>> table(const std::vector<std::uint8_t>& copied, std::size_t offset, std::size_t capacity) {
-    std::vector<Whole<Fields>> entries(capacity);
-    static_assert(sizeof(Whole<Fields>) == sizeof(EntryOf<Fields>));
-    std::memcpy(entries.data(), copied.data() + offset, capacity * sizeof(Whole<Fields>));
+std::vector<ConsistentEntry<Fields>> table(const std::vector<std::uint8_t>& copied, std::size_t offset,
+                                           std::size_t capacity) {
+    std::vector<ConsistentEntry<Fields>> entries(capacity);
+    static_assert(sizeof(ConsistentEntry<Fields>) == sizeof(EntryOf<Fields>));
+    std::memcpy(entries.data(), copied.data() + offset, capacity * sizeof(ConsistentEntry<Fields>));
     return entries;
 }
 
-std::vector<Whole<CallFields>> calls() {
+std::vector<ConsistentEntry<CallFields>> calls() {
     return table<CallFields>(snapshot(memory()), offsetof(Recording, calls), kCalls);
 }
 
-// All numbers of such a call are the same, so that a torn copy of it shows.
+// All numbers of such a call are the same, so that a torn copy is detected.
 CallFields uniform(std::uint64_t number) {
     CallFields fields;
     fields.group = static_cast<std::uint32_t>(number);
@@ -170,7 +171,7 @@ void memory_of_a_process_that_runs_is_not_taken_over() {
 }
 
 // A group whose calls end at once.
-class Idle final : public Collectives {
+class ImmediateCollectives final : public Collectives {
   public:
     Outcome run(Call& call, const Interrupted& /*interrupted*/, bool /*background*/) override {
         Outcome outcome;
@@ -186,7 +187,7 @@ class Idle final : public Collectives {
 };
 
 void a_queue_records_its_calls() {
-    CallQueue queue(std::make_unique<Idle>());
+    CallQueue queue(std::make_unique<ImmediateCollectives>());
     const std::uint32_t serial = Recorder::active()->open_group("queue", "engine", 0, 0, {});
     Call unknown;
     queue.run(unknown, [] { return false; });  // before the group is known, and so not recorded
@@ -223,7 +224,7 @@ void the_clock_is_calibrated_from_the_start() {
     CHECK(speed > 0.001 && speed < 20.0);
 }
 
-// Prints what a call costs, begin and end together; it asserts nothing, since it may be run beside other work.
+// Prints what a call costs, begin and end together; it asserts nothing, because other processes may be running.
 void print_the_cost_of_a_call() {
     constexpr int kCount = 100'000;
     Call call;

@@ -1,4 +1,4 @@
-// Tests which way of copying a group's calls use, on machines whose times are made up, and the copies themselves.
+// Tests which copy method a group's calls use on machines with simulated times, and the copies themselves.
 #include "host/slot_copier.hpp"
 
 #include <random>
@@ -11,15 +11,15 @@ namespace {
 using namespace paceline;
 using namespace paceline::host;
 
-struct Machine {
+struct CopyTimes {
     float cached, streamed;  // what a byte takes
 };
 
-constexpr Machine kShared{0.3F, 0.6F}, kApart{1.5F, 0.3F};
+constexpr CopyTimes kShared{0.3F, 0.6F}, kApart{1.5F, 0.3F};
 constexpr std::uint32_t kToLearn = 5 * CopyMethodSelector::kPeriod;  // calls, in which a changed machine is noticed
 
-// Makes calls on a machine; returns how many of them used the streamed way, without those that were measured.
-std::uint32_t make(CopyMethodSelector& experience, std::uint32_t calls, Machine machine) {
+// Makes calls on a machine; returns how many of them used the streamed method, except those that were measured.
+std::uint32_t make(CopyMethodSelector& experience, std::uint32_t calls, CopyTimes machine) {
     std::uint32_t streamed = 0;
     for (std::uint32_t i = 0; i < calls; ++i) {
         const auto [method, is_measured] = experience.next();

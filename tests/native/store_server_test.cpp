@@ -1,4 +1,4 @@
-// Tests the store's table, its waiters, and its server with well-behaved, slow and hostile clients.
+// Tests the store's table, its parked requests, and its server with well-behaved, slow and hostile clients.
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -35,7 +35,7 @@ int connect_to(Server& server) {
 
 bool encrypts = false;
 
-// As `connect_to`, for clients of ours, which may be encrypted.
+// As `connect_to`, for Paceline's own clients, which may be encrypted.
 paceline::tls::Socket client_of(Server& server) {
     if (!encrypts) return connect_to(server);
     auto [theirs, mine] = encrypted::joined();

@@ -1,4 +1,4 @@
-// Tests encrypted connections: who is let in, that bytes arrive, and what happens to a stream that somebody changes.
+// Tests encrypted connections: which peers are accepted, that bytes arrive, and that a modified stream is detected.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -20,13 +20,13 @@ using encrypted::identity_of;
 using Bytes = std::vector<std::uint8_t>;
 using HandshakeResult = Session::HandshakeResult;
 
-struct Both {
-    Both(std::shared_ptr<const Identity> mine, std::shared_ptr<const Identity> theirs) {
+struct SessionPair {
+    SessionPair(std::shared_ptr<const Identity> mine, std::shared_ptr<const Identity> theirs) {
         CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
         a = std::make_unique<Session>(std::move(mine), ends[0], ConnectionRole::connecting);
         b = std::make_unique<Session>(std::move(theirs), ends[1], ConnectionRole::accepting);
     }
-    ~Both() {
+    ~SessionPair() {
         a.reset();
         b.reset();
         close(ends[0]);
@@ -74,7 +74,7 @@ void both_sides_make_the_same_certificate() {
 }
 
 void members_of_a_job_meet_and_bytes_arrive() {
-    Both pair(identity_of(1), identity_of(1));
+    SessionPair pair(identity_of(1), identity_of(1));
     CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     const Bytes sent = pattern(3'000'001);
     CHECK(passed(*pair.a, *pair.b, sent) == sent);
@@ -82,7 +82,7 @@ void members_of_a_job_meet_and_bytes_arrive() {
 }
 
 void another_jobs_certificate_is_refused_by_both_sides() {
-    Both pair(identity_of(1), identity_of(2));
+    SessionPair pair(identity_of(1), identity_of(2));
     const auto [of_a, of_b] = pair.meet();
     CHECK(of_a == HandshakeResult::failed && of_b == HandshakeResult::failed);
     CHECK(pair.a->reason().find("certificate verify failed") != std::string::npos);
@@ -90,7 +90,7 @@ void another_jobs_certificate_is_refused_by_both_sides() {
 
 // The keys change every three records, in both directions at once.
 void bytes_arrive_while_the_keys_change() {
-    Both pair(identity_of(1, 3), identity_of(1, 3));
+    SessionPair pair(identity_of(1, 3), identity_of(1, 3));
     CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     const Bytes sent = pattern(1'500'000);
     for (int round = 0; round < 2; ++round) {
@@ -99,11 +99,11 @@ void bytes_arrive_while_the_keys_change() {
     }
 }
 
-// Each side has filled the other's socket, some of them just when they changed their keys. What has come can be read
-// all the same; otherwise neither side would ever make room for the other.
+// Each side has filled the other's socket, some of them just when they changed their keys. The bytes that have arrived
+// can be read all the same; otherwise neither side would ever make room for the other.
 void a_change_of_keys_that_finds_no_room_does_not_stop_reading() {
     for (const std::uint64_t records_per_key : {1, 2, 3, 4, 5}) {
-        Both pair(identity_of(1, records_per_key), identity_of(1, records_per_key));
+        SessionPair pair(identity_of(1, records_per_key), identity_of(1, records_per_key));
         CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
         int sent[] = {0, 0};
         Session* const sides[] = {pair.a.get(), pair.b.get()};
@@ -123,14 +123,14 @@ void a_change_of_keys_that_finds_no_room_does_not_stop_reading() {
     }
 }
 
-// What a rank said last is still to be read when its socket takes nothing more, also if that is found out by a change
+// The last bytes of a rank can be read after its socket accepts no more data, even if this is detected by a change
 // of keys, which OpenSSL would have to finish before it reads.
 void a_change_of_keys_that_finds_nobody_does_not_stop_reading() {
     const auto identity = identity_of(1, 1);  // the keys change after each record
     const Bytes last = pattern(100);
     for (int round = 0; round < 60;
          ++round) {  // in about a third of them, the socket ends just before a change of keys
-        Both pair(identity, identity);
+        SessionPair pair(identity, identity);
         CHECK((pair.meet() == std::pair(HandshakeResult::done, HandshakeResult::done)));
         CHECK(pair.a->send(last.data(), last.size()) == static_cast<ssize_t>(last.size()));
         std::thread leaver([&pair, round] {
@@ -149,7 +149,7 @@ void a_change_of_keys_that_finds_nobody_does_not_stop_reading() {
 }
 
 void a_peer_without_tls_is_refused() {
-    Both pair(identity_of(1), identity_of(1));
+    SessionPair pair(identity_of(1), identity_of(1));
     const char plain[] = "paceln/1 and what else a peer without encryption would say";
     CHECK(send(pair.ends[0], plain, sizeof plain, MSG_NOSIGNAL) > 0);
     CHECK(pair.b->handshake() == HandshakeResult::failed);
@@ -157,7 +157,7 @@ void a_peer_without_tls_is_refused() {
 }
 
 void the_end_is_told_from_a_break() {
-    Both pair(identity_of(1), identity_of(1));
+    SessionPair pair(identity_of(1), identity_of(1));
     CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     std::uint8_t byte = 7;
     CHECK(pair.a->send(&byte, 1) == 1);
@@ -167,7 +167,7 @@ void the_end_is_told_from_a_break() {
 
 // Passes on what `from` wrote, after `change`; returns what the other side reads of it.
 ssize_t read_after(const std::function<void(Bytes&)>& change) {
-    Both pair(identity_of(1), identity_of(1));
+    SessionPair pair(identity_of(1), identity_of(1));
     CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     const Bytes sent = pattern(100);
     CHECK(pair.a->send(sent.data(), sent.size()) == 100);
@@ -195,7 +195,7 @@ void a_repeated_record_is_refused() {
         wire.insert(wire.end(), once.begin(), once.end());
     };
     CHECK(read_after(twice) == 100);
-    Both pair(identity_of(1), identity_of(1));
+    SessionPair pair(identity_of(1), identity_of(1));
     CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     std::uint8_t byte = 7;
     Bytes wire(4096);
@@ -206,7 +206,7 @@ void a_repeated_record_is_refused() {
 }
 
 void a_gone_peer_raises_no_signal() {
-    Both pair(identity_of(1), identity_of(1));
+    SessionPair pair(identity_of(1), identity_of(1));
     CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     close(pair.ends[1]);
     pair.ends[1] = -1;

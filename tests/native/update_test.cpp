@@ -1,4 +1,4 @@
-// Applies updates in pieces of odd sizes and at once; test_shared_model_optimizer.py in tests/unit compares them with
+// Applies updates in parts of odd sizes and at once; test_shared_model_optimizer.py in tests/unit compares them with
 // torch's.
 #include "update/update.hpp"
 
@@ -18,14 +18,14 @@ using namespace paceline;
 using namespace paceline::update;
 
 // Three runs of parameters with Adam's state, and the gradients of all, one after the other.
-struct Model {
+struct AdamParameters {
     static constexpr std::size_t kSizes[] = {1, 700, 37};
     static constexpr std::size_t kPadding = 9;
 
     std::vector<std::vector<float>> params, first, second;
     std::vector<float> steps{0, 0, 4}, gradients;
 
-    Model() {
+    AdamParameters() {
         for (const std::size_t size : kSizes) {
             params.emplace_back(size, 1.0F);
             first.emplace_back(size, 0.25F);
@@ -59,17 +59,17 @@ std::vector<UpdateOptions> adam_of_two_groups() {
 }
 
 void pieces_of_any_size_have_the_bits_of_the_whole() {
-    Model whole;
+    AdamParameters whole;
     Update at_once = whole.update();
     at_once.begin(adam_of_two_groups());
-    at_once.apply(Model::bytes(whole.gradients), whole.gradients.size() * sizeof(float));
+    at_once.apply(AdamParameters::bytes(whole.gradients), whole.gradients.size() * sizeof(float));
     for (const std::size_t range : {1, 3, 64, 500}) {
-        Model model;
+        AdamParameters model;
         Update update = model.update();
         update.begin(adam_of_two_groups());
         for (std::size_t at = 0; at < model.gradients.size(); at += range) {
             const std::size_t rest = model.gradients.size() - at;
-            update.apply(Model::bytes(model.gradients) + at * sizeof(float),
+            update.apply(AdamParameters::bytes(model.gradients) + at * sizeof(float),
                          (rest < range ? rest : range) * sizeof(float));
         }
         CHECK(model.params == whole.params);
@@ -87,11 +87,11 @@ void every_simd_level_rounds_alike() {
             options.is_decoupled = decoupled;
             options.momentum = 0.9;
             const UpdateFactors factors = factors_of(options, 3);
-            Model mine, other;
+            AdamParameters mine, other;
             for (auto [model, kernel] :
                  {std::pair(&mine, find_update(DType::f32, rule)), std::pair(&other, baseline::find(DType::f32, rule))})
                 kernel({model->params[1].data(), model->first[1].data(), model->second[1].data(),
-                        model->gradients.data(), Model::kSizes[1]},
+                        model->gradients.data(), AdamParameters::kSizes[1]},
                        factors);
             CHECK(mine.params == other.params);
             CHECK(mine.first == other.first);
@@ -100,10 +100,10 @@ void every_simd_level_rounds_alike() {
 }
 
 void every_run_has_its_group_and_its_number_of_steps() {
-    Model model;
+    AdamParameters model;
     Update update = model.update();
     update.begin(adam_of_two_groups());
-    update.apply(Model::bytes(model.gradients), model.gradients.size() * sizeof(float));
+    update.apply(AdamParameters::bytes(model.gradients), model.gradients.size() * sizeof(float));
     CHECK(model.steps == (std::vector<float>{1, 1, 5}));
     CHECK(model.params[0][0] != 1.0F);
     CHECK(model.params[2][0] == 1.0F);  // its group does not move

@@ -1,5 +1,5 @@
-// Tests what travels between hosts: that packing loses no more than it may, whatever it is given, and that ranks which
-// exchange packed blocks end with the same bits.
+// Tests the wire formats: packing loses no more precision than specified for any input, and ranks that exchange packed
+// blocks have the same bits afterward.
 #include "wire/wire.hpp"
 
 #include <cmath>
@@ -31,7 +31,7 @@ std::vector<float> waves(std::size_t count, float scale = 1) {
     return values;
 }
 
-// The packed bytes have exactly the room that they need, so that a sanitizer sees what is written beyond it.
+// The packed bytes have exactly the size that they need, so that a sanitizer detects writes beyond it.
 std::vector<std::uint8_t> packed(const WireKernels& kernels, WireType wire, const std::vector<float>& values,
                                  float* residual) {
     std::vector<std::uint8_t> bytes(packed_size(wire, values.size()), 0xee);
