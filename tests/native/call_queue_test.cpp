@@ -78,7 +78,7 @@ void several_threads_queue_and_wait_for_calls(bool has_spare_core) {
 }
 
 // One thread of the process busy-waits, the others sleep, and each is notified of its calls.
-void queues_take_turns(bool has_spare_core) {
+void several_queues_run_alternating_calls(bool has_spare_core) {
     std::vector<std::vector<std::uint64_t>> ran(3);
     std::vector<std::unique_ptr<CallQueue>> queues;
     for (auto& each : ran)
@@ -126,7 +126,7 @@ void a_wait_ends_in_time() {
     CHECK(work->wait(kHung) && work->wait(0));
 }
 
-void patience_follows_the_intervals() {
+void the_spin_budget_follows_the_intervals() {
     SpinBudget spin_budget;
     CHECK(spin_budget.left() == SpinBudget::kMin);
     spin_budget.record_wait(300us);
@@ -141,7 +141,7 @@ void patience_follows_the_intervals() {
     CHECK(spin_budget.left() == SpinBudget::kMin);
 }
 
-void patience_ends_where_others_take_the_core() {
+void the_spin_budget_is_zero_after_the_core_was_lost() {
     SpinBudget spin_budget;
     spin_budget.lost_core();
     for (int call = 0; call < SpinBudget::kCallsWithoutSpin; ++call) {
@@ -154,13 +154,13 @@ void patience_ends_where_others_take_the_core() {
 }  // namespace
 
 int main() {
-    patience_follows_the_intervals();
-    patience_ends_where_others_take_the_core();
+    the_spin_budget_follows_the_intervals();
+    the_spin_budget_is_zero_after_the_core_was_lost();
     a_wait_ends_in_time();
     for (const bool has_spare_core : {false, true}) {
         calls_run_in_order_whatever_their_intervals(has_spare_core);
         several_threads_queue_and_wait_for_calls(has_spare_core);
-        queues_take_turns(has_spare_core);
+        several_queues_run_alternating_calls(has_spare_core);
         a_queue_that_closes_runs_what_it_has_and_refuses_more(has_spare_core);
     }
     return 0;

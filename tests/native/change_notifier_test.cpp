@@ -11,7 +11,7 @@ using namespace paceline::shm;
 
 constexpr std::int64_t kForEverNs = std::int64_t{600} * 1'000'000'000;  // longer than any test may take
 
-void news_wakes_a_sleeper_before_its_timeout() {
+void a_change_ends_a_sleep_before_its_timeout() {
     ChangeNotifier notifier;
     std::atomic<std::uint32_t> word{0};
     std::thread sleeper([&] { ChangeNotifier::Sleeper(notifier).sleep(word, 0, kForEverNs); });
@@ -47,6 +47,6 @@ void a_sleeper_that_has_seen_the_change_is_not_woken_again() {
 }  // namespace
 
 int main() {
-    news_wakes_a_sleeper_before_its_timeout();
+    a_change_ends_a_sleep_before_its_timeout();
     a_sleeper_that_has_seen_the_change_is_not_woken_again();
 }

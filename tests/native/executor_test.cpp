@@ -262,7 +262,7 @@ void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
 }
 
 // Rank 0 begins a broadcast late that rank 1 forwards to rank 2.
-void a_rank_that_holds_up_a_chain_has_not_come() {
+void a_rank_that_blocks_a_chain_has_not_begun() {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;
     with_ranks(3, 1, Over::sockets, [&](Rank at) {
@@ -283,7 +283,7 @@ void a_rank_that_holds_up_a_chain_has_not_come() {
 }
 
 // Rank 3 makes no call, rank 2 waits for its message, and the others wait for rank 2.
-void a_rank_that_waits_for_another_is_told_from_the_one_that_holds_both_up(Over over) {
+void a_waiting_rank_is_distinguished_from_the_blocking_rank(Over over) {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;
     with_ranks(4, 1, over, [&](Rank at) {
@@ -312,7 +312,7 @@ void a_rank_that_waits_for_another_is_told_from_the_one_that_holds_both_up(Over 
 }
 
 // Rank 1 waits for rank 2 in a group of their own, of which rank 0 is no member.
-void a_rank_that_holds_up_another_group_is_found() {
+void a_rank_that_blocks_another_group_is_found() {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;
     with_ranks(3, 1, Over::rings, [&](Rank at) {
@@ -348,7 +348,7 @@ void a_rank_that_holds_up_another_group_is_found() {
 }
 
 // Each of two ranks waits for the other one, in different calls.
-void ranks_that_wait_for_each_other_are_told_so(Over over) {
+void ranks_in_a_deadlock_receive_that_outcome(Over over) {
     std::atomic<bool> waits = false;
     std::atomic<int> ranks_done = 0;
     with_ranks(2, 1, over, [&](Rank at) {
@@ -454,10 +454,10 @@ void all() {
     a_missing_rank_is_named_with_its_latest_call();
     a_rank_that_did_its_part_is_not_among_the_missing();
     for (const Over over : kinds()) a_rank_that_stops_in_a_call_is_found_through_the_others(over);
-    a_rank_that_holds_up_a_chain_has_not_come();
-    for (const Over over : kinds()) a_rank_that_waits_for_another_is_told_from_the_one_that_holds_both_up(over);
-    a_rank_that_holds_up_another_group_is_found();
-    for (const Over over : kinds()) ranks_that_wait_for_each_other_are_told_so(over);
+    a_rank_that_blocks_a_chain_has_not_begun();
+    for (const Over over : kinds()) a_waiting_rank_is_distinguished_from_the_blocking_rank(over);
+    a_rank_that_blocks_another_group_is_found();
+    for (const Over over : kinds()) ranks_in_a_deadlock_receive_that_outcome(over);
     for (const Over over : kinds()) a_rank_that_leaves_is_named(over);
     an_interrupt_ends_the_call_everywhere();
     for (const Over over : kinds()) messages_and_collectives_run_side_by_side(over);

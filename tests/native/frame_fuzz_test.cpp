@@ -295,7 +295,7 @@ void every_stream_of_bytes_ends_in_an_orderly_failure(std::size_t rounds, std::u
     CHECK(largest.load(std::memory_order_relaxed) < kMaxAllocated);
 }
 
-void a_damaged_verdict_is_decoded_whole_or_not_at_all(std::size_t rounds, std::uint64_t seed) {
+void a_damaged_failure_is_decoded_completely_or_rejected(std::size_t rounds, std::uint64_t seed) {
     RandomNumbers chance(seed);
     std::vector<CorpusEntry> corpus;
     for (const OutcomeCode code :
@@ -325,5 +325,5 @@ int main(int argc, char** argv) {
     const std::size_t rounds = argc > 1 ? std::stoul(argv[1]) : 1500;
     const std::uint64_t seed = argc > 2 ? std::stoul(argv[2]) : 1;
     every_stream_of_bytes_ends_in_an_orderly_failure(rounds, seed);
-    a_damaged_verdict_is_decoded_whole_or_not_at_all(20 * rounds, seed);
+    a_damaged_failure_is_decoded_completely_or_rejected(20 * rounds, seed);
 }

@@ -157,7 +157,7 @@ void a_call_is_made_again_from_the_front() {
         });
 }
 
-void a_thread_says_once_that_it_will_wait() {
+void a_thread_notifies_once_before_it_waits() {
     std::atomic<int> cause{0};
     with_ranks(2, [&cause](Rank at) {
         const std::function<void()> tell = [&cause] { cause.fetch_add(1); };
@@ -171,7 +171,7 @@ void a_thread_says_once_that_it_will_wait() {
     CHECK(cause.load() == 1);
 }
 
-void a_mismatch_fails_alike_and_leaves_the_group_usable() {
+void a_mismatch_fails_equally_and_leaves_the_group_usable() {
     with_ranks(3, [](Rank at) {
         std::vector<float> values(at.rank == 1 ? 7 : 8, 1.0f);
         Call wrong = sum_of(values);
@@ -213,7 +213,7 @@ void a_missing_rank_is_named_after_the_timeout() {
 
 // The first two ranks time out, and the others begin the call one by one: the last one reads the failure reports of
 // all.
-void a_call_that_failed_for_some_fails_for_those_who_come_late() {
+void a_call_that_failed_on_some_ranks_fails_on_late_ranks() {
     std::atomic<int> called{0};
     with_ranks(4, [&](Rank at) {
         Call first = barrier(kHung);
@@ -254,7 +254,7 @@ void a_call_that_others_completed_is_completed_after_they_failed() {
     });
 }
 
-void a_rank_that_stops_in_a_call_has_come() {
+void a_rank_that_stops_in_a_call_has_begun_it() {
     std::atomic<bool> held{false};
     std::atomic<bool> failed{false};
     with_ranks(2, [&](Rank at) {
@@ -433,12 +433,12 @@ int main() {
     sums_in_blocks_have_the_bits_of_those_without();
     a_call_is_made_again_from_the_front();
     an_update_is_applied_to_sums_that_are_stored_or_not();
-    a_thread_says_once_that_it_will_wait();
-    a_mismatch_fails_alike_and_leaves_the_group_usable();
+    a_thread_notifies_once_before_it_waits();
+    a_mismatch_fails_equally_and_leaves_the_group_usable();
     a_missing_rank_is_named_after_the_timeout();
-    a_call_that_failed_for_some_fails_for_those_who_come_late();
+    a_call_that_failed_on_some_ranks_fails_on_late_ranks();
     a_call_that_others_completed_is_completed_after_they_failed();
-    a_rank_that_stops_in_a_call_has_come();
+    a_rank_that_stops_in_a_call_has_begun_it();
     a_rank_that_left_is_named();
     every_rank_receives_its_parts();
     calls_without_data_succeed();

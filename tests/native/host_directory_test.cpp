@@ -37,7 +37,7 @@ std::shared_ptr<HostDirectory> directory_of(int ranks) {
 }
 
 // A thread stands in for the process of a rank, since the kernel does the same for both.
-void end_with_a_pulse(const HostDirectory& directory, int rank) {
+void exit_with_futexes(const HostDirectory& directory, int rank) {
     RobustFutexes futexes(directory, rank);
     std::thread([&] {
         futexes.acquire();
@@ -55,7 +55,7 @@ void await(const HostDirectory& directory, int rank, RankState state) {
     }
 }
 
-void the_end_of_a_pulse_is_noticed(bool uses_futex_waitv) {
+void the_release_of_futexes_by_the_kernel_is_detected(bool uses_futex_waitv) {
     const auto directory = directory_of(3);
     RegionExchange listens;  // for longer than the watch, which else sees its end too
     std::promise<void> notified;
@@ -63,14 +63,14 @@ void the_end_of_a_pulse_is_noticed(bool uses_futex_waitv) {
     directory->entry(2).listener = listens.listener_name();
     directory->arrive(0);
     directory->arrive(2);
-    end_with_a_pulse(*directory, 1);
+    exit_with_futexes(*directory, 1);
     notified.get_future().wait();
     CHECK(directory->entry(1).state == RankState::lost && directory->entry(2).state == RankState::present);
 }
 
 // Rank 0 waits for the futexes of ranks 1 to kMaxWatchers only; the exits of others are reported to it, or detected by
 // infrequent checks.
-void an_end_is_noticed_by_ranks_that_do_not_wait_for_it() {
+void an_exit_is_detected_by_ranks_that_do_not_wait_on_its_futexes() {
     const int ranks = kMaxWatchers + 10, dead = kMaxWatchers + 5;
     const auto directory = directory_of(ranks);
     RegionExchange listens;
@@ -81,12 +81,12 @@ void an_end_is_noticed_by_ranks_that_do_not_wait_for_it() {
         directory->entry(r).listener = listens.listener_name();
         directory->arrive(r);
     }
-    end_with_a_pulse(*directory, dead);
+    exit_with_futexes(*directory, dead);
     notified.get_future().wait();
     CHECK(directory->entry(dead).state == RankState::lost);
 }
 
-void a_rank_without_a_pulse_lives_as_long_as_it_listens() {
+void a_rank_without_futexes_is_alive_while_it_listens() {
     const auto directory = directory_of(2);
     std::promise<void> notified;
     FailureDetector watch(directory, 0, [&notified] { notified.set_value(); });
@@ -148,7 +148,7 @@ void with_meshes(int n, const std::function<void(HostMesh&)>& body) {
     for (std::thread& thread : threads) thread.join();
 }
 
-void a_region_reaches_whoever_asks_for_it_even_before_it_is_offered() {
+void a_region_may_be_requested_before_it_is_offered() {
     std::atomic<int> asked{0};
     std::atomic<int> served{0};
     with_meshes(3, [&](HostMesh& mesh) {
@@ -170,7 +170,7 @@ void a_region_reaches_whoever_asks_for_it_even_before_it_is_offered() {
     });
 }
 
-void a_region_is_kept_until_its_owner_withdraws_it() {
+void a_region_is_cached_until_its_owner_withdraws_it() {
     std::promise<void> kept;
     with_meshes(2, [&](HostMesh& mesh) {
         constexpr RegionId kId = 7;
@@ -190,7 +190,7 @@ void a_region_is_kept_until_its_owner_withdraws_it() {
     });
 }
 
-void nobody_gets_a_region_without_the_key() {
+void a_request_without_the_key_receives_no_region() {
     with_meshes(2, [](HostMesh& mesh) {
         constexpr RegionId kId = 7;
         if (mesh.rank() == 0) {
@@ -208,7 +208,7 @@ void nobody_gets_a_region_without_the_key() {
     });
 }
 
-void nobody_waits_for_a_region_of_a_rank_that_is_gone() {
+void ranks_do_not_wait_for_a_region_of_a_rank_that_has_left() {
     with_meshes(2, [](HostMesh& mesh) {
         if (mesh.rank() == 0) return;
         const FetchResult found = mesh.fetch(0, 7, in_time());
@@ -216,7 +216,7 @@ void nobody_waits_for_a_region_of_a_rank_that_is_gone() {
     });
 }
 
-void a_rank_without_descriptors_is_told_so() {
+void a_rank_without_descriptors_receives_an_error() {
     std::promise<void> asked;
     with_meshes(2, [&](HostMesh& mesh) {
         if (mesh.rank() == 0) {
@@ -234,7 +234,7 @@ void a_rank_without_descriptors_is_told_so() {
     });
 }
 
-void each_waiter_hears_a_doorbell_however_often_it_rings() {
+void each_waiter_is_woken_by_repeated_doorbells() {
     with_meshes(2, [](HostMesh& mesh) {
         if (mesh.rank() == 0) {
             while (!mesh.is_gone(1)) mesh.wake_peer(1);
@@ -252,7 +252,7 @@ void each_waiter_hears_a_doorbell_however_often_it_rings() {
     });
 }
 
-void members_meet_in_memory_that_the_first_one_makes() {
+void members_share_memory_that_the_first_one_creates() {
     with_meshes(5, [](HostMesh& mesh) {
         if (mesh.rank() == 2) return;
         const auto shared = GroupSegment::open(mesh, {3, 0, 1, 4}, 9, 5 * sizeof(int), in_time());
@@ -264,7 +264,7 @@ void members_meet_in_memory_that_the_first_one_makes() {
     });
 }
 
-void nobody_meets_a_member_that_is_gone() {
+void members_do_not_wait_for_a_member_that_has_left() {
     with_meshes(3, [](HostMesh& mesh) {
         if (mesh.rank() == 1) return;
         const auto shared = GroupSegment::open(mesh, {0, 1, 2}, 9, 64, in_time());
@@ -274,7 +274,7 @@ void nobody_meets_a_member_that_is_gone() {
 }
 
 // Ranks that request memory after its owner has canceled it must not wait for it.
-void what_was_given_up_is_not_waited_for() {
+void a_canceled_region_is_not_waited_for() {
     std::promise<void> is_canceled;
     const auto started = std::chrono::steady_clock::now();
     with_meshes(2, [&](HostMesh& mesh) {
@@ -293,7 +293,7 @@ void what_was_given_up_is_not_waited_for() {
     CHECK(std::chrono::steady_clock::now() - started < kHung);
 }
 
-void nobody_waits_for_a_member_that_has_given_up() {
+void members_do_not_wait_for_a_member_that_has_failed() {
     const auto started = std::chrono::steady_clock::now();
     with_meshes(3, [](HostMesh& mesh) {
         if (mesh.rank() == 1) {  // makes no request, and remains until the others have left
@@ -320,20 +320,20 @@ void a_set_of_ranks_holds_all_ranks_of_a_host() {
 
 int main() {
     a_set_of_ranks_holds_all_ranks_of_a_host();
-    the_end_of_a_pulse_is_noticed(false);
-    if (FailureDetector::is_supported()) the_end_of_a_pulse_is_noticed(true);
-    an_end_is_noticed_by_ranks_that_do_not_wait_for_it();
-    a_rank_without_a_pulse_lives_as_long_as_it_listens();
+    the_release_of_futexes_by_the_kernel_is_detected(false);
+    if (FailureDetector::is_supported()) the_release_of_futexes_by_the_kernel_is_detected(true);
+    an_exit_is_detected_by_ranks_that_do_not_wait_on_its_futexes();
+    a_rank_without_futexes_is_alive_while_it_listens();
     a_rank_that_left_is_not_lost();
     a_process_that_is_killed_is_lost_at_once();
-    a_region_reaches_whoever_asks_for_it_even_before_it_is_offered();
-    a_region_is_kept_until_its_owner_withdraws_it();
-    nobody_gets_a_region_without_the_key();
-    nobody_waits_for_a_region_of_a_rank_that_is_gone();
-    a_rank_without_descriptors_is_told_so();
-    each_waiter_hears_a_doorbell_however_often_it_rings();
-    members_meet_in_memory_that_the_first_one_makes();
-    nobody_meets_a_member_that_is_gone();
-    what_was_given_up_is_not_waited_for();
-    nobody_waits_for_a_member_that_has_given_up();
+    a_region_may_be_requested_before_it_is_offered();
+    a_region_is_cached_until_its_owner_withdraws_it();
+    a_request_without_the_key_receives_no_region();
+    ranks_do_not_wait_for_a_region_of_a_rank_that_has_left();
+    a_rank_without_descriptors_receives_an_error();
+    each_waiter_is_woken_by_repeated_doorbells();
+    members_share_memory_that_the_first_one_creates();
+    members_do_not_wait_for_a_member_that_has_left();
+    a_canceled_region_is_not_waited_for();
+    members_do_not_wait_for_a_member_that_has_failed();
 }

@@ -99,7 +99,7 @@ std::unique_ptr<LanePair> by_rings() {
 }
 
 // Alternates writes and reads of odd sizes until everything has been transferred.
-void pass_in_turns(Lane& from, Lane& to, std::size_t most_written, std::size_t most_read) {
+void transfer_alternately(Lane& from, Lane& to, std::size_t most_written, std::size_t most_read) {
     Bytes sent = pattern(1'000'003);
     Bytes received(sent.size());
     std::size_t written = 0;
@@ -123,12 +123,12 @@ void bytes_arrive_in_order_whatever_the_sizes(Connect connect) {
     const std::pair<std::size_t, std::size_t> sizes[] = {{64, 64}, {1 << 20, 1 << 20}, {100'000, 48}, {77, 333'333}};
     for (const auto& [most_written, most_read] : sizes) {
         const std::unique_ptr<LanePair> pair = connect();
-        pass_in_turns(*pair->a, *pair->b, most_written, most_read);
-        pass_in_turns(*pair->b, *pair->a, most_read, most_written);
+        transfer_alternately(*pair->a, *pair->b, most_written, most_read);
+        transfer_alternately(*pair->b, *pair->a, most_read, most_written);
     }
 }
 
-void a_write_of_too_many_pieces_is_partial(Connect connect) {
+void a_write_of_too_many_ranges_is_partial(Connect connect) {
     const std::unique_ptr<LanePair> pair = connect();
     Bytes sent = pattern(1000);
     std::vector<ByteRange> many;
@@ -294,7 +294,7 @@ void a_forked_child_holds_no_socket_open(Connect connect) {
     waitpid(child, nullptr, 0);
 }
 
-void a_read_without_pieces_reports_the_end_of_a_rings_peer() {
+void a_read_without_ranges_reports_the_end_of_a_rings_peer() {
     RingLanePair pair;
     CHECK(pair.b->read({}) == 0);
     pair.a->finish();
@@ -371,7 +371,7 @@ void an_armed_sleeper_is_woken() {
 
 void all_of_sockets(Connect connect) {
     bytes_arrive_in_order_whatever_the_sizes(connect);
-    a_write_of_too_many_pieces_is_partial(connect);
+    a_write_of_too_many_ranges_is_partial(connect);
     a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(connect);
     bytes_sent_before_the_end_are_read_before_it(connect);
     a_socket_closed_with_unread_bytes_still_delivers(connect);
@@ -389,11 +389,11 @@ int main() {
         bytes_that_were_read_ahead_keep_a_reader_awake();
     }
     bytes_arrive_in_order_whatever_the_sizes(by_rings);
-    a_write_of_too_many_pieces_is_partial(by_rings);
+    a_write_of_too_many_ranges_is_partial(by_rings);
     a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(by_rings);
     bytes_sent_before_the_end_are_read_before_it(by_rings);
     a_socket_closes_although_its_peer_never_stops_sending();
-    a_read_without_pieces_reports_the_end_of_a_rings_peer();
+    a_read_without_ranges_reports_the_end_of_a_rings_peer();
     a_peek_shows_what_a_read_would_return();
     corrupt_counts_in_a_ring_do_no_harm();
     an_armed_sleeper_is_woken();

@@ -45,7 +45,7 @@ LocalityDomain of(std::uint64_t allowed, const std::filesystem::path& root) {
     return domain_of(cores, root);
 }
 
-void a_process_is_where_all_its_cores_are() {
+void a_domain_contains_all_cores_of_its_process() {
     const auto root = machine();
     CHECK(of(1 << 5, root).node == 1 && of(1 << 5, root).cache == 4);
     CHECK(of(1 << 13 | 1 << 4, root).node == 1 && of(1 << 13 | 1 << 4, root).cache == 4);
@@ -89,7 +89,7 @@ void there_are_no_blocks_where_they_would_not_help() {
 }  // namespace
 
 int main() {
-    a_process_is_where_all_its_cores_are();
+    a_domain_contains_all_cores_of_its_process();
     blocks_are_powers_of_two_that_fit_into_every_part();
     there_are_no_blocks_where_they_would_not_help();
 }

@@ -46,7 +46,7 @@ ReceivedMessage received(Rank& at, int peer, int tag, std::size_t nbytes, std::i
 }
 
 // No rank leaves before all have arrived here, so that departures do not affect the test.
-void meet(Rank& at) {
+void wait_for_all(Rank& at) {
     for (int peer = 0; peer < at.size; ++peer)
         if (peer != at.rank) CHECK(sent(at, peer, 1000, {}).code == OutcomeCode::ok);
     for (int peer = 0; peer < at.size; ++peer)
@@ -69,11 +69,11 @@ void messages_of_every_size_arrive_before_and_after_their_receive(Over over) {
                 }
             }
         }
-        meet(at);
+        wait_for_all(at);
     });
 }
 
-void messages_travel_between_lists_of_pieces() {
+void messages_are_sent_between_lists_of_ranges() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         Bytes bytes = at.rank == 0 ? pattern(500'000, 9) : Bytes(500'000);
         std::vector<ByteRange> ranges;
@@ -89,7 +89,7 @@ void messages_travel_between_lists_of_pieces() {
                                           : at.messenger.receive(0, 0, DType::u8, stream, kHung);
         CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == OutcomeCode::ok);
         CHECK(bytes == pattern(500'000, 9));
-        meet(at);
+        wait_for_all(at);
     });
 }
 
@@ -109,7 +109,7 @@ void messages_match_by_tag_and_keep_their_order_within_it() {
             for (const int i : {4, 5, 6, 7, 0, 1, 2, 3})
                 CHECK(received(at, 0, i / 4, sizes[i % 4]).bytes == pattern(sizes[i % 4], i));
         }
-        meet(at);
+        wait_for_all(at);
     });
 }
 
@@ -128,12 +128,12 @@ void a_receive_from_any_source_takes_each_message_once() {
             for (int i = 0; i < 20; ++i)
                 CHECK(sent(at, 0, 7, pattern(20'000, 100 * at.rank + i)).code == OutcomeCode::ok);
         }
-        meet(at);
+        wait_for_all(at);
     });
 }
 
 // A receive may be posted when a part of its message has already arrived; no other message may then match it.
-void a_receive_may_be_made_while_its_message_comes(Over over) {
+void a_receive_may_be_posted_while_its_message_arrives(Over over) {
     std::atomic<bool> has_begun = false;
     std::atomic<bool> is_posted = false;
     with_ranks(2, 1, over, [&](Rank at) {
@@ -176,7 +176,7 @@ void a_message_that_does_not_fit_fails_alone() {
             else
                 CHECK(received(at, 0, 0, nbytes).bytes == pattern(nbytes, 2));
         }
-        meet(at);
+        wait_for_all(at);
     });
 }
 
@@ -198,7 +198,7 @@ void many_messages_may_be_outstanding_both_ways() {
             CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == OutcomeCode::ok);
         for (std::size_t i = 0; i < kMany; ++i)
             CHECK(in[i] == pattern(i * 37 % 40'000, static_cast<int>(i) + 1 - at.rank));
-        meet(at);
+        wait_for_all(at);
     });
 }
 
@@ -234,7 +234,7 @@ void threads_of_one_rank_may_wait_at_the_same_time() {
                 }
             });
         for (std::thread& thread : threads) thread.join();
-        meet(at);
+        wait_for_all(at);
     });
 }
 
@@ -255,7 +255,7 @@ void a_wait_can_be_interrupted_while_another_thread_drives() {
     });
 }
 
-void a_timeout_names_the_missing_rank_while_others_talk() {
+void a_timeout_names_the_missing_rank_while_others_communicate() {
     std::atomic<int> notified = 0;
     with_ranks(3, 1, Over::sockets, [&](Rank at) {
         if (at.rank == 2) {
@@ -290,7 +290,7 @@ void a_rank_that_left_is_distinguished_from_one_that_died(Over over) {
     for (const bool waits : {true, false}) {
         std::atomic<bool> closed = false;
         with_ranks(2, 1, over, [waits, &closed](Rank at) {
-            meet(at);
+            wait_for_all(at);
             if (at.rank == 1) {
                 CHECK(sent(at, 0, 0, pattern(100, 1)).code == OutcomeCode::ok);
                 at.messenger.close();
@@ -320,7 +320,7 @@ bool is_finished(int descriptor) {
 }
 
 // The kernel of a rank that has closed its lane answers frames with a reset, which must not arrive before the goodbye.
-void a_goodbye_is_heard_though_a_frame_crosses_it() {
+void a_goodbye_arrives_although_a_frame_crosses_it() {
     std::atomic<int> leaving = -1;
     with_ranks(2, 1, Over::tcp, [&](Rank at) {
         constexpr int kMany = 4;
@@ -343,7 +343,7 @@ void a_goodbye_is_heard_though_a_frame_crosses_it() {
     });
 }
 
-void a_close_ends_open_requests_and_says_why() {
+void a_close_ends_open_requests_and_reports_the_reason() {
     with_ranks(3, 1, Over::sockets, [](Rank at) {
         if (at.rank == 0) {
             Bytes bytes(10);
@@ -385,7 +385,7 @@ void announcements_to_a_busy_rank_do_not_pile_up() {
     with_ranks(2, 1, Over::sockets, [&](Rank at) {
         if (at.rank == 1) {
             while (!announced) pause(1);
-            meet(at);
+            wait_for_all(at);
             CHECK(at.messenger.announced()[0].sequence == kMany);
             return;
         }
@@ -397,11 +397,11 @@ void announcements_to_a_busy_rank_do_not_pile_up() {
         }
         CHECK(at.messenger.queued(1) <= 2);
         announced = true;
-        meet(at);
+        wait_for_all(at);
     });
 }
 
-void the_first_verdict_stands_in_a_flood_of_them() {
+void the_first_of_many_failures_is_kept() {
     with_ranks(4, 1, Over::sockets, [](Rank at) {
         Outcome mine;
         mine.code = OutcomeCode::timed_out;
@@ -419,7 +419,7 @@ void the_first_verdict_stands_in_a_flood_of_them() {
 }
 
 // Frames after a failure are not read, so they must not keep a thread awake.
-void a_failed_messenger_rests(Over over) {
+void a_failed_messenger_sleeps(Over over) {
     std::atomic<int> at_work = 0;
     with_ranks(2, 1, over, [&](Rank at) {
         Bytes bytes(10);
@@ -450,23 +450,23 @@ void a_failed_messenger_rests(Over over) {
 
 void all() {
     for (const Over over : kinds()) messages_of_every_size_arrive_before_and_after_their_receive(over);
-    messages_travel_between_lists_of_pieces();
+    messages_are_sent_between_lists_of_ranges();
     messages_match_by_tag_and_keep_their_order_within_it();
     a_receive_from_any_source_takes_each_message_once();
-    for (const Over over : kinds()) a_receive_may_be_made_while_its_message_comes(over);
+    for (const Over over : kinds()) a_receive_may_be_posted_while_its_message_arrives(over);
     a_message_that_does_not_fit_fails_alone();
     many_messages_may_be_outstanding_both_ways();
     unmatched_offers_are_bounded();
     threads_of_one_rank_may_wait_at_the_same_time();
     a_wait_can_be_interrupted_while_another_thread_drives();
-    a_timeout_names_the_missing_rank_while_others_talk();
+    a_timeout_names_the_missing_rank_while_others_communicate();
     for (const Over over : kinds()) a_rank_that_left_is_distinguished_from_one_that_died(over);
-    a_goodbye_is_heard_though_a_frame_crosses_it();
-    a_close_ends_open_requests_and_says_why();
+    a_goodbye_arrives_although_a_frame_crosses_it();
+    a_close_ends_open_requests_and_reports_the_reason();
     a_close_while_another_thread_waits_ends_its_wait();
     announcements_to_a_busy_rank_do_not_pile_up();
-    the_first_verdict_stands_in_a_flood_of_them();
-    for (const Over over : kinds()) a_failed_messenger_rests(over);
+    the_first_of_many_failures_is_kept();
+    for (const Over over : kinds()) a_failed_messenger_sleeps(over);
 }
 
 }  // namespace

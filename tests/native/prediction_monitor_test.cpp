@@ -20,7 +20,7 @@ void make(PredictionMonitor& monitor, const Call& call, std::int64_t took_ns, st
     for (std::uint32_t i = 0; i < calls; ++i) monitor.note(call, took_ns);
 }
 
-void calls_that_are_far_off_are_told_once() {
+void calls_far_from_their_prediction_are_reported_once() {
     PredictionMonitor monitor;
     make(monitor, predicted(2000), 5000, PredictionMonitor::kCallsPerKind);
     const auto found = monitor.take();
@@ -31,13 +31,13 @@ void calls_that_are_far_off_are_told_once() {
     CHECK(!monitor.take());
 }
 
-void calls_that_are_too_fast_are_told_too() {
+void calls_that_are_too_fast_are_reported_too() {
     PredictionMonitor monitor;
     make(monitor, predicted(2000), 1000, PredictionMonitor::kCallsPerKind);
     CHECK(monitor.take());
 }
 
-void few_calls_and_those_as_predicted_are_not_told() {
+void few_calls_and_those_as_predicted_are_not_reported() {
     PredictionMonitor monitor;
     make(monitor, predicted(2000), 5000, PredictionMonitor::kCallsPerKind - 1);
     make(monitor, predicted(2000, 16), 2300, 3 * PredictionMonitor::kCallsPerKind);
@@ -45,7 +45,7 @@ void few_calls_and_those_as_predicted_are_not_told() {
     CHECK(!monitor.take());
 }
 
-void one_call_in_time_shows_that_the_others_only_waited() {
+void one_call_in_time_shows_that_the_others_were_waiting() {
     PredictionMonitor monitor;
     make(monitor, predicted(2000), 9000, 10);
     make(monitor, predicted(2000), 2000, 1);
@@ -56,8 +56,8 @@ void one_call_in_time_shows_that_the_others_only_waited() {
 }  // namespace
 
 int main() {
-    calls_that_are_far_off_are_told_once();
-    calls_that_are_too_fast_are_told_too();
-    few_calls_and_those_as_predicted_are_not_told();
-    one_call_in_time_shows_that_the_others_only_waited();
+    calls_far_from_their_prediction_are_reported_once();
+    calls_that_are_too_fast_are_reported_too();
+    few_calls_and_those_as_predicted_are_not_reported();
+    one_call_in_time_shows_that_the_others_were_waiting();
 }

@@ -91,7 +91,7 @@ void copies_made_while_threads_write_are_whole() {
     for (const auto& [stamp, fields] : calls()) CHECK(stamp != 0 && is_whole(fields) && fields.ended != 0);
 }
 
-void an_open_call_keeps_its_place_when_the_ring_comes_round() {
+void an_open_call_keeps_its_entry_when_the_ring_wraps_around() {
     CallFields mine = uniform(77);
     CallEntryHandle stuck = Recorder::active()->add(mine, false);
     for (std::uint64_t i = 0; i < 3 * kCalls; ++i) {
@@ -107,7 +107,7 @@ void an_open_call_keeps_its_place_when_the_ring_comes_round() {
     for (const auto& [stamp, fields] : calls()) CHECK((stamp & kStateMask) == 0);
 }
 
-void without_a_free_place_a_call_is_not_recorded() {
+void without_a_free_entry_a_call_is_not_recorded() {
     std::vector<CallEntryHandle> open;
     for (std::size_t i = 0; i < kCalls; ++i) {
         CallFields fields = uniform(i);
@@ -122,7 +122,7 @@ void without_a_free_place_a_call_is_not_recorded() {
     CHECK(Recorder::active()->add(fields, true));
 }
 
-void an_event_that_lost_its_place_is_not_changed() {
+void an_event_whose_entry_was_reused_is_not_changed() {
     const std::uint64_t first = Recorder::active()->add(EventFields{}, false).stamp;
     Recorder::active()->end_event(first);
     Recorder::active()->end_event(first, 1, 2);  // it has ended already
@@ -133,7 +133,7 @@ void an_event_that_lost_its_place_is_not_changed() {
     for (const auto& [stamp, fields] : events) Recorder::active()->end_event(stamp);
 }
 
-void groups_come_round_but_for_those_that_are_open() {
+void group_entries_are_reused_except_open_ones() {
     const std::vector<int> members = {4, 5, 6};
     const std::uint32_t kept = Recorder::active()->open_group("kept", "engine", 9, 1, members);
     for (std::uint32_t i = 0; i < 3 * kGroups; ++i)
@@ -243,10 +243,10 @@ void print_the_cost_of_a_call() {
 int main() {
     memory();
     copies_made_while_threads_write_are_whole();
-    an_open_call_keeps_its_place_when_the_ring_comes_round();
-    without_a_free_place_a_call_is_not_recorded();
-    an_event_that_lost_its_place_is_not_changed();
-    groups_come_round_but_for_those_that_are_open();
+    an_open_call_keeps_its_entry_when_the_ring_wraps_around();
+    without_a_free_entry_a_call_is_not_recorded();
+    an_event_whose_entry_was_reused_is_not_changed();
+    group_entries_are_reused_except_open_ones();
     a_forked_child_does_not_write_into_the_recording();
     memory_of_a_process_that_runs_is_not_taken_over();
     a_queue_records_its_calls();

@@ -31,7 +31,7 @@ std::uint32_t make(CopyMethodSelector& experience, std::uint32_t calls, CopyTime
     return streamed;
 }
 
-void the_faster_way_is_used_and_again_when_the_ranks_have_moved() {
+void the_faster_method_is_used_also_after_the_ranks_have_moved() {
     CopyMethodSelector experience;
     make(experience, CopyMethodSelector::kInitialCalls, kApart);
     CHECK(make(experience, kToLearn, kApart) > kToLearn * 98 / 100);
@@ -41,7 +41,7 @@ void the_faster_way_is_used_and_again_when_the_ranks_have_moved() {
     CHECK(make(experience, kToLearn, kApart) > kToLearn * 98 / 100);
 }
 
-void a_core_lost_in_the_middle_of_a_copy_changes_nothing() {
+void a_disturbed_measurement_does_not_change_the_method() {
     CopyMethodSelector experience;
     make(experience, kToLearn, kApart);
     for (const CopyMethod method :
@@ -50,7 +50,7 @@ void a_core_lost_in_the_middle_of_a_copy_changes_nothing() {
     CHECK(make(experience, CopyMethodSelector::kPeriod / 4, kApart) > 0);
 }
 
-void all_ranks_measure_the_same_way_in_the_same_calls() {
+void all_ranks_measure_the_same_method_in_the_same_calls() {
     CopyMethodSelector here, there;
     std::uint32_t measured = 0;
     for (std::uint32_t i = 0; i < CopyMethodSelector::kInitialCalls + 4 * CopyMethodSelector::kPeriod; ++i) {
@@ -84,8 +84,8 @@ void a_streamed_copy_has_every_byte_and_no_other() {
 }  // namespace
 
 int main() {
-    the_faster_way_is_used_and_again_when_the_ranks_have_moved();
-    a_core_lost_in_the_middle_of_a_copy_changes_nothing();
-    all_ranks_measure_the_same_way_in_the_same_calls();
+    the_faster_method_is_used_also_after_the_ranks_have_moved();
+    a_disturbed_measurement_does_not_change_the_method();
+    all_ranks_measure_the_same_method_in_the_same_calls();
     a_streamed_copy_has_every_byte_and_no_other();
 }

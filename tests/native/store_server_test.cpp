@@ -69,7 +69,7 @@ std::string encoded(const Message& message) {
     return bytes;
 }
 
-void a_waiter_is_answered_when_its_last_key_is_set() {
+void a_parked_request_is_answered_when_its_last_key_is_set() {
     Table table;
     ParkedRequests waiters;
     std::vector<std::string> changed;
@@ -89,7 +89,7 @@ void a_waiter_is_answered_when_its_last_key_is_set() {
     CHECK(!waiters.holds(7) && !waiters.next_deadline());
 }
 
-void queued_values_go_to_waiters_in_the_order_of_asking() {
+void queued_values_are_popped_in_the_order_of_requests() {
     Table table;
     ParkedRequests waiters;
     std::vector<std::string> changed;
@@ -104,7 +104,7 @@ void queued_values_go_to_waiters_in_the_order_of_asking() {
     CHECK(answers.size() == 1 && answers[0].first == 2 && answers[0].second.fields[0] == "second");
 }
 
-void a_waiter_that_times_out_learns_which_key_is_missing() {
+void a_request_that_times_out_lists_the_missing_key() {
     Table table;
     ParkedRequests waiters;
     std::vector<std::string> changed;
@@ -134,7 +134,7 @@ void a_get_waits_for_a_value_although_a_queue_has_the_name() {
     CHECK(answers.size() == 1 && answers[0].second.fields[0] == "value");
 }
 
-void malformed_messages_are_recognised() {
+void malformed_messages_are_recognized() {
     Message message;
     std::size_t used = 0;
     std::string good = encoded(request(Op::set, {"key", "value"}, -5));
@@ -195,7 +195,7 @@ void keys_set_before_garbage_wake_their_waiters() {
     close(odd);
 }
 
-void a_client_that_does_not_read_delays_nobody() {
+void a_client_that_does_not_read_delays_no_other_client() {
     Server server;
     Client good(client_of(server));
     ask(good, request(Op::set, {"big", std::string(8 << 20, 'b')}));
@@ -358,7 +358,7 @@ void torch_queries_are_read_whichever_parts_they_come_in() {
     }
 }
 
-void random_bytes_are_no_trouble_for_the_reader_of_torch_queries() {
+void the_reader_of_torch_queries_handles_random_bytes() {
     std::uint32_t state = 1;
     const auto next = [&state] { return state = state * 1664525u + 1013904223u, state >> 24; };
     for (int round = 0; round < 20'000; ++round) {
@@ -407,7 +407,7 @@ void a_table_counts_what_it_holds() {
 void all_of_the_server() {
     hostile_clients_are_dropped_and_the_others_served();
     keys_set_before_garbage_wake_their_waiters();
-    a_client_that_does_not_read_delays_nobody();
+    a_client_that_does_not_read_delays_no_other_client();
     a_request_may_arrive_byte_by_byte();
     many_clients_add_to_one_sum();
     large_values_are_returned_whole();
@@ -422,13 +422,13 @@ void all_of_the_server() {
 }  // namespace
 
 int main() {
-    a_waiter_is_answered_when_its_last_key_is_set();
-    queued_values_go_to_waiters_in_the_order_of_asking();
-    a_waiter_that_times_out_learns_which_key_is_missing();
+    a_parked_request_is_answered_when_its_last_key_is_set();
+    queued_values_are_popped_in_the_order_of_requests();
+    a_request_that_times_out_lists_the_missing_key();
     a_get_waits_for_a_value_although_a_queue_has_the_name();
-    malformed_messages_are_recognised();
+    malformed_messages_are_recognized();
     torch_queries_are_read_whichever_parts_they_come_in();
-    random_bytes_are_no_trouble_for_the_reader_of_torch_queries();
+    the_reader_of_torch_queries_handles_random_bytes();
     a_table_counts_what_it_holds();
     all_of_the_server();
     encrypts = !encrypted::unavailable();

@@ -73,7 +73,7 @@ void both_sides_make_the_same_certificate() {
     CHECK(identity_of(1)->certificate() != identity_of(2)->certificate());
 }
 
-void members_of_a_job_meet_and_bytes_arrive() {
+void members_of_a_job_connect_and_bytes_arrive() {
     SessionPair pair(identity_of(1), identity_of(1));
     CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     const Bytes sent = pattern(3'000'001);
@@ -101,7 +101,7 @@ void bytes_arrive_while_the_keys_change() {
 
 // Each side has filled the other's socket, some of them just when they changed their keys. The bytes that have arrived
 // can be read all the same; otherwise neither side would ever make room for the other.
-void a_change_of_keys_that_finds_no_room_does_not_stop_reading() {
+void a_key_update_to_a_full_socket_does_not_stop_reading() {
     for (const std::uint64_t records_per_key : {1, 2, 3, 4, 5}) {
         SessionPair pair(identity_of(1, records_per_key), identity_of(1, records_per_key));
         CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
@@ -125,7 +125,7 @@ void a_change_of_keys_that_finds_no_room_does_not_stop_reading() {
 
 // The last bytes of a rank can be read after its socket accepts no more data, even if this is detected by a change
 // of keys, which OpenSSL would have to finish before it reads.
-void a_change_of_keys_that_finds_nobody_does_not_stop_reading() {
+void a_key_update_to_a_closed_socket_does_not_stop_reading() {
     const auto identity = identity_of(1, 1);  // the keys change after each record
     const Bytes last = pattern(100);
     for (int round = 0; round < 60;
@@ -156,7 +156,7 @@ void a_peer_without_tls_is_refused() {
     CHECK(!pair.b->reason().empty());
 }
 
-void the_end_is_told_from_a_break() {
+void an_orderly_end_is_distinguished_from_a_broken_connection() {
     SessionPair pair(identity_of(1), identity_of(1));
     CHECK((pair.meet() == std::pair{HandshakeResult::done, HandshakeResult::done}));
     std::uint8_t byte = 7;
@@ -214,7 +214,7 @@ void a_gone_peer_raises_no_signal() {
     CHECK(pair.a->send(bytes.data(), bytes.size()) == -1 && errno == ECONNRESET);
 }
 
-void the_library_is_looked_for_where_the_process_has_it() {
+void the_library_is_searched_where_the_process_has_mapped_it() {
     const std::string maps =
         "7f00-7f01 r-xp 00000000 08:01 11 /opt/python/lib/libcrypto.so.3\n"
         "7f02-7f03 r-xp 00000000 08:01 12 /opt/conda/lib/libssl.so.3\n"
@@ -226,7 +226,7 @@ void the_library_is_looked_for_where_the_process_has_it() {
     CHECK(places[2] == "libssl.so.3");
 }
 
-void a_machine_without_openssl_is_told_so() {
+void a_machine_without_openssl_raises_an_error() {
     const auto found = load({"/nowhere/libssl.so.3", "libc.so.6"});
     const auto* const said = std::get_if<std::string>(&found);
     CHECK(said != nullptr);
@@ -237,17 +237,17 @@ void a_machine_without_openssl_is_told_so() {
 }  // namespace
 
 int main() {
-    the_library_is_looked_for_where_the_process_has_it();
-    a_machine_without_openssl_is_told_so();
+    the_library_is_searched_where_the_process_has_mapped_it();
+    a_machine_without_openssl_raises_an_error();
     if (encrypted::unavailable()) return 0;
     both_sides_make_the_same_certificate();
-    members_of_a_job_meet_and_bytes_arrive();
+    members_of_a_job_connect_and_bytes_arrive();
     another_jobs_certificate_is_refused_by_both_sides();
     bytes_arrive_while_the_keys_change();
-    a_change_of_keys_that_finds_no_room_does_not_stop_reading();
-    a_change_of_keys_that_finds_nobody_does_not_stop_reading();
+    a_key_update_to_a_full_socket_does_not_stop_reading();
+    a_key_update_to_a_closed_socket_does_not_stop_reading();
     a_peer_without_tls_is_refused();
-    the_end_is_told_from_a_break();
+    an_orderly_end_is_distinguished_from_a_broken_connection();
     a_changed_byte_is_never_taken_for_data();
     a_repeated_record_is_refused();
     a_gone_peer_raises_no_signal();

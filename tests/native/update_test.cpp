@@ -58,7 +58,7 @@ std::vector<UpdateOptions> adam_of_two_groups() {
     return {options, other};
 }
 
-void pieces_of_any_size_have_the_bits_of_the_whole() {
+void parts_of_any_size_have_the_bits_of_the_whole() {
     AdamParameters whole;
     Update at_once = whole.update();
     at_once.begin(adam_of_two_groups());
@@ -121,7 +121,7 @@ void other_types_have_no_kernels() {
 }  // namespace
 
 int main() {
-    pieces_of_any_size_have_the_bits_of_the_whole();
+    parts_of_any_size_have_the_bits_of_the_whole();
     every_simd_level_rounds_alike();
     every_run_has_its_group_and_its_number_of_steps();
     other_types_have_no_kernels();

@@ -68,7 +68,7 @@ class WaitingRanks {
     std::vector<bool> answers_;
 };
 
-void a_rank_that_does_not_answer_is_to_blame() {
+void a_rank_that_does_not_answer_is_responsible() {
     WaitingRanks ranks(2);
     ranks.stops_answering(1);
     WaitChainSearch search(ranks.of(0), {kA, 1}, kSecond / 10, kSecond / 10);
@@ -77,7 +77,7 @@ void a_rank_that_does_not_answer_is_to_blame() {
     CHECK(found.blocking == Ranks{1} && found.waiting.empty());
 }
 
-void a_rank_whose_program_does_not_wait_is_to_blame_at_once() {
+void a_rank_whose_program_does_not_wait_is_responsible_at_once() {
     WaitingRanks ranks(2);
     WaitChainSearch search(ranks.of(0), {kA, 1}, kSecond, kSecond);
     CHECK(!search.advance({1}));  // asks
@@ -85,7 +85,7 @@ void a_rank_whose_program_does_not_wait_is_to_blame_at_once() {
     CHECK(found && found->blocking == Ranks{1});
 }
 
-void a_rank_that_waits_for_a_silent_one_is_not_to_blame() {
+void a_rank_that_waits_for_a_silent_one_is_not_responsible() {
     for (const CallId call : {CallId{kA, 4}, CallId{kB, 9}, CallId{kA, 0}, CallId{kB, 0}}) {
         WaitingRanks ranks(4);
         ranks.stops_answering(3);
@@ -104,7 +104,7 @@ void a_chain_is_followed_to_its_end() {
     CHECK(found.blocking == Ranks{5} && (found.waiting == Ranks{1, 2, 3, 4}));
 }
 
-void ranks_that_wait_for_each_other_are_not_told_apart() {
+void ranks_in_a_deadlock_are_equally_responsible() {
     WaitingRanks ranks(3);
     ranks.waits(0, {kA, 2}, {1});
     ranks.waits(1, {kB, 2}, {2});
@@ -114,7 +114,7 @@ void ranks_that_wait_for_each_other_are_not_told_apart() {
 }
 
 // The other ranks, which may time out a moment later, must find the same.
-void a_rank_that_knows_the_answer_still_answers_for_a_while() {
+void a_rank_answers_for_a_while_after_its_search() {
     WaitingRanks ranks(2);
     ranks.waits(0, {kA, 1}, {1});
     ranks.waits(1, {kB, 1}, {0});
@@ -126,7 +126,7 @@ void a_rank_that_knows_the_answer_still_answers_for_a_while() {
 }
 
 // Another rank blocks the call as well, but the wait of these ranks does not end with it.
-void ranks_that_wait_for_each_other_are_not_excused_by_another_one() {
+void ranks_in_a_deadlock_are_not_excused_by_another_rank() {
     WaitingRanks ranks(5);
     ranks.stops_answering(4);
     ranks.waits(1, {kB, 2}, {2});
@@ -137,7 +137,7 @@ void ranks_that_wait_for_each_other_are_not_excused_by_another_one() {
 }
 
 // The data that it has sent is in flight.
-void a_rank_past_the_call_is_not_to_blame_for_what_it_waits_for_there() {
+void a_rank_in_a_later_call_is_not_responsible_for_its_wait_there() {
     WaitingRanks ranks(3);
     ranks.stops_answering(2);
     ranks.waits(1, {kA, 6}, {2});
@@ -159,7 +159,7 @@ void an_asynchronous_call_excuses_a_rank_in_its_own_group_only() {
 }
 
 // The thread of asynchronous calls does its part, whatever the program waits for.
-void what_a_program_waits_for_does_not_hold_up_a_call_that_it_has_begun() {
+void a_wait_of_the_program_does_not_block_a_call_that_it_has_begun() {
     WaitingRanks ranks(4);
     ranks.stops_answering(2);
     ranks.stops_answering(3);
@@ -180,7 +180,7 @@ void a_rank_follows_what_its_own_other_threads_wait_for() {
     CHECK(ranks.finds({kA, 0}, {1}).blocking == Ranks{2});
 }
 
-void an_answer_that_nobody_asked_for_is_dropped() {
+void an_answer_without_a_query_is_dropped() {
     WaitingRanks ranks(2);
     ranks.stops_answering(1);
     WaitChainSearch search(ranks.of(0), {kA, 1}, kSecond, kSecond);
@@ -192,8 +192,8 @@ void an_answer_that_nobody_asked_for_is_dropped() {
 }
 
 // In a group with the global ranks 10, 11 and so on, in which the ranks in `begun` have begun the call.
-Outcome reported_cause(const WaitChainResult& found, const Ranks& begun, Ranks absent, const Ranks& awaited,
-                       bool is_certain = true) {
+Outcome outcome_of(const WaitChainResult& found, const Ranks& begun, Ranks absent, const Ranks& awaited,
+                   bool is_certain = true) {
     const GroupMembers members{
         [](int rank) { return 10 + rank; },
         [&begun](int rank) { return std::find(begun.begin(), begun.end(), rank) != begun.end(); }, 4, is_certain};
@@ -203,32 +203,32 @@ Outcome reported_cause(const WaitChainResult& found, const Ranks& begun, Ranks a
     return outcome;
 }
 
-void the_outcome_tells_the_missing_the_waiting_and_those_who_hold_them_up() {
-    const Outcome outside = reported_cause({{77}, {12}, {}}, {0, 1}, {2}, {2});
+void the_outcome_lists_the_missing_the_waiting_and_the_blocking_ranks() {
+    const Outcome outside = outcome_of({{77}, {12}, {}}, {0, 1}, {2}, {2});
     CHECK(!outside.has_begun && outside.missing == Ranks{2} && outside.waiting == Ranks{2} &&
           outside.blocked_by == Ranks{77});
     CHECK((outside.cause == FailureCause{77, false, true}));
-    const Outcome inside = reported_cause({{13}, {12}, {}}, {0, 1}, {2, 3}, {2});
+    const Outcome inside = outcome_of({{13}, {12}, {}}, {0, 1}, {2, 3}, {2});
     CHECK(!inside.has_begun && (inside.missing == Ranks{2, 3}) && inside.waiting == Ranks{2} &&
           inside.blocked_by.empty());
     CHECK((inside.cause == FailureCause{13, false, true}));
-    const Outcome further = reported_cause({{13}, {11}, {}}, {0, 1}, {}, {1});
+    const Outcome further = outcome_of({{13}, {11}, {}}, {0, 1}, {}, {1});
     CHECK(!further.has_begun && further.missing == Ranks{3} && further.waiting.empty());
-    const Outcome in_chain = reported_cause({{13}, {11}, {13}}, {0, 1}, {}, {1}, false);
+    const Outcome in_chain = outcome_of({{13}, {11}, {13}}, {0, 1}, {}, {1}, false);
     CHECK(!in_chain.has_begun && in_chain.missing == Ranks{3} && in_chain.blocked_by.empty());
-    const Outcome gone_on = reported_cause({{13}, {12}, {}}, {0, 1}, {2}, {2}, false);
+    const Outcome gone_on = outcome_of({{13}, {12}, {}}, {0, 1}, {2}, {2}, false);
     CHECK(gone_on.missing == Ranks{2} && gone_on.waiting == Ranks{2} && gone_on.blocked_by == Ranks{13});
-    const Outcome through = reported_cause({{13}, {11, 12}, {11, 12}}, {0, 1}, {}, {1}, false);
+    const Outcome through = outcome_of({{13}, {11, 12}, {11, 12}}, {0, 1}, {}, {1}, false);
     CHECK(!through.has_begun && through.missing == Ranks{2} && through.waiting == Ranks{2} &&
           through.blocked_by == Ranks{13});
-    const Outcome stopped = reported_cause({{12}, {11, 13}, {}}, {0, 1, 2, 3}, {}, {1});
+    const Outcome stopped = outcome_of({{12}, {11, 13}, {}}, {0, 1, 2, 3}, {}, {1});
     CHECK(stopped.has_begun && stopped.missing == Ranks{2} && stopped.waiting.empty() && stopped.blocked_by.empty());
-    const Outcome stopped_inside = reported_cause({{13}, {12}, {}}, {0, 1, 3}, {2}, {2});
+    const Outcome stopped_inside = outcome_of({{13}, {12}, {}}, {0, 1, 3}, {2}, {2});
     CHECK(stopped_inside.missing == Ranks{2} && stopped_inside.blocked_by == Ranks{13});
-    const Outcome circle = reported_cause({{}, {12}, {}}, {0, 1}, {2}, {2});
+    const Outcome circle = outcome_of({{}, {12}, {}}, {0, 1}, {2}, {2});
     CHECK(circle.missing == Ranks{2} && circle.waiting == Ranks{2} && circle.blocked_by.empty() &&
           !circle.cause.known());
-    const Outcome slow = reported_cause({{}, {11}, {}}, {0, 1, 2, 3}, {}, {1});
+    const Outcome slow = outcome_of({{}, {11}, {}}, {0, 1, 2, 3}, {}, {1});
     CHECK(slow.has_begun && slow.missing == Ranks{1} && slow.waiting.empty());
 }
 
@@ -242,18 +242,18 @@ void a_cause_is_packed_with_its_kind() {
 }  // namespace
 
 int main() {
-    a_rank_that_does_not_answer_is_to_blame();
-    a_rank_whose_program_does_not_wait_is_to_blame_at_once();
-    a_rank_that_waits_for_a_silent_one_is_not_to_blame();
+    a_rank_that_does_not_answer_is_responsible();
+    a_rank_whose_program_does_not_wait_is_responsible_at_once();
+    a_rank_that_waits_for_a_silent_one_is_not_responsible();
     a_chain_is_followed_to_its_end();
-    ranks_that_wait_for_each_other_are_not_told_apart();
-    a_rank_that_knows_the_answer_still_answers_for_a_while();
-    ranks_that_wait_for_each_other_are_not_excused_by_another_one();
-    a_rank_past_the_call_is_not_to_blame_for_what_it_waits_for_there();
+    ranks_in_a_deadlock_are_equally_responsible();
+    a_rank_answers_for_a_while_after_its_search();
+    ranks_in_a_deadlock_are_not_excused_by_another_rank();
+    a_rank_in_a_later_call_is_not_responsible_for_its_wait_there();
     an_asynchronous_call_excuses_a_rank_in_its_own_group_only();
-    what_a_program_waits_for_does_not_hold_up_a_call_that_it_has_begun();
+    a_wait_of_the_program_does_not_block_a_call_that_it_has_begun();
     a_rank_follows_what_its_own_other_threads_wait_for();
-    an_answer_that_nobody_asked_for_is_dropped();
-    the_outcome_tells_the_missing_the_waiting_and_those_who_hold_them_up();
+    an_answer_without_a_query_is_dropped();
+    the_outcome_lists_the_missing_the_waiting_and_the_blocking_ranks();
     a_cause_is_packed_with_its_kind();
 }

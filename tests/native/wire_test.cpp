@@ -96,7 +96,7 @@ void what_is_not_finite_stays_so_and_leaves_no_residual() {
         }
 }
 
-void tiny_values_wait_in_the_residuals() {
+void tiny_values_accumulate_in_the_residuals() {
     for (const WireType wire : {WireType::int8, WireType::int4}) {
         const WireKernels* kernels = find_wire_kernels(wire, DType::f32);
         const std::vector<float> values(64, std::numeric_limits<float>::denorm_min());
@@ -191,7 +191,7 @@ int main() {
     errors_are_bounded_and_kept_as_residuals();
     all_levels_pack_the_same_bits();
     what_is_not_finite_stays_so_and_leaves_no_residual();
-    tiny_values_wait_in_the_residuals();
+    tiny_values_accumulate_in_the_residuals();
     for (const int streams : {1, 3}) ranks_end_with_equal_bits_and_small_errors(Over::sockets, streams);
     ranks_end_with_equal_bits_and_small_errors(Over::rings, 1);
     calls_that_cannot_be_packed_are_refused();
