@@ -215,7 +215,7 @@ bool is_small(const Call& call) {
     return nbytes <= kSmall;
 }
 
-nb::object report(Outcome outcome) {
+nb::object to_python(Outcome outcome) {
     if (outcome.code == OutcomeCode::ok) return nb::none();
     return nb::cast(std::move(outcome));
 }
@@ -232,7 +232,7 @@ nb::object run_call(CallQueue& queue, Call& call, bool may_complete_at_once) {
         call.before_waiting = nullptr;
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
-    return report(std::move(outcome));
+    return to_python(std::move(outcome));
 }
 
 std::shared_ptr<Work> submit_call(const std::shared_ptr<CallQueue>& queue, Call call) {

@@ -64,7 +64,7 @@ std::shared_ptr<CallQueue> require_usable(std::shared_ptr<CallQueue> queue);
 bool is_small(const Call& call);
 
 // Converts an outcome for Python; returns None if the call succeeded.
-nanobind::object report(Outcome outcome);
+nanobind::object to_python(Outcome outcome);
 
 // Runs the call on this thread. Releases the interpreter lock at once or, if `may_complete_at_once` is set, only when
 // the thread has to wait.

@@ -326,7 +326,7 @@ void register_engine(nb::module_& module) {
     nb::class_<Work>(module, "Work")
         .def("done", &Work::done)
         .def("wait", &wait, nb::arg("timeout_ns"))
-        .def("outcome", [](const Work& work) { return report(work.outcome()); });
+        .def("outcome", [](const Work& work) { return to_python(work.outcome()); });
 
     module.def("completion_count", [] { return CompletionCounter::of_process().count(); });
     module.def("announce_completion", [] { CompletionCounter::of_process().announce(); });

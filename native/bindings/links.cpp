@@ -28,7 +28,7 @@ class Message {
 
     bool done() const { return request_->done(); }
     int source() const { return request_->source(); }
-    nb::object outcome() const { return report(request_->outcome()); }
+    nb::object outcome() const { return to_python(request_->outcome()); }
 
     bool wait(std::int64_t timeout_ns) const {
         bool done = request_->done();

@@ -77,7 +77,7 @@ struct GroupMembers {
 void attribute_timeout(Outcome& outcome, const WaitChainResult& found, const GroupMembers& members,
                        std::vector<int> absent, const std::vector<int>& awaited);
 
-// Returns the cause that the ranks of a group report when they give up after a timeout.
+// Returns the cause that the ranks of a group report when they fail a call after a timeout.
 FailureCause cause_of_timeout(const Outcome& outcome, const GroupMembers& members);
 
 // Returns the cause that the rank named `mine` reports if it leaves its other groups because of `outcome`, or an

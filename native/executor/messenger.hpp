@@ -242,7 +242,7 @@ class Messenger final : public WaitRegistry::QueryTransport {
     std::atomic<std::uint32_t> recorded_as_{0};
     std::optional<WaitChainSearch> search_;  // the search for the ranks that block `searched_request_`
     std::shared_ptr<Request> searched_request_;
-    bool searching_ = false;  // a thread is in `search_->look` without holding `mutex_`
+    bool searching_ = false;  // a thread is in `search_->advance` without holding `mutex_`
     bool driving_ = false;
     int waiting_threads_ = 0;  // number of threads that wait for a request while another thread drives
     bool closing_ = false;

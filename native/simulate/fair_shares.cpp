@@ -26,7 +26,7 @@ void FairShares::open(std::uint32_t number) {
     route.is_open = true;
     for (const LinkUse& use : route.uses) {
         links_[use.link].open.push_back(number);
-        touched_.push_back(use.link);
+        changed_links_.push_back(use.link);
     }
 }
 
@@ -38,57 +38,57 @@ void FairShares::close(std::uint32_t number) {
         std::vector<std::uint32_t>& open = links_[use.link].open;
         *std::find(open.begin(), open.end(), number) = open.back();
         open.pop_back();
-        touched_.push_back(use.link);
+        changed_links_.push_back(use.link);
     }
 }
 
 const std::vector<std::uint32_t>& FairShares::allocate() {
     find_affected();
     fill();
-    for (const std::uint32_t number : found_routes_) routes_[number].is_found = false;
-    for (const std::uint32_t number : found_links_) links_[number].is_found = false;
-    return found_routes_;
+    for (const std::uint32_t number : affected_routes_) routes_[number].is_affected = false;
+    for (const std::uint32_t number : affected_links_) links_[number].is_affected = false;
+    return affected_routes_;
 }
 
 // Collects all links that open routes connect, directly or indirectly, to the affected links, and these routes.
 void FairShares::find_affected() {
-    found_routes_.clear();
-    found_links_.clear();
-    for (const std::uint32_t link : touched_) find(link);
-    touched_.clear();
-    for (std::size_t at = 0; at < found_links_.size(); ++at) {
-        for (const std::uint32_t number : links_[found_links_[at]].open) {
+    affected_routes_.clear();
+    affected_links_.clear();
+    for (const std::uint32_t link : changed_links_) add_affected_link(link);
+    changed_links_.clear();
+    for (std::size_t at = 0; at < affected_links_.size(); ++at) {
+        for (const std::uint32_t number : links_[affected_links_[at]].open) {
             Route& route = routes_[number];
-            if (std::exchange(route.is_found, true)) continue;
-            found_routes_.push_back(number);
-            for (const LinkUse& use : route.uses) find(use.link);
+            if (std::exchange(route.is_affected, true)) continue;
+            affected_routes_.push_back(number);
+            for (const LinkUse& use : route.uses) add_affected_link(use.link);
         }
     }
 }
 
-void FairShares::find(std::uint32_t link) {
-    if (std::exchange(links_[link].is_found, true)) return;
-    found_links_.push_back(link);
+void FairShares::add_affected_link(std::uint32_t link) {
+    if (std::exchange(links_[link].is_affected, true)) return;
+    affected_links_.push_back(link);
 }
 
 // Raises all rates together until a link is full or a route reaches its limit. The rates of the affected routes are
 // then fixed, and the remaining rates are raised further.
 void FairShares::fill() {
-    for (const std::uint32_t number : found_links_) {
+    for (const std::uint32_t number : affected_links_) {
         links_[number].left = links_[number].capacity;
         links_[number].load = 0;
     }
-    for (const std::uint32_t number : found_routes_)
+    for (const std::uint32_t number : affected_routes_)
         for (const LinkUse& use : routes_[number].uses) links_[use.link].load += use.weight;
-    unfixed_ = found_routes_;
-    while (!unfixed_.empty()) {
+    unfixed_routes_ = affected_routes_;
+    while (!unfixed_routes_.empty()) {
         double least = kInfinity;
-        for (const std::uint32_t number : unfixed_) {
+        for (const std::uint32_t number : unfixed_routes_) {
             least = std::min(least, routes_[number].max_rate);
             for (const LinkUse& use : routes_[number].uses)
                 least = std::min(least, links_[use.link].left / links_[use.link].load);
         }
-        for (const std::uint32_t number : found_links_) {
+        for (const std::uint32_t number : affected_links_) {
             Link& link = links_[number];
             link.is_full = link.load > 0 && link.left <= least * kRounding * link.load;
         }
@@ -98,9 +98,9 @@ void FairShares::fill() {
                    std::any_of(route.uses.begin(), route.uses.end(),
                                [&](const LinkUse& use) { return links_[use.link].is_full; });
         };
-        const auto fixed = std::stable_partition(unfixed_.begin(), unfixed_.end(),
+        const auto fixed = std::stable_partition(unfixed_routes_.begin(), unfixed_routes_.end(),
                                                  [&](std::uint32_t number) { return !is_fixed(number); });
-        for (auto each = fixed; each != unfixed_.end(); ++each) {
+        for (auto each = fixed; each != unfixed_routes_.end(); ++each) {
             routes_[*each].rate = least;
             for (const LinkUse& use : routes_[*each].uses) {
                 Link& link = links_[use.link];
@@ -108,7 +108,7 @@ void FairShares::fill() {
                 link.load -= use.weight;
             }
         }
-        unfixed_.erase(fixed, unfixed_.end());
+        unfixed_routes_.erase(fixed, unfixed_routes_.end());
     }
 }
 

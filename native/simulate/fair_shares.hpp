@@ -37,7 +37,7 @@ class FairShares {
         double max_rate = 0;
         double rate = 0;
         bool is_open = false;
-        bool is_found = false;
+        bool is_affected = false;
     };
 
     struct Link {
@@ -45,20 +45,20 @@ class FairShares {
         std::vector<std::uint32_t> open;
         double left = 0;
         double load = 0;
-        bool is_found = false;
+        bool is_affected = false;
         bool is_full = false;
     };
 
     void find_affected();
-    void find(std::uint32_t link);
+    void add_affected_link(std::uint32_t link);
     void fill();
 
     std::vector<Route> routes_;
     std::vector<Link> links_;
-    std::vector<std::uint32_t> touched_;
-    std::vector<std::uint32_t> found_routes_;
-    std::vector<std::uint32_t> found_links_;
-    std::vector<std::uint32_t> unfixed_;
+    std::vector<std::uint32_t> changed_links_;
+    std::vector<std::uint32_t> affected_routes_;
+    std::vector<std::uint32_t> affected_links_;
+    std::vector<std::uint32_t> unfixed_routes_;
 };
 
 }  // namespace paceline::simulate
