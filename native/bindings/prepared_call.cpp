@@ -12,7 +12,7 @@ std::shared_ptr<CallQueue> PreparedCall::begin(std::int64_t timeout_ns) {
     for (ByteStream& each : call_.inputs) each.rewind();
     for (ByteStream& each : call_.outputs) each.rewind();
     call_.timeout_ns = timeout_ns;
-    call_.observed = {};
+    call_.metrics = {};
     if (complete_) complete_(call_);
     return queue;
 }

@@ -71,7 +71,7 @@ class HostMesh:
 
     @staticmethod
     def join(rank: int, size: int, directory: int = -1, global_ranks: Sequence[int] = ()) -> HostMesh:
-        """Registers this rank in the host directory given by a descriptor, or in a new one with the ranks' `global_ranks`."""
+        """Registers this rank in the directory given by a descriptor, or in a new one; see native/shm/host_mesh.hpp."""
 
     def absent(self, timeout_s: float) -> list[int]:
         """Waits up to `timeout_s` until all ranks have appeared; returns those that have not."""

@@ -97,9 +97,9 @@ class Values:
             return choose(self.objects[annotation])
         if is_address:
             return self.address
-        if name in ("sources", "pieces", "tensor") or (name in ("inputs", "outputs") and "int" in annotation):
-            pieces = [self.address if at % 2 == 0 else choose(COUNTS) for at in range(2 * self.random.randrange(3))]
-            return [self.address] * self.random.randrange(4) if name != "tensor" and name != "pieces" else pieces
+        if name in ("sources", "ranges", "tensor") or (name in ("inputs", "outputs") and "int" in annotation):
+            ranges = [self.address if at % 2 == 0 else choose(COUNTS) for at in range(2 * self.random.randrange(3))]
+            return [self.address] * self.random.randrange(4) if name != "tensor" and name != "ranges" else ranges
         if name == "runs":
             return [(*[choose([0, self.address]) for _ in range(4)], choose([0, 4, 64, 7]), choose([0, 1, 2**63]))]
         if name in ("timeout_ns", "timeout_s"):
