@@ -142,7 +142,7 @@ class ScheduleGroup {
         const auto found = queue_ ? queue_->prediction_miss() : std::nullopt;
         if (!found) return nb::none();
         return nb::make_tuple(static_cast<int>(found->operation), found->algorithm, static_cast<int>(found->dtype),
-                              found->count, found->calls, found->least_ns, found->predicted_ns);
+                              found->count, found->calls, found->min_ns, found->predicted_ns);
     }
 
     void close() {

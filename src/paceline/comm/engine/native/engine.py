@@ -63,7 +63,7 @@ class PredictionMiss(NamedTuple):
         operation, algorithm, dtype: the codes that describe the kind of call.
         elements: the number of elements of each call.
         calls: the number of calls.
-        least_ns: the time of the shortest call, in nanoseconds.
+        min_ns: the time of the shortest call, in nanoseconds.
         predicted_ns: the predicted time of each call, in nanoseconds.
     """
 
@@ -72,13 +72,13 @@ class PredictionMiss(NamedTuple):
     dtype: int
     elements: int
     calls: int
-    least_ns: int
+    min_ns: int
     predicted_ns: int
 
 
 def describe_miss(found: PredictionMiss) -> str:
     """Returns the log message about mispredicted calls."""
-    least, predicted = format_seconds(found.least_ns / 1e9), format_seconds(found.predicted_ns / 1e9)
+    least, predicted = format_seconds(found.min_ns / 1e9), format_seconds(found.predicted_ns / 1e9)
     return (
         f"{OPERATIONS[found.operation]} of {found.elements:,} {DTYPES[found.dtype]} by {name_of(found.algorithm)} took "
         f"{least} or more in {found.calls} calls, but was predicted to take {predicted}: another algorithm may be "
