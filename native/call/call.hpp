@@ -66,8 +66,8 @@ inline bool is_valid(const CallHeader& header) {
     return header.operation <= Operation::barrier && header.dtype <= DType::c32 && header.reduce_op <= ReduceOp::none;
 }
 
-// The reason why a rank gives up: another rank died, left, or delayed a call until it timed out. `rank` is a
-// global rank, that is, a rank in the default group.
+// The reason why a rank gives up: another rank died, left, or delayed a call until it timed out. `rank` is a global
+// rank, that is, a rank in the default group.
 struct FailureCause {
     int rank = -1;  // -1: no cause
     bool left = false;

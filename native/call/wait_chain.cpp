@@ -41,8 +41,8 @@ Answer WaitChainSearch::latest_answer_locked(const Key& key) const {
     return found != queries_.end() ? found->second.answer.value_or(Answer{}) : Answer{};
 }
 
-// Returns the ranks in `reached` that wait, directly or indirectly, for a rank in `blocking`. The remaining ranks
-// wait for each other.
+// Returns the ranks in `reached` that wait, directly or indirectly, for a rank in `blocking`. The remaining ranks wait
+// for each other.
 std::set<int> WaitChainSearch::blocked_locked(const std::vector<Key>& reached, const std::set<int>& blocking) const {
     std::set<Key> held;
     for (const Key& key : reached)

@@ -1,5 +1,5 @@
-// Determines which ranks block a call that has timed out. The search queries each awaited rank for the ranks that
-// it is waiting for, and follows the answers across all groups. A rank that is waiting is not responsible. A rank is
+// Determines which ranks block a call that has timed out. The search queries each awaited rank for the ranks that it is
+// waiting for, and follows the answers across all groups. A rank that is waiting is not responsible. A rank is
 // responsible if it does not answer or reports that its program is not waiting.
 #pragma once
 
@@ -33,8 +33,8 @@ class WaitChainSearch {
     WaitChainSearch& operator=(const WaitChainSearch&) = delete;
     ~WaitChainSearch();
 
-    // Continues the search; returns nullopt while answers may still arrive. `awaited` contains the global ranks
-    // that the call is currently waiting for. Not thread-safe.
+    // Continues the search; returns nullopt while answers may still arrive. `awaited` contains the global ranks that
+    // the call is currently waiting for. Not thread-safe.
     std::optional<WaitChainResult> advance(const std::vector<int>& awaited);
 
     std::int64_t waited_ns() const { return waited_ns_; }

@@ -11,18 +11,17 @@
 //   messages without a *credit* from the receiver. The receiver sends credits for consumed messages in batches of half
 //   a window. A message that would exceed the window is offered instead, so a send never waits for credits.
 // - A longer message is an *offer*: the frame is sent alone, and the receiver answers with *accept* once a receive
-//   matches. Then the bytes follow as *data* frames of at most kPartBytes, directly from tensor to tensor; other
-//   frames may be sent between them. Each offer takes a frame at the receiver, so at most kMaxOffers to one rank may
-//   be pending; a further send fails as `too_many_offers`.
+//   matches. Then the bytes follow as *data* frames of at most kPartBytes, directly from tensor to tensor; other frames
+//   may be sent between them. Each offer takes a frame at the receiver, so at most kMaxOffers to one rank may be
+//   pending; a further send fails as `too_many_offers`.
 // - A receive whose size or dtype differs from its message's fails as a mismatch. The receiver answers an offer with
 //   *refuse*, and the send also fails. An eager message is dropped, because its send has already completed. The group
 //   remains usable.
 // - *waiting* contains the call in which the sender is waiting; error messages for timeouts and mismatches use it.
 // - *query* and *answer* determine which ranks block a call that has timed out (wait_queries.cpp).
 // - A *failure* is the reason why the sender broke the group. A rank adopts the first failure report that it receives,
-// fails
-//   all of its requests with it, and forwards it to all ranks: each must have the reason before it detects that another
-//   rank leaves. Later failure reports are ignored.
+//   fails all of its requests with it, and forwards it to all ranks: each must have the reason before it detects that
+//   another rank leaves. Later failure reports are ignored.
 // - *goodbye* is the last frame of a rank that destroys its group. Its peers fail their open requests to and from that
 //   rank; all other requests continue. If a lane is closed without a goodbye, its rank has died, and the group is
 //   broken. A rank trusts its peers only with the data: a frame that violates these rules counts as the peer's death.

@@ -28,8 +28,8 @@ class LaneSet {
     // The ranks of one host share rings: `mesh_ranks[r]` is group rank r's mesh rank, or -1 if it is on another host.
     // `sockets[r]` lists the connections to group rank r on another host, with the control connection first; the set
     // takes ownership of all of them, even on failure. `id` is unique to the group and the same on every member.
-    // `global_ranks[r]` is the global rank of group rank r. Returns nullptr if a member on this host
-    // has not shared its rings by `deadline`. Throws std::system_error if descriptors or memory run out.
+    // `global_ranks[r]` is the global rank of group rank r. Returns nullptr if a member on this host has not shared its
+    // rings by `deadline`. Throws std::system_error if descriptors or memory run out.
     static std::unique_ptr<LaneSet> create(std::shared_ptr<shm::HostMesh> mesh, std::uint64_t id, int rank,
                                            const std::vector<int>& mesh_ranks,
                                            std::vector<std::vector<tls::Socket>> sockets,

@@ -73,8 +73,8 @@ void reopen_own(EntryHandle<N>& handle) {
     handle.entry->stamp.store(handle.stamp, std::memory_order_relaxed);  // the fields are stored later, with release
 }
 
-// Begins to change an open entry that several threads may write; returns false if the entry has changed since
-// `handle` was read.
+// Begins to change an open entry that several threads may write; returns false if the entry has changed since `handle`
+// was read.
 template <std::size_t N>
 bool reopen(EntryHandle<N>& handle) {
     std::uint64_t seen = handle.stamp;

@@ -123,8 +123,8 @@ void a_key_update_to_a_full_socket_does_not_stop_reading() {
     }
 }
 
-// The last bytes of a rank can be read after its socket accepts no more data, even if this is detected by a change
-// of keys, which OpenSSL would have to finish before it reads.
+// The last bytes of a rank can be read after its socket accepts no more data, even if this is detected by a change of
+// keys, which OpenSSL would have to finish before it reads.
 void a_key_update_to_a_closed_socket_does_not_stop_reading() {
     const auto identity = identity_of(1, 1);  // the keys change after each record
     const Bytes last = pattern(100);
