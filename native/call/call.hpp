@@ -66,8 +66,8 @@ inline bool is_valid(const CallHeader& header) {
     return header.operation <= Operation::barrier && header.dtype <= DType::c32 && header.reduce_op <= ReduceOp::none;
 }
 
-// The reason why a rank gives up: another rank died, left, or delayed a call until it timed out. `rank` is a global
-// rank, that is, a rank in the default group.
+// The reason why a rank fails its calls: another rank died, left, or delayed a call until it timed out. `rank` is a
+// global rank, that is, a rank in the default group.
 struct FailureCause {
     int rank = -1;  // -1: no cause
     bool left = false;
@@ -116,7 +116,7 @@ struct Outcome {
     std::vector<int> gone;        // the ranks in `missing` that died or left
     std::vector<int> left;        // the ranks in `missing` that left cleanly
     FailureCause cause;           // the reason that the ranks in `gone` reported, if any; its `rank` is a global rank
-    int reporter = -1;            // the group rank that gave up first; -1 means this rank
+    int reporter = -1;            // the group rank that detected the failure; -1 means this rank
     std::int64_t waited_ns = 0;
     // all_to_all: the sender and the receiver that disagree on the number of bytes between them, or -1.
     int split_from = -1;

@@ -210,7 +210,7 @@ bool Group::reduce_in_blocks(Call& call, bool receives_result) {
 }
 
 // Fetches the shared tensor of `rank`; returns nullptr if the call has failed. The owner may have withdrawn the tensor
-// after a failure, so this also checks whether a rank has given up, died or left.
+// after a failure, so this also checks whether a rank has failed the call, died or left.
 std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     using Clock = std::chrono::steady_clock;
     const int member = members_[static_cast<std::size_t>(rank)];

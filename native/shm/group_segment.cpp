@@ -82,7 +82,7 @@ bool GroupSegment::wait_for_all(HostMesh::Deadline deadline) {
     return true;
 }
 
-// Returns true if a member has given up, or has died or left without arriving.
+// Returns true if a member has canceled the segment, or has died or left without arriving.
 bool GroupSegment::cannot_complete() const {
     if (head_in(*segment_).is_canceled.load(std::memory_order_acquire) != 0) return true;
     for (std::size_t i = 0; i < mesh_ranks_.size(); ++i)

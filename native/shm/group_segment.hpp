@@ -24,7 +24,7 @@ class GroupSegment {
     // Returns the memory: page-aligned, and initially zero.
     std::uint8_t* data() const;
     // Waits until all members have called this; afterward each member's earlier writes are visible to all. Returns
-    // false if a member has not called it by `deadline`, has died or left, or gives up.
+    // false if a member has not called it by `deadline`, has died or left, or cancels the segment.
     bool wait_for_all(HostMesh::Deadline deadline);
 
   private:

@@ -47,8 +47,8 @@ struct alignas(16) RobustFutex {
 
 struct alignas(2048) RankEntry {
     std::atomic<RankState> state{RankState::absent};
-    std::atomic<std::uint32_t> reported_cause{
-        0};                                // a packed `FailureCause`: why the rank has given up or will soon give up
+    // A packed `FailureCause`: why the rank has failed its calls or will soon fail them.
+    std::atomic<std::uint32_t> reported_cause{0};
     std::atomic<std::uint32_t> offers{0};  // number of regions that the rank has offered; other ranks wait on this word
     std::array<char, kNameBytes> listener{};  // the abstract name of the rank's listening socket
     std::array<char, kNameBytes> doorbell{};

@@ -6,8 +6,8 @@
 // that the region does not exist yet. Each datagram sent to the doorbell socket wakes the threads that sleep on it. The
 // directory contains the random abstract names of both sockets. Connections from processes of other users are rejected.
 //
-// A process that gives up because another rank has died or left records this in the directory immediately. If it then
-// exits, the ranks that wait for it can report the original cause.
+// A process that fails its calls because another rank has died or left records this in the directory immediately. If it
+// then exits, the ranks that wait for it can report the original cause.
 #pragma once
 
 #include <atomic>
@@ -65,7 +65,8 @@ class HostMesh {
     // Returns the record of what this process's threads are waiting for.
     WaitRegistry& wait_registry() { return wait_registry_; }
 
-    // Reports to the other ranks that this process gives up because of `cause`; a later cause replaces an earlier one.
+    // Reports to the other ranks that this process fails its calls because of `cause`; a later cause replaces an
+    // earlier one.
     void report_cause(const FailureCause& cause);
     // Returns the latest cause passed to `report_cause`. Timeouts expire, because a program may continue after a
     // timeout.
