@@ -13,8 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr std::int64_t kInterruptCheckNs = std::chrono::nanoseconds(kPollsPerInterruptCheck * kPollInterval).count();
-constexpr int kSpinsPerClockRead =
-    16;  // spins between two clock reads; on some processors one spin takes a microsecond
+constexpr int kSpinsPerClockRead = 16;  // on some processors one spin takes a microsecond
 
 // Nonzero while a thread of this process busy-waits for a call. The value is `member_fork_count()` plus 1, so that a
 // value inherited from the parent process is invalid in a forked child.

@@ -28,8 +28,7 @@ constexpr int kMaxPollIntervalFactor = 10;  // in units of kPollInterval
 // A yield that took this long gave the core to a computing thread. Yielding again would cost another time slice,
 // whereas the scheduler soon runs a thread that is woken from sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);
-constexpr std::int64_t kPollIntervalNs =
-    std::chrono::nanoseconds(kPollInterval).count();  // a death ends the sleep early
+constexpr std::int64_t kPollIntervalNs = std::chrono::nanoseconds(kPollInterval).count();
 
 std::uint64_t total_nbytes(const std::vector<ByteStream>& streams) {
     std::uint64_t nbytes = 0;

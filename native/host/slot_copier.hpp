@@ -39,9 +39,8 @@ class CopyMethodSelector {
     void add_measurement(CopyMethod method, float ticks_per_byte);
 
   private:
-    static constexpr std::size_t kKeptMeasurements =
-        4;  // number of measurements kept: some may be disturbed by lost cores
-    static constexpr float kStreamedThreshold = 0.9F;  // streaming is used below this fraction of the cached time
+    static constexpr std::size_t kKeptMeasurements = 4;  // several, because some may be disturbed by lost cores
+    static constexpr float kStreamedThreshold = 0.9F;    // streaming is used below this fraction of the cached time
 
     struct Timings {
         std::array<float, kKeptMeasurements> latest{};

@@ -19,8 +19,7 @@ namespace paceline::store {
 namespace {
 
 constexpr int kEvents = 64;
-constexpr int kPollsBeforeSleep =
-    50;  // polls after a request before sleeping, because requests often arrive in quick succession
+constexpr int kPollsBeforeSleep = 50;  // requests often arrive in quick succession
 constexpr std::int64_t kMaxWaitMs = std::int64_t{1} << 40;
 constexpr int kPauseMs = 100;  // pause before accepting again after running out of descriptors
 constexpr auto kNoDeadline = std::chrono::steady_clock::time_point::max();

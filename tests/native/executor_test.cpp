@@ -210,8 +210,8 @@ void a_mismatch_fails_the_next_call_of_a_rank_that_was_done() {
             failed = true;
         }
         while (!failed) pause(1);
-        pause(2 * static_cast<int>(
-                      kPollInterval.count()));  // a rank that never waits checks for failures once per interval
+        // A rank that never waits checks for failures once per interval.
+        pause(2 * static_cast<int>(kPollInterval.count()));
         Call next = broadcast(at, values);
         CHECK(at.executor.run(next, nullptr, false).code == OutcomeCode::mismatch);
     });
