@@ -279,10 +279,10 @@ def test_chaos_shows_each_act_and_what_it_cost(job):
 
 
 FORKED = f"""
-import os, sys
+import gc, os, sys
 import numpy, random
-imported = {{"torch", "wave"}} <= {{*sys.modules}}
-facts = (imported, len(os.listdir("/proc/self/task")), numpy.random.rand(), random.random())
+is_ready = {{"torch", "wave"}} <= {{*sys.modules}} and gc.isenabled()
+facts = (is_ready, len(os.listdir("/proc/self/task")), numpy.random.rand(), random.random())
 sys.stdout.write(" ".join(map(str, facts)) + "\\n")
 exec(compile(open({TOY!r}).read(), {TOY!r}, "exec"))
 """
