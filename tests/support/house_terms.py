@@ -48,15 +48,6 @@ TERMS = {
 }
 """Words from the documentation of other projects, with the same meaning, allowed as the last word of a name."""
 
-AWAITING_A_NAME = """
-    _AllocationIn Answered Box Broken CallTally Cargo ChaosAct _CopyToRanks Departing Described Dismissed Done
-    Dropped Encoded ExchangeTimetable _Failed Failed _Fold _Gathered Gathered GiveUp Growing Hold Imported Indexed
-    _Inert Installed _Introduction JobRemnants _Joined _JoinedForParts Leave Leaving Loaded Miscount Move Moved
-    _NoHold NothingYet _OutputTap _OverUnixSocket Pending RankAbsence _Reading Ready _Recorded RecordingKeeper
-    Remember Running _Sized Slip Spawned _Started Stopped _Summed _SummedIntoParts Thinned _Uncaught WhatIf
-"""
-"""Classes with names that are too vague. New ones may not be added; renamed classes are removed."""
-
 GERUNDS = {
     "halving_doubling": "the name of the algorithm",
     "ring": "a noun",

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from paceline.train.diloco.exchange_timetable import (
+from paceline.train.diloco.exchange_scheduler import (
     FINISHED,
     ArrivalTracker,
     ExchangeInterval,
-    ExchangeTimetable,
+    ExchangeScheduler,
     Participants,
     UseResult,
 )
@@ -22,7 +22,7 @@ from paceline.train.diloco.exchange_timetable import (
 class Rank:
     """A rank: its training run, and the messages that its thread has received."""
 
-    course: ExchangeTimetable
+    course: ExchangeScheduler
     step_s: list[float]  # duration of each step of its loop
     decided: int = 0
     outcomes: dict[int, Participants] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Simulation:
         latency_s: Callable[[], float],
         exchange_s: float,
     ) -> None:
-        self.ranks = [Rank(ExchangeTimetable(rhythm), each) for each in step_s]
+        self.ranks = [Rank(ExchangeScheduler(rhythm), each) for each in step_s]
         self.roll = ArrivalTracker(len(step_s), grace_s)
         self.held: list[Participants] = []
         self.first_s: dict[int, float] = {}  # when rank 0 received the first arrival at each exchange

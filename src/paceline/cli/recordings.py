@@ -20,9 +20,9 @@ from paceline.operate.diagnosis.runs import JobRun, files_of_job, list_runs, run
 
 if TYPE_CHECKING:
     from paceline.operate.dashboard.aggregator import DashboardAggregator
-    from paceline.operate.dashboard.dashboard_state import WhatIf
+    from paceline.operate.dashboard.dashboard_state import StragglerEstimate
     from paceline.operate.diagnosis.finding import Diagnosis
-    from paceline.operate.diagnosis.postmortem import JobRemnants
+    from paceline.operate.diagnosis.postmortem import PostmortemData
 
 _LONGEST_COMMAND = 60
 _WELL = (
@@ -71,11 +71,11 @@ class _JobDiagnosis:
         what_if: the estimated time without the stragglers, or None if there are no stragglers.
     """
 
-    remnants: JobRemnants
+    remnants: PostmortemData
     verdict: Diagnosis | None
     slowdowns: tuple[Diagnosis, ...]
     aggregator: DashboardAggregator | None
-    what_if: WhatIf | None
+    what_if: StragglerEstimate | None
 
 
 def _problem_with(directories: Sequence[Path]) -> str | None:

@@ -184,7 +184,7 @@ class CallOutcome(Protocol):
         """The algorithm for each of `calls`: 1 plus the index in the registry, or 0 without an algorithm."""
 
 
-class Pending(Protocol):
+class PendingCall(Protocol):
     """A call in progress; thread-safe."""
 
     def done(self) -> bool:
@@ -202,7 +202,7 @@ class Pending(Protocol):
 
 
 @runtime_checkable
-class StreamCall(Pending, Protocol):
+class StreamCall(PendingCall, Protocol):
     """A call on a device where streams, rather than threads, wait for the result."""
 
     def is_enqueued(self) -> bool:
@@ -210,7 +210,7 @@ class StreamCall(Pending, Protocol):
         ...
 
 
-class PendingMessage(Pending, Protocol):
+class PendingMessage(PendingCall, Protocol):
     """A send or a receive in progress."""
 
     def source(self) -> int:
@@ -303,7 +303,7 @@ class EngineChannel(Protocol):
     def run(self, call: CollectiveCall, /) -> CallOutcome | None:
         """Runs a call to completion; returns None on success."""
 
-    def submit(self, call: CollectiveCall, /) -> Pending:
+    def submit(self, call: CollectiveCall, /) -> PendingCall:
         """Queues a call after the earlier ones and returns at once."""
         ...
 

@@ -28,7 +28,7 @@ from paceline.comm.engine.channel import (
     DevicePieces,
     EngineChannel,
     HeaderFields,
-    Pending,
+    PendingCall,
     ReduceOp,
     Reduction,
     dtype_name,
@@ -883,7 +883,7 @@ class ProcessGroup:
         """Begins an event for a call in the current profile."""
         return ProfiledCall(f"{self.profiled_as}:{call}", tensors)
 
-    def work_of(self, pending: Pending, plan: CallPlan) -> Work:
+    def work_of(self, pending: PendingCall, plan: CallPlan) -> Work:
         """Returns the `Work` for a planned call that has been submitted."""
         call, buffers = plan
         written = self.written_by(plan)

@@ -39,7 +39,7 @@ class ScheduleError(AssertionError):
     """The schedules of a world do not implement their operation; the message reports the rank and the step."""
 
 
-class Move(NamedTuple):
+class StepTransfer(NamedTuple):
     """A move of blocks from a SEND to the step that receives them, or within a local step."""
 
     source: int
@@ -48,7 +48,7 @@ class Move(NamedTuple):
     target_step: int
 
 
-def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
+def moves_by_link(schedules: Sequence[Schedule]) -> list[list[StepTransfer]]:
     """Returns an ordered list of moves for every link, and a separate list for every local step.
 
     The k-th SEND on a link is matched with the k-th RECV or REDUCE.
@@ -58,11 +58,11 @@ def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
     """
     sends: dict[tuple[int, int], list[int]] = defaultdict(list)
     receives: dict[tuple[int, int], list[int]] = defaultdict(list)
-    moves: list[list[Move]] = []
+    moves: list[list[StepTransfer]] = []
     for rank, schedule in enumerate(schedules):
         for number, (kind, peer, _, _, _) in enumerate(schedule.steps):
             if kind in _LOCAL:
-                moves.append([Move(rank, number, rank, number)])
+                moves.append([StepTransfer(rank, number, rank, number)])
             elif peer == rank or not 0 <= peer < len(schedules):
                 raise step_error(schedule, number, f"peer {peer} does not exist")
             elif kind is _SEND:
@@ -76,7 +76,7 @@ def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
 
 def _match_link(
     schedules: Sequence[Schedule], source: int, target: int, sends: list[int], receives: list[int]
-) -> list[Move]:
+) -> list[StepTransfer]:
     met = []
     sent_steps, received_steps = schedules[source].steps, schedules[target].steps
     for sending, receiving in zip_longest(sends, receives):
@@ -89,7 +89,7 @@ def _match_link(
             raise step_error(schedules[target], receiving, f"rank {source} sends {src and src.length} blocks for it")
         if (src[0] is Buffer.WIRE) != (dst[0] is Buffer.WIRE):
             raise step_error(schedules[target], receiving, f"rank {source} sends {_format_slice(src)} for it")
-        met.append(_new(Move, (source, sending, target, receiving)))
+        met.append(_new(StepTransfer, (source, sending, target, receiving)))
     return met
 
 
@@ -413,7 +413,7 @@ class _SymbolicExecutor:
             what = f"waits forever for an earlier step on {self.memory.name(place, rank)}"
             raise step_error(self.schedules[rank], number, what)
 
-    def link(self, moves: list[Move]) -> Iterator[_Wait]:
+    def link(self, moves: list[StepTransfer]) -> Iterator[_Wait]:
         """Executes the moves of a link, block by block; yields a `_Wait` for each place that is not ready."""
         # Nearly all of the time is spent here, so the loop uses local variables.
         memory, waiting, ready, everyone = self.memory, self.waiting, self.ready, self.everyone

@@ -14,24 +14,24 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from paceline.operate.dashboard.dashboard_state import (
+    AppendOnlyList,
     CallRow,
     DashboardState,
+    DownsampledCurve,
     Figures,
-    Growing,
     JobHeader,
     Point,
     RankRow,
     StepColumn,
+    StragglerEstimate,
     Tail,
-    Thinned,
     Timeline,
     TimelineLane,
-    WhatIf,
     about,
     in_ms,
 )
 from paceline.operate.dashboard.job_sample import (
-    CallTally,
+    CallStatistics,
     JobEvent,
     JobInfo,
     JobSample,
@@ -81,7 +81,7 @@ class CallTable:
     """Recent durations of calls, grouped by kind."""
 
     def __init__(self) -> None:
-        self._kinds: dict[_Kind, dict[int, deque[CallTally]]] = {}
+        self._kinds: dict[_Kind, dict[int, deque[CallStatistics]]] = {}
 
     def take(self, ranks: Sequence[RankSample]) -> None:
         """Adds the calls in a sample."""
@@ -100,7 +100,7 @@ class CallTable:
         return tuple(sorted(rows, key=lambda row: (-row.calls * row.actual, row.name))[:_MOST_ROWS])
 
 
-def _row(kind: _Kind, by_rank: dict[int, deque[CallTally]]) -> CallRow:
+def _row(kind: _Kind, by_rank: dict[int, deque[CallStatistics]]) -> CallRow:
     """Returns the row for a kind of call.
 
     The duration is the shortest over all ranks, because it includes the least waiting.
@@ -125,17 +125,17 @@ class Curves:
     def __init__(self) -> None:
         self._open: dict[tuple[int, str], list[float]] = {}
         self._loggers: dict[str, int] = {}  # number of ranks that log each name
-        self._thinned: dict[str, Thinned] = {}
+        self._thinned: dict[str, DownsampledCurve] = {}
         self._points: list[Point] = []
         self._epoch = 0
-        self._growing: Growing[Point] = Growing()
+        self._growing: AppendOnlyList[Point] = AppendOnlyList()
 
     def take(self, ranks: tuple[RankSample, ...]) -> None:
         """Adds the logged values in a sample."""
         for sample in ranks:
             for step, name, value in sample.values:
                 if name in self._thinned or len(self._thinned) < _CURVES_KEPT:
-                    self._thinned.setdefault(name, Thinned())
+                    self._thinned.setdefault(name, DownsampledCurve())
                     self._open.setdefault((step, name), []).append(value)
         complete = [key for key in sorted(self._open) if self._is_complete(*key)]
         for step, name in complete:
@@ -143,7 +143,7 @@ class Curves:
             self._loggers[name] = max(len(values), self._loggers.get(name, 0))
             self._add(Point(name, step, _short(fmean(values)), _short(min(values)), _short(max(values))))
         if complete:
-            self._growing = Growing(tuple(self._points), 0, self._epoch)
+            self._growing = AppendOnlyList(tuple(self._points), 0, self._epoch)
 
     def _is_complete(self, step: int, name: str) -> bool:
         """Returns True if all ranks that log this name have logged this step, or if several later steps were logged."""
@@ -152,7 +152,7 @@ class Curves:
         later = sum(1 for other, its_name in self._open if its_name == name and other > step)
         return later >= _STEPS_OPEN
 
-    def growing(self) -> Growing[Point]:
+    def growing(self) -> AppendOnlyList[Point]:
         """Returns the points of all curves in insertion order."""
         return self._growing
 
@@ -279,14 +279,14 @@ class StragglerWatch:
             self.costs = tuple(find_stragglers(self._work, self._looks))
 
 
-def what_if_of(costs: Sequence[StragglerCost], *, is_over: bool) -> WhatIf | None:
+def what_if_of(costs: Sequence[StragglerCost], *, is_over: bool) -> StragglerEstimate | None:
     """Returns sentences about the stragglers and the step duration without them, or None without stragglers."""
     if not costs:
         return None
     sentences = [diagnosis.sentence for cost in costs for diagnosis in describe(cost, is_over=is_over)]
     ranks = tuple(sorted({each.rank for cost in costs for each in cost.stragglers}))
     text = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
-    return WhatIf(text, ranks, in_ms(costs[0].step_s), in_ms(costs[0].without_s))
+    return StragglerEstimate(text, ranks, in_ms(costs[0].step_s), in_ms(costs[0].without_s))
 
 
 class DashboardAggregator:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from paceline.comm.record import layout
 from paceline.comm.record.layout import DTYPES, OPERATIONS, EventKind
 from paceline.comm.schedule.algorithms import name_of
-from paceline.operate.dashboard.job_sample import BucketTiming, CallTally, RankStep
+from paceline.operate.dashboard.job_sample import BucketTiming, CallStatistics, RankStep
 from paceline.operate.diagnosis.recording import LinkRecord, link_of
 
 Interval = tuple[float, float]
@@ -335,7 +335,7 @@ class RecordingUpdate:
     shm_nbytes: int = 0
     tcp_nbytes: int = 0
     links: list[LinkRecord] = field(default_factory=list)
-    calls: list[CallTally] = field(default_factory=list)
+    calls: list[CallStatistics] = field(default_factory=list)
 
 
 class RecordingFollower:
@@ -515,9 +515,9 @@ class RecordingFollower:
         return self._read(offset, nbytes).split(b"\0", 1)[0].decode(errors="replace")
 
 
-def _tally(kind: tuple[int, ...], calls: int, took_s: float, predicted_s: float) -> CallTally:
+def _tally(kind: tuple[int, ...], calls: int, took_s: float, predicted_s: float) -> CallStatistics:
     operation, dtype, count, algorithm = kind
     name = DTYPES[dtype] if dtype < len(DTYPES) else ""
-    return CallTally(
+    return CallStatistics(
         OPERATIONS.get(operation, "a call"), name, count, name_of(algorithm) or "", calls, took_s, predicted_s
     )

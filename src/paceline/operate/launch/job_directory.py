@@ -203,7 +203,7 @@ class Events:
 class RecordingMemory:
     """The memory that one worker records into. The launcher calls `release` after the worker has exited."""
 
-    def __init__(self, keeper: RecordingKeeper, path: Path | None) -> None:
+    def __init__(self, keeper: JobRecordings, path: Path | None) -> None:
         self.fd = linux.memfd_create(MEMORY_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
         os.truncate(self.fd, layout.NBYTES)
         fcntl.fcntl(self.fd, linux.F_ADD_SEALS, _SEALS)
@@ -226,7 +226,7 @@ class RecordingMemory:
             os.close(fd)
 
 
-class RecordingKeeper:
+class JobRecordings:
     """The recordings of a job's workers on this machine."""
 
     def __init__(self, directory: Path | None) -> None:

@@ -15,14 +15,11 @@ from random import Random
 from paceline.train.elastic.coordinator.coordinator import Coordinator
 from paceline.train.elastic.coordinator.elastic_job import CoordinatorPolicy
 from paceline.train.elastic.protocol import (
-    Broken,
     CaughtUp,
     CoordinatorOrders,
-    Dismissed,
     EndOrder,
+    ExitRequest,
     FromWorker,
-    Installed,
-    Ready,
     SendOrder,
     StartOrder,
     StateTransfer,
@@ -30,6 +27,9 @@ from paceline.train.elastic.protocol import (
     TransferOffer,
     TransferReady,
     View,
+    ViewFailed,
+    ViewInstalled,
+    WorkerReady,
 )
 
 HOUR_S = 3600.0
@@ -134,7 +134,7 @@ class SimulatedWorker:
         """Handles the start of the training loop."""
         if self.state == "starting":
             self.state = "ready"
-            self.job.send(self, Ready("", learns=True))
+            self.job.send(self, WorkerReady("", learns=True))
 
     def receive(self, message: ToWorker) -> None:
         """Handles a message from the coordinator."""
@@ -147,7 +147,7 @@ class SimulatedWorker:
                 self.transfers.append(message)
         elif isinstance(message, TransferOffer):
             self._fetch_state(message)
-        elif isinstance(message, Dismissed):
+        elif isinstance(message, ExitRequest):
             self.job.end_worker(self, message.code)
 
     def _receive_view(self, view: View) -> None:
@@ -163,7 +163,7 @@ class SimulatedWorker:
             self.job.end_worker(self, 75)
         elif self.group is not None and not view.is_planned:
             # The view that this worker was about to join is obsolete, so it announces itself again.
-            self.job.send(self, Broken(self.group.view.generation, self.job.steps, "there is a later view"))
+            self.job.send(self, ViewFailed(self.group.view.generation, self.job.steps, "there is a later view"))
             self.state, self.group = "caught up", None
             self.job.send(self, CaughtUp(self.job.steps))
 
@@ -217,7 +217,7 @@ class SimulatedView:
             return
         for worker in self.arrived.values():
             worker.state, worker.trains = "working", True
-            self.job.send(worker, Installed(self.view.generation, self.job.steps))
+            self.job.send(worker, ViewInstalled(self.view.generation, self.job.steps))
         if self.planned is None and not self.view.must_wait:
             self.begin_step()
         elif self.planned is not None:
@@ -265,7 +265,7 @@ class SimulatedView:
         for worker in self.arrived.values():
             if worker.group is self and worker.state in ("forming", "working"):
                 worker.state = "broken"
-                self.job.send(worker, Broken(self.view.generation, self.job.steps, "a peer is gone"))
+                self.job.send(worker, ViewFailed(self.view.generation, self.job.steps, "a peer is gone"))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from paceline.comm.group.default import given_or_default
 from paceline.comm.group.init import new_group
 from paceline.comm.group.process_group import ProcessGroup
 from paceline.comm.record.spans import STEPS
-from paceline.train.diloco.exchange_timetable import BeginExchange, ExchangeInterval, ExchangeTimetable
+from paceline.train.diloco.exchange_scheduler import BeginExchange, ExchangeInterval, ExchangeScheduler
 from paceline.train.diloco.exchanges import BackgroundExchanges, ExchangeResult, Exchanges, NoExchanges, OuterAverager
 from paceline.train.diloco.outer_parameters import ExchangeContent, OuterParameters, other_buffers
 from paceline.train.shared_model.shared_model_optimizer import SharedModelOptimizer
@@ -215,7 +215,7 @@ class DiLoCo:
         }
         problem = None if wrong is None else ValueError(f"rank {group.me.rank}: {wrong}")
         synchronize_parameters(model, [{"params": params}], compared, group, problem)
-        self._timetable = ExchangeTimetable(rhythm)
+        self._timetable = ExchangeScheduler(rhythm)
         self.outer_module = OuterParameters(params, fragments)
         self.content = ExchangeContent(model, self.outer_module, fragments)
         replace_parameters(outer, self.outer_module.pairs())
@@ -332,7 +332,7 @@ class DiLoCo:
         if (state["every"], state["fragments"]) != (rhythm.every, rhythm.fragments):
             used = rhythm.begun_after(steps)
         self._exchanges.start(used)
-        self._timetable = ExchangeTimetable(rhythm, steps, used, used)
+        self._timetable = ExchangeScheduler(rhythm, steps, used, used)
         self._before.clear()
         for name, (_, copy) in zip(self._names, self.outer_module.pairs(), strict=True):
             copy.copy_(parameters[name])
@@ -362,7 +362,7 @@ class DiLoCo:
             load_optimizer(self.inner, state["inner"])
         for buffer, value in zip(self.module.buffers(), state["buffers"], strict=True):
             buffer.copy_(value)
-        self._timetable = ExchangeTimetable(self.rhythm, *state["course"])
+        self._timetable = ExchangeScheduler(self.rhythm, *state["course"])
         self._before.clear()
         for fragment in range(self.rhythm.fragments):
             self.outer_module.reset(fragment, 0.0)

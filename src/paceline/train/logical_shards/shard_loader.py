@@ -13,7 +13,7 @@ from paceline.train.logical_shards.logical_shards import LogicalShards
 from paceline.train.logical_shards.shard_batches import READING, EpochPlan, ShardBatch, StepBatches, random_stream
 
 
-class Indexed(Protocol):
+class IndexedDataset(Protocol):
     """Interface of indexable datasets with a length."""
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class ShardLoader:
 
     def __init__(
         self,
-        dataset: Indexed,
+        dataset: IndexedDataset,
         batch_size: int,
         shards: LogicalShards,
         *,
@@ -62,8 +62,8 @@ class ShardLoader:
         self._dataset, self._batch_size, self._shards, self._shuffle = dataset, batch_size, shards, shuffle
         self._plan: EpochPlan | None = None  # cached plan of the latest epoch
         self._collate: Callable[[list[Any]], Any] = default_collate if collate_fn is None else collate_fn
-        self._reading = _Reading(dataset, shards.seed)
-        reading: Any = self._reading  # typed as Any, because `_Reading` is not a subclass of torch's Dataset
+        self._reading = _BatchDataset(dataset, shards.seed)
+        reading: Any = self._reading  # typed as Any, because `_BatchDataset` is not a subclass of torch's Dataset
         self._upcoming = _Batches()
         self._loader: DataLoader[Any] = DataLoader(
             reading,
@@ -175,10 +175,10 @@ class _Batches:
         return self.listed
 
 
-class _Reading:
+class _BatchDataset:
     """The DataLoader's dataset: reads whole batches, each with the random stream for its key."""
 
-    def __init__(self, dataset: Indexed, seed: int) -> None:
+    def __init__(self, dataset: IndexedDataset, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
 
     def __len__(self) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from paceline.operate.dashboard.dashboard_state import Tail, Thinned, about
+from paceline.operate.dashboard.dashboard_state import DownsampledCurve, Tail, about
 
 
 def test_long_curves_keep_their_spikes():
-    thinned = Thinned(most=64)
+    thinned = DownsampledCurve(most=64)
     from paceline.operate.dashboard.dashboard_state import Point
 
     for step in range(10_000):

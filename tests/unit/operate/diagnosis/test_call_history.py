@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.operate.diagnosis.call_history import Slip, difference, match_calls, miscount, predicted, span_of
+from paceline.operate.diagnosis.call_history import MismatchKind, difference, match_calls, miscount, predicted, span_of
 from paceline.operate.diagnosis.job_snapshot import CallSignature, RankCall, RankState
 
 A, B, C = (CallSignature("all_reduce", "float32", count) for count in (1, 2, 3))
@@ -33,13 +33,13 @@ def steps(*counts: int) -> list[RankCall]:
 def test_a_step_with_a_call_too_few_is_found():
     found = miscount({0: steps(2, 2, 2, 2), 1: steps(2, 2, 1, 2), 2: steps(2, 2, 2, 2)})
     assert found is not None
-    assert (found.rank, found.step, found.made, found.usual, found.slip) == (1, 2, 1, 2, Slip.SKIPPED)
+    assert (found.rank, found.step, found.made, found.usual, found.slip) == (1, 2, 1, 2, MismatchKind.SKIPPED)
 
 
 def test_of_two_ranks_the_one_with_an_unusual_step_is_found():
     found = miscount({0: steps(2, 2, 2, 2, 2), 1: steps(2, 2, 3, 2, 2)})
     assert found is not None
-    assert (found.rank, found.slip) == (1, Slip.TWICE)
+    assert (found.rank, found.slip) == (1, MismatchKind.TWICE)
 
 
 def test_incomplete_steps_are_not_compared():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from paceline.linux import pidfd_getfd
-from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAct, acts_of
+from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAction, acts_of
 from paceline.operate.launch.elastic.worker_pool import PoolWorker
 
 
@@ -129,7 +129,7 @@ class ChaosRunner:
         self._chaos = chaos
         self._spared = spared
         self._acts = acts_of(chaos, machine)
-        self._next: ChaosAct = next(self._acts)
+        self._next: ChaosAction = next(self._acts)
         self._say = say
         self._ledger: ChaosStats | None = None
         self._hit: set[str] = set()
@@ -175,7 +175,7 @@ class ChaosRunner:
             return [f"chaos ({self._chaos}): nothing was done because no worker participated"]
         return self._ledger.summary(str(self._chaos), now_s)
 
-    def _do(self, act: ChaosAct, member: PoolWorker) -> bool:
+    def _do(self, act: ChaosAction, member: PoolWorker) -> bool:
         """Performs an act on a worker; returns whether that was possible."""
         assert member.worker is not None
         when = f"chaos at {act.at_s:.2f} s: {act.kind}"

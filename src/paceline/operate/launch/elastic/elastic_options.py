@@ -67,7 +67,7 @@ class Chaos:
 
 
 @dataclass(frozen=True, order=True)
-class ChaosAct:
+class ChaosAction:
     """A random act against a worker.
 
     Attributes:
@@ -85,16 +85,16 @@ class ChaosAct:
         return candidates[int(self.choice * len(candidates))]
 
 
-def acts_of(chaos: Chaos, machine: int = 0) -> Iterator[ChaosAct]:
+def acts_of(chaos: Chaos, machine: int = 0) -> Iterator[ChaosAction]:
     """Returns an endless iterator over a machine's acts, ordered by time."""
     return heapq.merge(*(_acts(kind, interval_s, chaos.seed, machine) for kind, interval_s in chaos.intervals_s))
 
 
-def _acts(kind: str, interval_s: float, seed: int, machine: int) -> Iterator[ChaosAct]:
+def _acts(kind: str, interval_s: float, seed: int, machine: int) -> Iterator[ChaosAction]:
     random, at_s = Random(f"{seed}/{machine}/{kind}"), 0.0
     while True:
         at_s += random.expovariate(1.0 / interval_s)
-        yield ChaosAct(at_s, kind, random.random())
+        yield ChaosAction(at_s, kind, random.random())
 
 
 def _seconds(text: str, part: str) -> float:

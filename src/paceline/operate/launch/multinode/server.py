@@ -25,10 +25,10 @@ from paceline.comm.security.secret import derive_key
 from paceline.operate.launch.multinode.membership import JobController, Orders
 from paceline.operate.launch.multinode.protocol import (
     AskTime,
-    Dropped,
     Heartbeat,
     Inbox,
     MessageError,
+    NodeDropped,
     Order,
     Report,
     TellTime,
@@ -96,7 +96,7 @@ class _Node:
 
     def part(self) -> None:
         """Closes the connection such that the node does not conclude that this launcher has exited."""
-        self.send(Dropped())
+        self.send(NodeDropped())
         self.close()
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class MeetingServer:
         for name, order in orders:
             if name not in self._nodes:
                 continue
-            if isinstance(order, Dropped):
+            if isinstance(order, NodeDropped):
                 self._part(self._nodes.pop(name))
             else:
                 self._send(self._nodes[name], order)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from paceline.comm.security.secret import chosen_level
 from paceline.operate.launch.elastic.elastic_options import ElasticOptions
 from paceline.operate.launch.job import Command, CommandKind, Job
-from paceline.operate.launch.job_directory import RecordingKeeper, RecordingMemory
+from paceline.operate.launch.job_directory import JobRecordings, RecordingMemory
 from paceline.operate.launch.multinode.protocol import Start
 from paceline.operate.launch.option_types import Streams
 from paceline.operate.launch.workers.environment import (
@@ -78,7 +78,7 @@ class WorkerContext:
     gpus: int
     logs: Logs
     keyboard: Keyboard
-    keeper: RecordingKeeper
+    keeper: JobRecordings
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from paceline.train.checkpoint.format.manifest import (
 from paceline.train.checkpoint.format.regions import Flat, Region, copies, count, whole
 from paceline.train.checkpoint.format.safetensors_header import ITEMSIZE, header_of, nbytes_of
 from paceline.train.checkpoint.format.storage import (
-    Hold,
     InputFile,
     OutputFile,
     ReadableStorage,
+    SharedLock,
     Storage,
     check_room,
     storage_error,
@@ -67,7 +67,7 @@ class Checkpoint:
         self.nbytes_read = 0
         self._storage = storage
         self._files: dict[str, InputFile] = {}
-        self._hold: Hold | None = None
+        self._hold: SharedLock | None = None
         with contextlib.suppress(OSError):  # reading the manifest raises the error
             self._hold = storage.share(name)
         try:

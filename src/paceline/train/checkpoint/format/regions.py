@@ -1,4 +1,4 @@
-"""Tensor regions: runs of elements in the flattened tensor (`Flat`), and blocks (`Box`).
+"""Tensor regions: runs of elements in the flattened tensor (`Flat`), and blocks (`TensorBlock`).
 
 `untiled` checks that regions cover a whole tensor exactly once, and `copies` finds the elements that two regions share.
 """
@@ -19,14 +19,14 @@ class Flat(msgspec.Struct, frozen=True, tag=True):
     stop: int
 
 
-class Box(msgspec.Struct, frozen=True, tag=True):
+class TensorBlock(msgspec.Struct, frozen=True, tag="Box"):
     """A block of a tensor, with the given shape and offset. Its elements are stored in row-major order."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
-Region = Flat | Box
+Region = Flat | TensorBlock
 
 
 def whole(shape: tuple[int, ...]) -> Flat:
@@ -53,37 +53,37 @@ def fault_of(region: Region, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def blocks(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+def blocks(shape: Sequence[int], start: int, stop: int) -> list[TensorBlock]:
     """Divides the elements `start` to `stop` of a row-major tensor into blocks, in ascending order.
 
     >>> blocks([2, 3], 1, 6)
-    [Box(offset=(0, 1), shape=(1, 2)), Box(offset=(1, 0), shape=(1, 3))]
+    [TensorBlock(offset=(0, 1), shape=(1, 2)), TensorBlock(offset=(1, 0), shape=(1, 3))]
     """
     if start >= stop:
         return []
     if len(shape) == 1:
-        return [Box((start,), (stop - start,))]
+        return [TensorBlock((start,), (stop - start,))]
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row  # the range of whole rows
     if first > last:  # the elements are within one row
         return _in_row(last, blocks(shape[1:], start % row, stop - last * row))
-    cut: list[Box] = []
+    cut: list[TensorBlock] = []
     if start < first * row:
         cut += _in_row(first - 1, blocks(shape[1:], start - (first - 1) * row, row))
     if first < last:
-        cut.append(Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+        cut.append(TensorBlock((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
     if last * row < stop:
         cut += _in_row(last, blocks(shape[1:], 0, stop - last * row))
     return cut
 
 
-def _in_row(row: int, cut: list[Box]) -> list[Box]:
-    return [Box((row, *box.offset), (1, *box.shape)) for box in cut]
+def _in_row(row: int, cut: list[TensorBlock]) -> list[TensorBlock]:
+    return [TensorBlock((row, *box.offset), (1, *box.shape)) for box in cut]
 
 
-def moved(box: Box, by: Sequence[int]) -> Box:
+def moved(box: TensorBlock, by: Sequence[int]) -> TensorBlock:
     """Returns a block shifted by an offset."""
-    return Box(tuple(first + more for first, more in zip(box.offset, by, strict=True)), box.shape)
+    return TensorBlock(tuple(first + more for first, more in zip(box.offset, by, strict=True)), box.shape)
 
 
 def cut_out(region: Region, start: int, stop: int) -> list[Region]:
@@ -91,8 +91,8 @@ def cut_out(region: Region, start: int, stop: int) -> list[Region]:
 
     >>> cut_out(Flat(10, 20), 2, 5)
     [Flat(start=12, stop=15)]
-    >>> cut_out(Box((0, 4), (3, 2)), 1, 4)
-    [Box(offset=(0, 5), shape=(1, 1)), Box(offset=(1, 4), shape=(1, 2))]
+    >>> cut_out(TensorBlock((0, 4), (3, 2)), 1, 4)
+    [TensorBlock(offset=(0, 5), shape=(1, 1)), TensorBlock(offset=(1, 4), shape=(1, 2))]
     """
     if isinstance(region, Flat):
         return [Flat(region.start + start, region.start + stop)]
@@ -117,7 +117,7 @@ def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         yield from _runs_of_box(region, shape)
 
 
-def _runs_of_box(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def _runs_of_box(box: TensorBlock, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     if prod(box.shape) == 0:
         return
     # The box covers dimensions `inner` and later completely. A run covers these dimensions and the box's extent in the
@@ -153,7 +153,7 @@ def untiled(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
     flat = sorted((region.start, region.stop) for region in held if isinstance(region, Flat))
     if len(flat) == len(held):
         return _untiled_runs(prod(shape), flat)
-    boxes = [region for region in held if isinstance(region, Box)]
+    boxes = [region for region in held if isinstance(region, TensorBlock)]
     for start, stop in flat:
         boxes += blocks(shape, start, stop)
     return _untiled_boxes(shape, boxes)
@@ -170,13 +170,13 @@ def _untiled_runs(total: int, ascending: Sequence[tuple[int, int]]) -> str | Non
     return f"no rank holds the elements {end} to {total}" if end < total else None
 
 
-def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+def _untiled_boxes(shape: tuple[int, ...], boxes: list[TensorBlock]) -> str | None:
     """Returns the reason why boxes do not cover a tensor exactly once, or None if they do.
 
     Boxes cover a tensor if no two of them overlap and their volumes add up to its size. Only boxes that overlap in the
     first dimension are compared with each other.
     """
-    open_boxes: list[Box] = []
+    open_boxes: list[TensorBlock] = []
     for box in sorted(boxes, key=lambda box: box.offset):
         open_boxes = [other for other in open_boxes if other.offset[0] + other.shape[0] > box.offset[0]]
         for other in open_boxes:
@@ -187,7 +187,7 @@ def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
     return f"no rank holds {total - held} of the {total} elements" if held < total else None
 
 
-def boxes_overlap(one: Box, other: Box) -> bool:
+def boxes_overlap(one: TensorBlock, other: TensorBlock) -> bool:
     """Returns True if two blocks of a tensor have an element in common."""
     return all(
         first < second + extent and second < first + size

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAct, acts_of
+from paceline.operate.launch.elastic.elastic_options import Chaos, ChaosAction, acts_of
 
 
 def test_chaos_says_what_it_was_asked_for():
@@ -45,4 +45,4 @@ def test_chaos_keeps_to_its_mean_times():
 def test_every_worker_may_be_hit():
     acts = islice(acts_of(Chaos((("kill", 1.0),), 3)), 200)
     assert {act.victim_of(range(4)) for act in acts} == {0, 1, 2, 3}
-    assert ChaosAct(0.0, "kill", 0.999999).victim_of("abc") == "c"
+    assert ChaosAction(0.0, "kill", 0.999999).victim_of("abc") == "c"

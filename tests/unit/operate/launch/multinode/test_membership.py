@@ -12,15 +12,15 @@ from sampling import examples
 import paceline
 from paceline.operate.launch.multinode.membership import Membership, MembershipPhase, MembershipPolicy, Orders, pause_s
 from paceline.operate.launch.multinode.protocol import (
-    Failed,
     JobEnded,
     JoinJob,
-    Leave,
+    NodeStopped,
     Order,
     Start,
     Stop,
-    Stopped,
+    WorkerFailed,
     WorkersFinished,
+    WorkersStopped,
 )
 from paceline.operate.launch.workers.failures import Record, WorkerFailure
 from paceline.train.elastic.protocol import NotifyOrder
@@ -54,7 +54,7 @@ class Play:
         self.take(self.membership.joined(node, join, self.now_s))
 
     def fail(self, node: str, what: WorkerFailure) -> None:
-        self.take(self.membership.failed(node, Failed(self.membership.generation, what), self.now_s))
+        self.take(self.membership.failed(node, WorkerFailed(self.membership.generation, what), self.now_s))
 
     def finish(self, *nodes: str) -> None:
         for node in nodes:
@@ -62,11 +62,11 @@ class Play:
 
     def stop(self, *nodes: str, failures: tuple[WorkerFailure, ...] = ()) -> None:
         for node in nodes:
-            report = Stopped(self.membership.generation, 2000, failures)
+            report = WorkersStopped(self.membership.generation, 2000, failures)
             self.take(self.membership.stopped(node, report, self.now_s))
 
     def leave(self, node: str) -> None:
-        self.take(self.membership.left(node, Leave("SIGTERM"), self.now_s))
+        self.take(self.membership.left(node, NodeStopped("SIGTERM"), self.now_s))
 
     def lose(self, node: str) -> None:
         self.take(self.membership.lost(node, "silence", self.now_s))
@@ -322,7 +322,7 @@ def test_reports_of_an_older_generation_change_nothing():
     play.wait(1)
     before = play.membership.generation
     play.take(play.membership.finished("a", WorkersFinished(before - 1), play.now_s))
-    play.take(play.membership.failed("a", Failed(before - 1, failure()), play.now_s))
+    play.take(play.membership.failed("a", WorkerFailed(before - 1, failure()), play.now_s))
     assert play.membership.phase is MembershipPhase.RUNNING
 
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from local_simulation import Simulation, drawn
 from sampling import examples
 
-from paceline.train.diloco.exchange_timetable import (
+from paceline.train.diloco.exchange_scheduler import (
     FINISHED,
     ArrivalTracker,
     BeginExchange,
     ExchangeInterval,
-    ExchangeTimetable,
+    ExchangeScheduler,
     Participants,
     UseResult,
     participants_after_waiting,
@@ -21,7 +21,7 @@ from paceline.train.diloco.exchange_timetable import (
 
 
 def actions(rhythm: ExchangeInterval, steps: int) -> dict[int, list[object]]:
-    course, done = ExchangeTimetable(rhythm), dict[int, list[object]]()
+    course, done = ExchangeScheduler(rhythm), dict[int, list[object]]()
     for step in range(1, steps + 1):
         course.step()
         for action in all_due(course):
@@ -29,7 +29,7 @@ def actions(rhythm: ExchangeInterval, steps: int) -> dict[int, list[object]]:
     return done
 
 
-def all_due(course: ExchangeTimetable) -> list[BeginExchange | UseResult]:
+def all_due(course: ExchangeScheduler) -> list[BeginExchange | UseResult]:
     done: list[BeginExchange | UseResult] = []
     while (action := course.due()) is not None:
         course.complete(action)
@@ -75,7 +75,7 @@ def test_every_fragment_is_exchanged_once_a_round(every, data):
 
 
 def test_a_late_rank_takes_the_steps_of_the_others():
-    course = ExchangeTimetable(ExchangeInterval(every=10, fragments=2, delay=1))
+    course = ExchangeScheduler(ExchangeInterval(every=10, fragments=2, delay=1))
     course.step()
     course.catch_up(3)  # exchange 2, after 15 steps, was held without this rank
     assert course.steps == 15
@@ -85,7 +85,7 @@ def test_a_late_rank_takes_the_steps_of_the_others():
 
 
 def test_a_rank_that_is_not_late_keeps_its_steps():
-    course = ExchangeTimetable(ExchangeInterval(every=2, delay=1))
+    course = ExchangeScheduler(ExchangeInterval(every=2, delay=1))
     for _ in range(2):
         course.step()
     assert all_due(course) == [BeginExchange(0)]
