@@ -272,8 +272,8 @@ def test_chaos_shows_each_act_and_what_it_cost(job):
     job.wait(lambda: job.said().count("chaos at ") >= 3 and job.said().count("replaces it") >= 3)
     job.order("end")
     said = job.expect(0)
-    acts = said.count("chaos at ")
-    assert f"chaos (kill:0.5s,stop:3s,seed=7): {acts} acts in " in said
+    actions = said.count("chaos at ")
+    assert f"chaos (kill:0.5s,stop:3s,seed=7): {actions} actions in " in said
     assert "workers replaced; until each participated: median " in said
     assert "the others resumed; after each loss: median " in said
 

@@ -46,7 +46,7 @@ def analyze(options: argparse.Namespace) -> int:
         print(f"paceline analyze: {problem}", file=sys.stderr)
         return 2
     job = _diagnose(directories)
-    found, verdict = job.remnants, job.verdict
+    found, verdict = job.postmortem, job.verdict
     verdicts = [*([verdict] if verdict is not None else []), *job.slowdowns]
     if options.json:
         facts = [{"cause": item.cause.name, "blamed": item.blamed, "sentence": item.sentence} for item in verdicts]
@@ -64,14 +64,14 @@ class _JobDiagnosis:
     """The diagnosis of a job from its files.
 
     Attributes:
-        remnants: the job's recordings.
+        postmortem: the job's recordings.
         verdict: the diagnosis of the job's failure, or None.
         slowdowns: the ranks and links that were slow most of the time.
         aggregator: the data for the report; None if no recording is readable.
         what_if: the estimated time without the stragglers, or None if there are no stragglers.
     """
 
-    remnants: PostmortemData
+    postmortem: PostmortemData
     verdict: Diagnosis | None
     slowdowns: tuple[Diagnosis, ...]
     aggregator: DashboardAggregator | None

@@ -248,7 +248,7 @@ class Tail(Generic[Item]):
     def __init__(self, most: int) -> None:
         self._items: deque[Item] = deque(maxlen=most)
         self._count = 0
-        self._growing: AppendOnlyList[Item] | None = None
+        self._latest: AppendOnlyList[Item] | None = None
 
     def extend(self, items: Iterable[Item]) -> None:
         """Appends items."""
@@ -257,13 +257,13 @@ class Tail(Generic[Item]):
             self._items.append(item)
             self._count += 1
         if self._count != before:
-            self._growing = None
+            self._latest = None
 
-    def growing(self) -> AppendOnlyList[Item]:
+    def latest(self) -> AppendOnlyList[Item]:
         """Returns the items; returns the same object until more items are appended."""
-        if self._growing is None:
-            self._growing = AppendOnlyList(tuple(self._items), self._count - len(self._items))
-        return self._growing
+        if self._latest is None:
+            self._latest = AppendOnlyList(tuple(self._items), self._count - len(self._items))
+        return self._latest
 
 
 class DownsampledCurve:

@@ -442,7 +442,7 @@ class RecordingFollower:
                     kind = (entry[2], entry[3], entry[_COUNT_OF], entry[5])
                     calls, seconds, _ = took.get(kind, (0, 0.0, 0.0))
                     took[kind] = calls + 1, seconds + call.end_s - call.begin_s, predicted_s
-        update.calls = [_tally(kind, *totals) for kind, totals in took.items()]
+        update.calls = [_call_statistics(kind, *totals) for kind, totals in took.items()]
         for entry in open_entries:
             operation, dtype = OPERATIONS.get(entry[2], "a call"), DTYPES[entry[3]] if entry[3] < len(DTYPES) else ""
             arrived_s = self._time(entry[_ARRIVED])
@@ -515,7 +515,7 @@ class RecordingFollower:
         return self._read(offset, nbytes).split(b"\0", 1)[0].decode(errors="replace")
 
 
-def _tally(kind: tuple[int, ...], calls: int, took_s: float, predicted_s: float) -> CallStatistics:
+def _call_statistics(kind: tuple[int, ...], calls: int, took_s: float, predicted_s: float) -> CallStatistics:
     operation, dtype, count, algorithm = kind
     name = DTYPES[dtype] if dtype < len(DTYPES) else ""
     return CallStatistics(

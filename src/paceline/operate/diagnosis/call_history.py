@@ -58,7 +58,7 @@ class CallMismatch:
         sequence: the number of the first mismatched call in its group.
         strays: the ranks that deviate; all ranks if the deviating ones cannot be determined.
         regular: the ranks that do not deviate.
-        slip: the kind of deviation.
+        kind: the kind of deviation.
         theirs: the call made by the first stray rank.
         expected: the call made by the other ranks, or predicted from the history.
         step: the training step in which the call was made, or None.
@@ -68,7 +68,7 @@ class CallMismatch:
     sequence: int
     strays: tuple[int, ...]
     regular: tuple[int, ...]
-    slip: MismatchKind
+    kind: MismatchKind
     theirs: CallSignature
     expected: CallSignature
     step: int | None = None
@@ -123,15 +123,15 @@ def _explain(number: int, histories: Mapping[int, Mapping[int, RankCall]]) -> Ca
     stray = next(rank for rank, call in sorted(made.items()) if call.header != usual)
     theirs, step = made[stray].header, made[stray].step
     if is_tie:
-        slip = MismatchKind.OTHER_SHAPE if theirs.operation == usual.operation else MismatchKind.OTHER_CALL
-        return CallMismatch(number, strays, (), slip, theirs, usual, step, is_guess=True)
+        kind = MismatchKind.OTHER_SHAPE if theirs.operation == usual.operation else MismatchKind.OTHER_CALL
+        return CallMismatch(number, strays, (), kind, theirs, usual, step, is_guess=True)
     regular = tuple(sorted(set(made) - set(strays)))
     expected = _following(histories[regular[0]], number)
     due = [*expected, *coming[len(expected) :]]
-    slip = _slip(_following(histories[stray], number), due, past)
-    if slip is MismatchKind.SKIPPED_OR_TWICE and step is not None and number - 1 in histories[stray]:
-        slip = _by_step(histories[stray], number, due)
-    return CallMismatch(number, strays, regular, slip, theirs, usual, step)
+    kind = _mismatch_kind(_following(histories[stray], number), due, past)
+    if kind is MismatchKind.SKIPPED_OR_TWICE and step is not None and number - 1 in histories[stray]:
+        kind = _by_step(histories[stray], number, due)
+    return CallMismatch(number, strays, regular, kind, theirs, usual, step)
 
 
 def _by_step(own: Mapping[int, RankCall], number: int, expected: Sequence[CallSignature]) -> MismatchKind:
@@ -174,7 +174,7 @@ def _usual(
     return (likely[0], False) if len(likely) == 1 else (usual, True)
 
 
-def _slip(
+def _mismatch_kind(
     theirs: Sequence[CallSignature], expected: Sequence[CallSignature], past: Sequence[CallSignature]
 ) -> MismatchKind:
     """Classifies the deviation of a rank that made the calls `theirs` instead of `expected`, after `past`."""
@@ -203,12 +203,12 @@ class CallCountMismatch:
     usual: int
 
     @property
-    def slip(self) -> MismatchKind:
+    def kind(self) -> MismatchKind:
         """The kind of deviation: calls were skipped or made twice."""
         return MismatchKind.SKIPPED if self.made < self.usual else MismatchKind.TWICE
 
 
-def miscount(calls: Mapping[int, Sequence[RankCall]]) -> CallCountMismatch | None:
+def call_count_mismatch(calls: Mapping[int, Sequence[RankCall]]) -> CallCountMismatch | None:
     """Returns the first step in which one rank made a different number of calls than the other ranks, or None.
 
     This detects a skipped call even if all calls look the same, unlike `difference`. Only complete steps are compared.

@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.operate.diagnosis.call_history import CallCountMismatch, CallMismatch, MismatchKind, difference, miscount
+from paceline.operate.diagnosis.call_history import (
+    CallCountMismatch,
+    CallMismatch,
+    MismatchKind,
+    call_count_mismatch,
+    difference,
+)
 from paceline.operate.diagnosis.finding import (
     Cause,
     Diagnosis,
@@ -144,7 +150,7 @@ def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -
             f"{start}call {found.sequence} differs: {named(found.strays[:1], snapshot.word)} and the others called "
             f"{found.expected} and {found.theirs}, and it is not known which is correct"
         )
-        return Diagnosis(_CAUSE_OF_MISMATCH[found.slip], found.strays, sentence)
+        return Diagnosis(_CAUSE_OF_MISMATCH[found.kind], found.strays, sentence)
     due = f"where {named(found.regular, snapshot.word)} called {found.expected}{elsewhere}"
     does = {
         MismatchKind.SKIPPED: f"it skipped {found.expected}, or calls it later",
@@ -153,9 +159,9 @@ def _diagnose_mismatch(snapshot: JobSnapshot, group: str, found: CallMismatch) -
         MismatchKind.SKIPPED_OR_TWICE: f"it skipped {found.expected}, or called {found.theirs} twice",
         MismatchKind.OTHER_SHAPE: "the number or type of its elements differs",
         MismatchKind.OTHER_CALL: "it took a different path through the program",
-    }[found.slip]
+    }[found.kind]
     sentence = f"{start}{strays} called {found.theirs} as call {found.sequence}{where}, {due}: {does}"
-    return Diagnosis(_CAUSE_OF_MISMATCH[found.slip], found.strays, sentence)
+    return Diagnosis(_CAUSE_OF_MISMATCH[found.kind], found.strays, sentence)
 
 
 def _where(snapshot: JobSnapshot, ranks: Sequence[int], group: str, sequence: int) -> str:
@@ -203,8 +209,8 @@ def _mismatched(snapshot: JobSnapshot) -> Diagnosis | None:
         latest = [max((call.sequence for call in own if call.is_open), default=None) for own in histories.values()]
         numbers = [number for number in latest if number is not None]
         if numbers and (found := difference(histories, min(numbers))) is not None:
-            verdict, counted = _diagnose_mismatch(snapshot, group, found), miscount(histories)
-            if counted is None or found.slip in (MismatchKind.OTHER_SHAPE, MismatchKind.OTHER_CALL):
+            verdict, counted = _diagnose_mismatch(snapshot, group, found), call_count_mismatch(histories)
+            if counted is None or found.kind in (MismatchKind.OTHER_SHAPE, MismatchKind.OTHER_CALL):
                 return verdict
             sentence = f"{verdict.sentence.rpartition(':')[0]}: {_count(counted, snapshot.word)}"
             return Diagnosis(_cause_of(counted), (counted.rank,), sentence)
@@ -277,7 +283,7 @@ def _missed(snapshot: JobSnapshot, waits: Sequence[CallWait]) -> Diagnosis | Non
 
 def _miscounted(snapshot: JobSnapshot, wait: CallWait) -> Diagnosis | None:
     """Finds a step with an unusual number of calls on one rank, in case mismatched calls look the same."""
-    found = miscount(_histories(snapshot, wait.call.group))
+    found = call_count_mismatch(_histories(snapshot, wait.call.group))
     if found is None:
         return None
     sentence = f"{beginning(snapshot, wait.waiters)}{waiting(snapshot, wait)}; {_count(found, snapshot.word)}"
@@ -285,7 +291,7 @@ def _miscounted(snapshot: JobSnapshot, wait: CallWait) -> Diagnosis | None:
 
 
 def _cause_of(found: CallCountMismatch) -> Cause:
-    return Cause.SKIPPED if found.slip is MismatchKind.SKIPPED else Cause.TWICE
+    return Cause.SKIPPED if found.kind is MismatchKind.SKIPPED else Cause.TWICE
 
 
 def _count(found: CallCountMismatch, word: str) -> str:

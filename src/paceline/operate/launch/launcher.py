@@ -82,7 +82,7 @@ class Launcher(ABC):
         self._console = Console(lambda: self._signals.has_come)
         self._say = self._console.say
         self._directory = JobDirectory(job)
-        self._keeper = JobRecordings(self._directory.path)
+        self._recordings = JobRecordings(self._directory.path)
         self._copies = CacheServer(None if job.rendezvous.address is None else connection.address)
         path = self._directory.path
         self._dashboard = DashboardLink(job, connection, secret is not None, path, self._say, self._watched)
@@ -107,7 +107,7 @@ class Launcher(ABC):
         self._watcher.close()
         self._close_workers()
         self._copies.close()
-        self._keeper.close()
+        self._recordings.close()
         self._selector.close()
         self._signals.close()
         self._dashboard.close()

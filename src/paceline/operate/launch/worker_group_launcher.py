@@ -233,7 +233,7 @@ class WorkerGroupLauncher(Launcher):
             gpus=self._machine.gpus,
             logs=self._logs,
             keyboard=self._keyboard,
-            keeper=self._keeper,
+            recordings=self._recordings,
         )
         self._generation = start_workers(
             self._job,

@@ -93,16 +93,15 @@ class PeerCopies:
             The function, or None if a rank cannot reach its launcher.
         """
         everyone = [
-            msgspec.json.decode(data, type=_ReplicationReport) for data in results_of_all(self._introduction, channel)
+            msgspec.json.decode(data, type=_ReplicationReport)
+            for data in results_of_all(self._replication_report, channel)
         ]
-        locations = [introduction.location for introduction in everyone if introduction.location is not None]
+        locations = [report.location for report in everyone if report.location is not None]
         if len(locations) < len(everyone):
-            rank, absent = next(
-                (rank, introduction) for rank, introduction in enumerate(everyone) if introduction.location is None
-            )
+            rank, absent = next((rank, report) for rank, report in enumerate(everyone) if report.location is None)
             self._warn(f"rank {rank}: {absent.why}", channel)
             return None
-        wholes = [introduction.whole for introduction in everyone if introduction.whole is not None]
+        wholes = [report.whole for report in everyone if report.whole is not None]
         _, *others = targets(locations, channel.rank, self._count)
         replication = Replication(
             root=everyone[0].root,
@@ -131,7 +130,7 @@ class PeerCopies:
         else:
             self._whole = replication.draft.sequence, replication.draft.token
 
-    def _introduction(self) -> bytes:
+    def _replication_report(self) -> bytes:
         why = f"{VARIABLE} is not set"
         if self._location is None and self._own:
             try:

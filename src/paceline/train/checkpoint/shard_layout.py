@@ -87,8 +87,8 @@ def parts_of_run(
     parts = []
     for block in blocks(lengths, start, stop):
         first = sum(index * step for index, step in zip(block.offset, expected, strict=True)) - start
-        box = TensorBlock(tuple(block.offset[axis] for axis in order), tuple(block.shape[axis] for axis in order))
-        region = box if begin is None else moved(box, begin)
+        permuted = TensorBlock(tuple(block.offset[axis] for axis in order), tuple(block.shape[axis] for axis in order))
+        region = permuted if begin is None else moved(permuted, begin)
         parts.append(RunPart(first, first + prod(block.shape), region, block.shape, order))
     return parts
 

@@ -62,11 +62,11 @@ class ShardLoader:
         self._dataset, self._batch_size, self._shards, self._shuffle = dataset, batch_size, shards, shuffle
         self._plan: EpochPlan | None = None  # cached plan of the latest epoch
         self._collate: Callable[[list[Any]], Any] = default_collate if collate_fn is None else collate_fn
-        self._reading = _BatchDataset(dataset, shards.seed)
-        reading: Any = self._reading  # typed as Any, because `_BatchDataset` is not a subclass of torch's Dataset
+        self._batch_dataset = _BatchDataset(dataset, shards.seed)
+        untyped: Any = self._batch_dataset  # typed as Any, because `_BatchDataset` is not a subclass of torch's Dataset
         self._upcoming = _Batches()
         self._loader: DataLoader[Any] = DataLoader(
-            reading,
+            untyped,
             batch_sampler=self._upcoming,
             num_workers=num_workers,
             collate_fn=collate_fn,
@@ -155,7 +155,7 @@ class ShardLoader:
         key, samples = (plan.epoch, step, shard), plan.samples_of(step, shard)
         if not samples:
             return None
-        return self._batch(plan, key, self._collate(self._reading.__getitems__([key, *samples])))
+        return self._batch(plan, key, self._collate(self._batch_dataset.__getitems__([key, *samples])))
 
     def _batch(self, plan: EpochPlan, key: tuple[int, int, int], data: Any) -> ShardBatch:
         return ShardBatch(key, plan.count_of(*key[1:]) / plan.samples_of_step(key[1]), data)

@@ -292,8 +292,8 @@ class StageTransport:
         return tuple(t.requires_grad_(each.needs_grad) for t, each in zip(value, form, strict=True)), works
 
     def _tag(self, message: StageMessage, part: int) -> int:
-        cargo = list(MessageContent).index(message.cargo)
-        number = (message.stage * self._micro_batches + message.micro_batch) * len(MessageContent) + cargo
+        content = list(MessageContent).index(message.content)
+        number = (message.stage * self._micro_batches + message.micro_batch) * len(MessageContent) + content
         return number * (_MOST_TENSORS + 1) + part
 
 
@@ -378,7 +378,7 @@ class Execution:
 
     def _transfer(self, step: StageTransfer) -> None:
         message = step.message
-        key = (message.cargo, message.stage, message.micro_batch)
+        key = (message.content, message.stage, message.micro_batch)
         if step.action is Action.POST:
             self._transport.post(message, self._forms)
         elif step.action is Action.AWAIT:

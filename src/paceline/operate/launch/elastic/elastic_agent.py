@@ -173,7 +173,7 @@ class ElasticAgent(Launcher):
         environment = self._environment("0")
         path = os.path.join(self._cleanup.directory, f"copies-{begin.machine}")
         environment[COPIES] = self._copies.open(path, self._resources.secret)
-        context = self._resources.open(begin, environment, self._machine, self._logs, self._keyboard, self._keeper)
+        context = self._resources.open(begin, environment, self._machine, self._logs, self._keyboard, self._recordings)
         self._members = WorkerPool(
             self._job,
             self._resources.start_of(begin),

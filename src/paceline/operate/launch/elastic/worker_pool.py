@@ -178,7 +178,7 @@ class WorkerResources:
         machine: MachineResources,
         logs: Logs,
         keyboard: Keyboard,
-        keeper: JobRecordings,
+        recordings: JobRecordings,
     ) -> WorkerContext:
         """Creates the resources, adds variables to `environment`, and returns the workers' common context.
 
@@ -204,7 +204,7 @@ class WorkerResources:
             gpus=machine.gpus,
             logs=logs,
             keyboard=keyboard,
-            keeper=keeper,
+            recordings=recordings,
         )
 
     def start_of(self, begin: StartSlots) -> Start:

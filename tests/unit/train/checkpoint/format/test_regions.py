@@ -15,7 +15,7 @@ shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
 
 @st.composite
-def boxes(draw, shape):
+def tensor_blocks(draw, shape):
     ranges = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape]
     return TensorBlock(tuple(first for first, _ in ranges), tuple(last - first for first, last in ranges))
 
@@ -23,7 +23,7 @@ def boxes(draw, shape):
 @st.composite
 def regions(draw, shape):
     if draw(st.booleans()):
-        return draw(boxes(shape))
+        return draw(tensor_blocks(shape))
     start, stop = sorted((draw(st.integers(0, prod(shape))), draw(st.integers(0, prod(shape)))))
     return Flat(start, stop)
 
