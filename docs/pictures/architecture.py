@@ -103,7 +103,7 @@ ROUTES = (
             Hop("src/paceline/operate/launch/command.py", "run"),
             Hop("src/paceline/operate/launch/job.py", "job_of"),
             Hop("src/paceline/operate/launch/worker_group_launcher.py", "run"),
-            Hop("src/paceline/operate/launch/worker_group_launcher.py", "open_meeting"),
+            Hop("src/paceline/operate/launch/worker_group_launcher.py", "open_rendezvous"),
             Hop("src/paceline/operate/launch/launcher.py", "Launcher.run"),
             Hop("src/paceline/operate/launch/multinode/membership.py", "Membership.joined"),
             Hop("src/paceline/operate/launch/worker_group_launcher.py", "WorkerGroupLauncher._start"),

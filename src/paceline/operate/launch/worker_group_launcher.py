@@ -43,7 +43,7 @@ from paceline.operate.launch.multinode.protocol import (
     WorkersStopped,
 )
 from paceline.operate.launch.multinode.remote_client import connect_client
-from paceline.operate.launch.multinode.server import MeetingServer
+from paceline.operate.launch.multinode.server import RendezvousServer
 from paceline.operate.launch.shared_secret import SlurmSecret, secret_of
 from paceline.operate.launch.watchdog import ending_of, final_snapshot
 from paceline.operate.launch.workers.cleanup import Cleanup
@@ -113,7 +113,7 @@ def _take_part(
     job: Job, listener: ListeningEndpoint | None, secret: bytes | None, shared: SlurmSecret, cleanup: Cleanup
 ) -> tuple[int, JobMoved | None]:
     """Runs this machine's part of the job; returns the exit code, and the job to join instead (if any)."""
-    connection = open_meeting(job, secret, Console().say, listener)
+    connection = open_rendezvous(job, secret, Console().say, listener)
     try:
         if job.one_port is not None:
             require_port(connection.address, secret)
@@ -353,7 +353,7 @@ class WorkerGroupLauncher(Launcher):
         self._generation.end(number)
 
 
-def open_meeting(
+def open_rendezvous(
     job: Job, secret: bytes | None, say: Callable[[str], None], listener: ListeningEndpoint | None = None
 ) -> NodeConnection:
     """Connects this machine to the rendezvous.
@@ -388,7 +388,7 @@ def open_meeting(
 
         return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), controller)
     if listener is not None and controller is not None:
-        server = MeetingServer(
+        server = RendezvousServer(
             listener, secret, DashboardRelay(DiagnosisCollector(controller)), options.silence_s, bears_starvation=True
         )
         address = server.address
@@ -424,7 +424,7 @@ def _policy(job: Job) -> MembershipPolicy:
         join_timeout_s=options.join_timeout_s,
         port=job.port,
         return_timeout_s=options.return_timeout_s,
-        meeting_first=job.one_port is not None,
+        rendezvous_host_first=job.one_port is not None,
     )
 
 

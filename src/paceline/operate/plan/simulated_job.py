@@ -52,7 +52,7 @@ class EventTimes:
         silence_s: the time until a machine that failed without closing its connections is declared lost.
         message_s: the latency of a message between a worker and the coordinator.
         forming_s: the time that a member takes to leave its old group and prepare that of a new view.
-        meeting_s: the time from the preparation of a new view's group until its members are connected; 0 for one
+        rendezvous_s: the time from the preparation of a new view's group until its members are connected; 0 for one
             member.
         starting_s: the time until a worker's replacement on the same machine is ready, if it uses a spare interpreter.
         repair_s: the time until another machine replaces a lost one.
@@ -68,7 +68,7 @@ class EventTimes:
     silence_s: float = 2.0
     message_s: float = 0.001
     forming_s: float = 0.03
-    meeting_s: float = 0.05
+    rendezvous_s: float = 0.05
     starting_s: float = 0.3
     repair_s: float = 600.0
     copying_s: float = 1.0
@@ -210,7 +210,7 @@ class SimulatedView:
         self.arrived[worker.uid] = worker
         if not self.is_closed and len(self.arrived) == len(self.view.members):
             times = self.job.times
-            self.job.after(times.forming_s + (times.meeting_s if len(self.arrived) > 1 else 0.0), self._formed)
+            self.job.after(times.forming_s + (times.rendezvous_s if len(self.arrived) > 1 else 0.0), self._formed)
 
     def _formed(self) -> None:
         if self.is_closed:

@@ -1,8 +1,8 @@
 """The mpi engine, which opens groups with the MPI library in processes started by mpirun.
 
-`meet` performs the rendezvous of these ranks: an MPI broadcast distributes the address of rank 0's store. Collectives
-and messages operate directly on the tensors' memory. A message begins with its size and dtype, which the receiver
-checks.
+`perform_rendezvous` performs the rendezvous of these ranks: an MPI broadcast distributes the address of rank 0's store.
+Collectives and messages operate directly on the tensors' memory. A message begins with its size and dtype, which the
+receiver checks.
 """
 
 from __future__ import annotations
@@ -404,7 +404,7 @@ _LETTER_BYTES = 512
 _LOOPBACK = "127.0.0.1"
 
 
-def meet(timeout_s: float) -> RendezvousResult:
+def perform_rendezvous(timeout_s: float) -> RendezvousResult:
     """Performs the rendezvous of all ranks in MPI's world; returns this rank and the store.
 
     Sets PACELINE_SECRET on all ranks to a new secret if the job has none.

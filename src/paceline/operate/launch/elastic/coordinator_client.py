@@ -54,7 +54,7 @@ from paceline.operate.launch.multinode.remote_client import (
     connect_in_time,
     lost_at,
 )
-from paceline.operate.launch.multinode.server import MeetingServer
+from paceline.operate.launch.multinode.server import RendezvousServer
 from paceline.train.elastic.coordinator.election import (
     ConnectionLoss,
     ContactResult,
@@ -498,7 +498,7 @@ def join_elastic(
     return NodeConnection(follower, own, server, standby, serves=controller is not None, announcer=announcer)
 
 
-def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting: tuple[str, int]) -> Connection:
+def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], address: tuple[str, int]) -> Connection:
     """Connects to the coordinator of the job, or to the rendezvous.
 
     Raises:
@@ -507,7 +507,7 @@ def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting
     """
     rendezvous = job.rendezvous
     if rendezvous.running is None:
-        return connect_in_time(meeting, secret, rendezvous.join_timeout_s, say)
+        return connect_in_time(address, secret, rendezvous.join_timeout_s, say)
     try:
         return connect_to_launcher(rendezvous.running[1], secret, _REACH_S)
     except LauncherUnreachableError as error:
@@ -516,8 +516,8 @@ def _connect(job: Job, secret: bytes | None, say: Callable[[str], None], meeting
 
 def _serve(
     listener: ListeningEndpoint, secret: bytes | None, standby: StandbyController, silence_s: float
-) -> MeetingServer:
-    server = MeetingServer(listener, secret, DashboardRelay(DiagnosisCollector(standby, "slot")), silence_s)
+) -> RendezvousServer:
+    server = RendezvousServer(listener, secret, DashboardRelay(DiagnosisCollector(standby, "slot")), silence_s)
     standby.wake = server.wake
     return server
 

@@ -128,8 +128,8 @@ class MembershipPolicy:
         join_timeout_s: The time to wait for `min_nodes` nodes.
         port: The port for torch's store as chosen by the user, or None.
         return_timeout_s: The time to wait for machines without which an elastic job cannot continue.
-        meeting_first: Whether the node that hosts the rendezvous gets the first ranks, because all other nodes can
-            reach it.
+        rendezvous_host_first: Whether the node that hosts the rendezvous gets the first ranks, because all other nodes
+            can reach it.
     """
 
     run_id: str
@@ -141,7 +141,7 @@ class MembershipPolicy:
     join_timeout_s: float = 600.0
     port: int | None = None
     return_timeout_s: float = 120.0
-    meeting_first: bool = False
+    rendezvous_host_first: bool = False
 
 
 def pause_s(restarts: int) -> float:
@@ -307,7 +307,7 @@ class Membership:
     def _start(self, now_s: float) -> Orders:
         if self.policy.is_static:
             self.nodes = dict(sorted(self.nodes.items(), key=lambda item: item[1].node_rank or 0))
-        elif self.policy.meeting_first:
+        elif self.policy.rendezvous_host_first:
             self.nodes = dict(sorted(self.nodes.items(), key=lambda item: not item[1].serves))
         self.generation += 1
         self.phase = MembershipPhase.RUNNING

@@ -171,13 +171,13 @@ def _take_part(options: argparse.Namespace, part: NodeAssignment) -> int:
     listener: ListeningEndpoint | None = None
     options.nnodes = (part.nodes, part.nodes)
     if part.nodes > 1:
-        meeting = part.meeting
-        if meeting is None:
-            listener, meeting = _open_meeting(options, part, secret)
-            send_to_starter(RendezvousAddress(*meeting))
+        rendezvous = part.rendezvous
+        if rendezvous is None:
+            listener, rendezvous = _open_rendezvous(options, part, secret)
+            send_to_starter(RendezvousAddress(*rendezvous))
         options.node_rank, options.rdzv_backend = part.node_rank, "static"
-        options.master_addr, options.master_port = meeting
-        options.rdzv_conf = {**options.rdzv_conf, "is_host": str(int(part.meeting is None))}
+        options.master_addr, options.master_port = rendezvous
+        options.rdzv_conf = {**options.rdzv_conf, "is_host": str(int(part.rendezvous is None))}
     # The machines were listed in `--hosts`, so a scheduler's variables on this machine may describe a different job.
     name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     job = job_of(options, {name: os.environ[name]} if name in os.environ else {})
@@ -194,7 +194,7 @@ def _enter(directory: str) -> None:
         ) from error
 
 
-def _open_meeting(
+def _open_rendezvous(
     options: argparse.Namespace, part: NodeAssignment, secret: bytes | None
 ) -> tuple[ListeningEndpoint | None, tuple[str, int]]:
     """Returns a listener for the rendezvous, and an address at which the other machines can reach it.

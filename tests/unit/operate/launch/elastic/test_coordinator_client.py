@@ -11,7 +11,7 @@ from paceline.comm.store.tcp_store import listen
 from paceline.operate.launch.elastic.coordinator_client import RunningJobAnnouncer
 from paceline.operate.launch.multinode.membership import Orders
 from paceline.operate.launch.multinode.protocol import FollowResponse, JobRunning, JoinJob, Report
-from paceline.operate.launch.multinode.server import MeetingServer
+from paceline.operate.launch.multinode.server import RendezvousServer
 
 SECRET = b"42" * 16
 JOB = JobRunning("job", "10.0.0.1:29400")
@@ -40,15 +40,15 @@ class Called:
 
 
 @pytest.fixture
-def serving() -> Iterator[dict[str, MeetingServer]]:
-    servers: dict[str, MeetingServer] = {}
+def serving() -> Iterator[dict[str, RendezvousServer]]:
+    servers: dict[str, RendezvousServer] = {}
     yield servers
     for server in servers.values():
         server.close(0.0)
 
 
-def serve(serving: dict[str, MeetingServer], called: Called) -> tuple[str, int]:
-    server = serving[called.job] = MeetingServer(listen("127.0.0.1", 0, SECRET), SECRET, called, 2.0)
+def serve(serving: dict[str, RendezvousServer], called: Called) -> tuple[str, int]:
+    server = serving[called.job] = RendezvousServer(listen("127.0.0.1", 0, SECRET), SECRET, called, 2.0)
     return server.address
 
 

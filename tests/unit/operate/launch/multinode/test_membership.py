@@ -82,14 +82,14 @@ class Play:
         return self.hear(node)[-1]
 
 
-@pytest.mark.parametrize("meeting_first", [False, True])
-def test_the_node_that_serves_has_the_first_ranks_if_asked(meeting_first):
-    play = Play(policy(3, 3, meeting_first=meeting_first))
+@pytest.mark.parametrize("rendezvous_host_first", [False, True])
+def test_the_node_that_serves_has_the_first_ranks_if_asked(rendezvous_host_first):
+    play = Play(policy(3, 3, rendezvous_host_first=rendezvous_host_first))
     play.join("a", workers=2)
     play.join("b", workers=1, serves=True)
     play.join("c")
     firsts = {node: next(each for each in play.hear(node) if isinstance(each, Start)).first_rank for node in "abc"}
-    assert firsts == ({"b": 0, "a": 1, "c": 3} if meeting_first else {"a": 0, "b": 2, "c": 3})
+    assert firsts == ({"b": 0, "a": 1, "c": 3} if rendezvous_host_first else {"a": 0, "b": 2, "c": 3})
 
 
 @pytest.mark.parametrize(("version", "told"), [("9.8.7", "9.8.7"), ("", "older than 0.1.0")])

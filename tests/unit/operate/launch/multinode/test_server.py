@@ -15,7 +15,7 @@ from paceline.operate.launch.multinode import server as serving
 from paceline.operate.launch.multinode.membership import Orders
 from paceline.operate.launch.multinode.protocol import Heartbeat, WorkersFinished, WorkersStopped
 from paceline.operate.launch.multinode.remote_client import connect_client
-from paceline.operate.launch.multinode.server import MeetingServer
+from paceline.operate.launch.multinode.server import RendezvousServer
 
 SILENCE_S = 60.0  # of the test's own clock, which runs ahead of the real one
 
@@ -49,10 +49,10 @@ class Thinker:
 
 
 @pytest.fixture
-def meeting(monkeypatch):
+def rendezvous(monkeypatch):
     monkeypatch.setattr(serving, "HEARTBEAT_S", 0.05)
     thinker = Thinker()
-    server = MeetingServer(socket.create_server(("127.0.0.1", 0)), None, thinker, SILENCE_S)
+    server = RendezvousServer(socket.create_server(("127.0.0.1", 0)), None, thinker, SILENCE_S)
     clients = [connect_client(server.address, None, 60.0, SILENCE_S, print) for _ in range(2)]
     for client in clients:
         client.send(WorkersFinished(0))
@@ -64,8 +64,8 @@ def meeting(monkeypatch):
     server.close(0.0)
 
 
-def test_a_server_that_thinks_gives_signs_of_life(meeting):
-    thinker, clients = meeting
+def test_a_server_that_thinks_gives_signs_of_life(rendezvous):
+    thinker, clients = rendezvous
     clients[0].send(WorkersStopped(1, 2))
     assert thinker.thinks.wait(60)
     heard: list[object] = []
@@ -80,8 +80,8 @@ def test_a_server_that_thinks_gives_signs_of_life(meeting):
         wait_until(lambda client=client: has_heard(client))
 
 
-def test_what_came_while_the_server_thought_was_no_silence(meeting, monkeypatch):
-    thinker, (first, second) = meeting
+def test_what_came_while_the_server_thought_was_no_silence(rendezvous, monkeypatch):
+    thinker, (first, second) = rendezvous
     first.send(WorkersStopped(1, 2))
     assert thinker.thinks.wait(60)
     ahead = SimpleNamespace(monotonic=lambda: time.monotonic() + 2 * SILENCE_S, monotonic_ns=time.monotonic_ns)
