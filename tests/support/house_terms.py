@@ -29,7 +29,7 @@ TERMS = {
         identity inbox input interface interpreter interval keyboard library limit line link listener lock
         mailbox memory miss mode multinode multiplexer name namespace network offset output packer parser path
         payload plan port priority protocol queue rate reader receiver relay router row sample screen script
-        secret security sender server session shared signal sink socket source splitter ssh starter static
+        secret security sender server session shared signal sink socket source splitter ssh static
         statistics stats stdin stop subcommand summary table tail target terminal text thread time timeout token tracker
         traffic unpacker user writer""",
     "Python": """

@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
     from paceline.operate.launch.option_types import OptionError
 
     if options.hosts:
-        from paceline.operate.launch.ssh.starter import run_on_hosts
+        from paceline.operate.launch.ssh.ssh_launcher import run_on_hosts
 
         return run_on_hosts(options)
     choose_security(options)

@@ -114,7 +114,7 @@ DECODERS = [
     ("the live page", lambda body: job_dashboard.decode_update(body.decode(errors="replace")), ValueError),
     ("requests for copies", over_socket(copies.receive_request), ValueError),
     ("answers with copies", over_socket(copies.receive_answer), ValueError),
-    ("starters by ssh", decode_to_launcher, ValueError),
+    ("launchers by ssh", decode_to_launcher, ValueError),
     ("far ends of ssh", lambda body: MessageSplitter().feed(MARK + body.replace(b"\n", b"") + b"\n"), ValueError),
     ("the doctor", line_of_doctor, ConnectionError),
 ]

@@ -43,7 +43,7 @@ _ASSIGNMENT_S = 600.0
 def main() -> int:
     """Requests an assignment from the launching process, starts a launcher, and returns the launcher's exit code."""
     control = _Control()
-    send_to_starter(LauncherReady(__version__, sys.executable))
+    send_to_ssh_launcher(LauncherReady(__version__, sys.executable))
     part = control.receive_assignment()
     if part is None:
         return 1
@@ -54,11 +54,11 @@ def main() -> int:
         control.close()
         return _launch(part)
     code = _attend(launcher, control, part.shutdown_s)
-    send_to_starter(LauncherExited(code))
+    send_to_ssh_launcher(LauncherExited(code))
     return code
 
 
-def send_to_starter(message: FromLauncher) -> None:
+def send_to_ssh_launcher(message: FromLauncher) -> None:
     """Sends a message to the launching process; does nothing if that process has exited."""
     data = encode_from_launcher(message)
     with contextlib.suppress(OSError):
@@ -174,7 +174,7 @@ def _take_part(options: argparse.Namespace, part: NodeAssignment) -> int:
         rendezvous = part.rendezvous
         if rendezvous is None:
             listener, rendezvous = _open_rendezvous(options, part, secret)
-            send_to_starter(RendezvousAddress(*rendezvous))
+            send_to_ssh_launcher(RendezvousAddress(*rendezvous))
         options.node_rank, options.rdzv_backend = part.node_rank, "static"
         options.master_addr, options.master_port = rendezvous
         options.rdzv_conf = {**options.rdzv_conf, "is_host": str(int(part.rendezvous is None))}

@@ -105,8 +105,8 @@ def run_on_hosts(options: argparse.Namespace) -> int:
     shutdown_s = shutdown_timeout_s(options, os.environ)
     parts = parts_of(hosts, options, os.environ, shutdown_s)
     launch = RemoteLaunch(parts, attempts, LaunchTimeouts(START_S, shutdown_s), time.monotonic(), options.elastic)
-    with SshStarter(launch, commands, [host.name for host in hosts], options.signals_to_handle) as starter:
-        return starter.run()
+    with SshLauncher(launch, commands, [host.name for host in hosts], options.signals_to_handle) as launcher:
+        return launcher.run()
 
 
 def _attempt(host: Host, remote_python: str | None) -> LaunchAttempt:
@@ -178,7 +178,7 @@ def forwarded_variables(environment: Mapping[str, str], exported: Mapping[str, s
     return found
 
 
-class SshStarter:
+class SshLauncher:
     """Runs a job's launchers as child processes, which are stopped when the `with` block is left."""
 
     def __init__(
@@ -197,7 +197,7 @@ class SshStarter:
         self._selector.register(self._signals.fileno(), selectors.EVENT_READ)
         self._launchers: dict[int, LauncherProcess] = {}
 
-    def __enter__(self) -> SshStarter:
+    def __enter__(self) -> SshLauncher:
         return self
 
     def __exit__(self, *_: object) -> None:
