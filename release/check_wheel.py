@@ -76,7 +76,7 @@ def examine(wheel: Path) -> None:
         "paceline/__init__.pyi": "paceline/__init__.pyi" in names,
         "the classifier Typing :: Typed": "Classifier: Typing :: Typed" in told,
         "the command paceline": "paceline = paceline.__main__:main" in commands,
-        "the licence": any(name.endswith("/LICENSE") for name in names),
+        "the license": any(name.endswith("/LICENSE") for name in names),
     }.items():
         if not is_there:
             raise CheckFailed(f"{wheel.name} lacks {missing}")

@@ -36,7 +36,7 @@ class Route:
     """The path of a call from top to bottom, with a note on what happens after the last hop."""
 
     title: str
-    colour: str
+    color: str
     hops: tuple[Hop, ...]
     after: str
 
@@ -230,10 +230,10 @@ def draw_route(at: int, route: Route) -> list[str]:
         taken[row] += 1
     shapes = [
         text(x - 10, 62, route.title, 14.5, more=f' font-weight="600" font-family="{MONO}"'),
-        f'<line x1="{x}" y1="{stops[0]}" x2="{x}" y2="{stops[-1]}" stroke="{route.colour}" stroke-width="3"/>',
+        f'<line x1="{x}" y1="{stops[0]}" x2="{x}" y2="{stops[-1]}" stroke="{route.color}" stroke-width="3"/>',
     ]
     for number, (hop, y) in enumerate(zip(route.hops, stops, strict=True), start=1):
-        shapes.append(f'<circle cx="{x}" cy="{y}" r="10.5" fill="{route.colour}"/>')
+        shapes.append(f'<circle cx="{x}" cy="{y}" r="10.5" fill="{route.color}"/>')
         shapes.append(f'<text x="{x}" y="{y + 4}" font-size="11" fill="#ffffff" text-anchor="middle">{number}</text>')
         shapes.append(text(x + 20, y - 2, hop.function, 12.5, more=f' font-weight="600" font-family="{MONO}"'))
         shapes.append(text(x + 20, y + 13, short(hop.file), 11.5, "quiet", f' font-family="{MONO}"'))

@@ -20,7 +20,7 @@ DEATH = "0.1.0:round.computed@2=kill"  # of the worker that the receiver replace
 
 
 def run(*failpoints: str, workers: int = 3, **options: object) -> Outcome:
-    settings = {"adapts": True, "centres": True, "complete": workers, **options}
+    settings = {"adapts": True, "centers": True, "complete": workers, **options}
     outcome = elastic_job.run(
         functools.partial(elastic_usual.train, EPOCHS, 0.003, **settings),
         workers=workers,

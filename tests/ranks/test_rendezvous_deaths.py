@@ -174,7 +174,7 @@ def _meet_twice_and_stay(place: str, directory: str) -> str:
     return verdict
 
 
-def test_a_new_rendezvous_at_the_address_is_not_spoilt(ranks: type[Ranks], tmp_path: Path) -> None:
+def test_a_new_rendezvous_at_the_address_is_not_spoiled(ranks: type[Ranks], tmp_path: Path) -> None:
     place = f"127.0.0.1:{reserved_port()}"
     assert ranks(3)(_meet_twice_and_stay, place, str(tmp_path)) == ["complete"] * 3
 

@@ -23,7 +23,7 @@ WHERE = (
     "import os, sys\n"
     f"{MEET}\n"
     "met = rendezvous('env://', None, -1, -1, 60)\n"
-    "print(met.rank, met.world_size, os.environ['NODE_RANK'], os.getcwd(), os.environ.get('COLOUR'),"
+    "print(met.rank, met.world_size, os.environ['NODE_RANK'], os.getcwd(), os.environ.get('COLOR'),"
     " repr(sys.stdin.read()))\n"
     "met.store.set(f'done {met.rank}', b'')\n"
     "if met.rank == 0:  # which serves the store\n"
@@ -69,7 +69,7 @@ def sleepers(script, tmp_path, ssh_server) -> Iterator[Start]:
 
 
 def test_a_job_runs_on_two_machines(script, ssh_server, tmp_path):
-    arguments = ("--hosts", ssh_server.hosts(1, 2), "--ssh", ssh_server.ssh(), "--export", "COLOUR=red")
+    arguments = ("--hosts", ssh_server.hosts(1, 2), "--ssh", ssh_server.ssh(), "--export", "COLOR=red")
     done = run(*arguments, script(WHERE), cwd=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if "[rank" in line) == [

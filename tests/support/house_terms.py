@@ -8,7 +8,7 @@ TERMS = {
         codec collate collectives compression compressor dash dashboard data dataset ddp device diloco
         distributed dtype elastic embedding engine epoch forward function functional future gradient group hook
         horovod index indices integrations item join joinable layout leaf linear lion loader loop loss mean mesh
-        methods microbatch middleware module norm normalise optimizer parallel parallelize parameter partition
+        methods microbatch middleware module norm normalize optimizer parallel parallelize parameter partition
         pipeline process reducer ref replica sampler scaler schedule scheduler sgd shard sharding slice spec
         stage staging state stateful step storage strategy stream style tensor top torch train trainer transfer
         unpickler work weight world zero""",

@@ -257,13 +257,13 @@ class Realm(World):
     def dial(self, launcher: Launcher, number: int) -> None:
         other = self.launchers[number]
         if other is launcher:
-            self.dialled(launcher, number)
+            self.dialed(launcher, number)
         elif not self.reach(launcher.site, other.site):
             self.after(0.3, None, launcher.answered, number, ContactResult.SILENT)
         else:
-            self.later(0.01, None, self.dialled, launcher, number)
+            self.later(0.01, None, self.dialed, launcher, number)
 
-    def dialled(self, launcher: Launcher, number: int) -> None:
+    def dialed(self, launcher: Launcher, number: int) -> None:
         """The connection is established, and the other launcher answers."""
         other = self.launchers[number]
         if not launcher.lives or launcher.link is not None:

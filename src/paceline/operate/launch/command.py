@@ -182,8 +182,8 @@ def _join(options: argparse.Namespace) -> int:
 def _check_settings(options: argparse.Namespace, job: Job) -> None:
     """Checks the variables that workers read, and warns about probable mistakes."""
     from paceline.operate.launch.flags import flags_after_script
-    from paceline.operate.launch.workers.environment import check_variables, misspelt
+    from paceline.operate.launch.workers.environment import check_variables, misspelled
 
     check_variables(job.rendezvous.address is not None)
-    for sentence in (*misspelt(), *flags_after_script(options.script, options.args)):
+    for sentence in (*misspelled(), *flags_after_script(options.script, options.args)):
         print(f"paceline: {sentence}", file=sys.stderr)

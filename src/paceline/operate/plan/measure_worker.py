@@ -223,7 +223,7 @@ class FileBarrier:
         """Sends a signal to the other ranks."""
         (self._directory / f"{word}.{self._rank}").touch()
 
-    def all_signalled(self, word: str) -> bool:
+    def all_signaled(self, word: str) -> bool:
         """Returns True if all ranks have sent the signal."""
         return all((self._directory / f"{word}.{rank}").exists() for rank in range(self.ranks))
 
@@ -231,7 +231,7 @@ class FileBarrier:
         """Sends a signal and waits until all ranks have sent it; returns False on timeout."""
         self.signal(word)
         deadline = time.monotonic() + timeout_s
-        while not self.all_signalled(word):
+        while not self.all_signaled(word):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_PAUSE_S)
@@ -317,7 +317,7 @@ class _Measurement:
         if done == needed:
             self._write(watch)
             self._barrier.signal("measured")
-        if done >= needed and (self._barrier.all_signalled("measured") or done >= needed * _MOST_EXTRA_STEPS):
+        if done >= needed and (self._barrier.all_signaled("measured") or done >= needed * _MOST_EXTRA_STEPS):
             _exit_now()
 
     def finish(self, watch: StepWatch) -> None:

@@ -28,9 +28,9 @@ def test_a_handler_gets_the_address_with_what_is_known():
         yield HashStore(), 0, 1
 
     register_rendezvous_handler("Lobby", perform_rendezvous)
-    joined = rendezvous("lobby://room/7?colour=red", None, 1, 0, 5)
+    joined = rendezvous("lobby://room/7?color=red", None, 1, 0, 5)
     assert (joined.rank, joined.world_size) == (0, 1)
-    assert seen == [("lobby://room/7?colour=red&rank=0&world_size=1", timedelta(seconds=5), {})]
+    assert seen == [("lobby://room/7?color=red&rank=0&world_size=1", timedelta(seconds=5), {})]
 
 
 def test_the_handler_may_decide_rank_and_world_size():

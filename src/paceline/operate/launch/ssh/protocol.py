@@ -49,7 +49,7 @@ class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
         run_id: The job's name.
         shutdown_s: The time between the shutdown request and SIGKILL, in seconds.
         rendezvous: The address of the rendezvous; None on the machine that hosts the rendezvous.
-        towards: The name of another machine, from which the rendezvous address must be reachable.
+        toward: The name of another machine, from which the rendezvous address must be reachable.
         passes_local_rank: Whether to pass --local_rank to workers.
     """
 
@@ -63,7 +63,7 @@ class NodeAssignment(msgspec.Struct, frozen=True, tag=True):
     run_id: str
     shutdown_s: float
     rendezvous: tuple[str, int] | None = None
-    towards: str = ""
+    toward: str = ""
     passes_local_rank: bool = False
 
 

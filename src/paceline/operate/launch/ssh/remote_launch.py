@@ -176,7 +176,7 @@ class RemoteLaunch:
         if self.is_over:
             self._start_by_s = self._end_by_s = self._cut_by_s = None
 
-    def signalled(self, name: str, now_s: float) -> None:
+    def signaled(self, name: str, now_s: float) -> None:
         """Handles a terminating signal from the user or the scheduler."""
         self._is_ending = True
         self._code = self._code or 1
@@ -195,7 +195,7 @@ class RemoteLaunch:
             late = [machine for machine, phase in enumerate(self._phases) if phase is LauncherPhase.STARTED] or [0]
             self._fail([no_answer(self._attempts[machine], self._limits.start_s) for machine in late], now_s)
         if self._end_by_s is not None and now_s >= self._end_by_s:
-            self.signalled("SIGTERM", now_s)
+            self.signaled("SIGTERM", now_s)
         if self._cut_by_s is not None and now_s >= self._cut_by_s:
             self._cut_by_s = None
             self._cut_all()
@@ -244,7 +244,7 @@ class RemoteLaunch:
         if LauncherPhase.STARTED in self._phases:
             self._end_by(now_s + OTHER_REASONS_S)
         else:
-            self.signalled("SIGTERM", now_s)
+            self.signaled("SIGTERM", now_s)
 
     def _end_by(self, end_by_s: float) -> None:
         """Sets the deadline for the other launchers to exit on their own."""

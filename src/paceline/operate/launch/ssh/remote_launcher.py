@@ -203,14 +203,14 @@ def _open_rendezvous(
     """
     from paceline.comm.store.tcp_store import listen
 
-    host = options.local_addr or options.master_addr or address_towards(part.towards, os.environ)
+    host = options.local_addr or options.master_addr or address_toward(part.toward, os.environ)
     if options.port is not None:
         return None, (host, options.master_port or options.port)
     listener = listen(host, options.master_port or 0, secret)
     return listener, (host, listener.getsockname()[1])
 
 
-def address_towards(name: str, environment: Mapping[str, str]) -> str:
+def address_toward(name: str, environment: Mapping[str, str]) -> str:
     """Returns an address at which another machine can reach this one, based on the route or the ssh connection."""
     from paceline.comm.one_port.dialer import source_address
     from paceline.comm.security.secret import is_loopback

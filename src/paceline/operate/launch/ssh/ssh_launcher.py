@@ -45,7 +45,7 @@ from paceline.operate.launch.ssh.remote_launch import (
     ShowText,
 )
 from paceline.operate.launch.workers.job_control import Signals
-from paceline.operate.launch.workers.output import Console, LinePrefixer, Write, prefix, wants_colours
+from paceline.operate.launch.workers.output import Console, LinePrefixer, Write, prefix, wants_colors
 
 _NAME = re.compile(
     r"(?:(?P<user>[\w.+-]+)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::(?P<slots>\d+))?"
@@ -148,7 +148,7 @@ def parts_of(
             workers=host.slots,
             run_id=run_id,
             shutdown_s=shutdown_s,
-            towards=next((other.name for other in hosts if other != host), ""),
+            toward=next((other.name for other in hosts if other != host), ""),
             passes_local_rank=getattr(options, "passes_local_rank", False),
         )
         for number, host in enumerate(hosts)
@@ -224,7 +224,7 @@ class SshLauncher:
 
     def _start(self, machine: int) -> None:
         name = self._names[machine]
-        prefixes = (prefix(name, machine, wants_colours(1)), prefix(name, machine, wants_colours(2)))
+        prefixes = (prefix(name, machine, wants_colors(1)), prefix(name, machine, wants_colors(2)))
         try:
             launcher = LauncherProcess(
                 self._commands[machine], prefixes, (self._console.writer(1), self._console.writer(2))
@@ -254,7 +254,7 @@ class SshLauncher:
     def _on_signals(self) -> None:
         numbers, _ = self._signals.read()
         for number in numbers:
-            self._launch.signalled(number.name, time.monotonic())
+            self._launch.signaled(number.name, time.monotonic())
 
     def _collect_ended(self) -> None:
         for machine, launcher in list(self._launchers.items()):

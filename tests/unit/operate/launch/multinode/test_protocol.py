@@ -108,7 +108,7 @@ def test_a_message_arrives_as_it_was_sent_however_it_is_cut(message):
 
 def test_a_join_of_another_version_is_partly_understood():
     join = next(each for each in MESSAGES if isinstance(each, JoinJob))
-    content = {**json.loads(encode(join)[4:]), "version": "9.8.7", "colour": "blue"}
+    content = {**json.loads(encode(join)[4:]), "version": "9.8.7", "color": "blue"}
     decoded = decode(json.dumps(content).encode())
     assert isinstance(decoded, JoinJob) and decoded.version == "9.8.7" and decoded.host == "h0" and decoded.pid == 5
 
@@ -128,7 +128,7 @@ def test_the_refusal_is_readable_for_every_version():
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
 def test_a_message_with_an_unknown_field_is_refused(message):
-    content = {**json.loads(encode(message)[4:]), "version": paceline.__version__, "colour": "blue"}
+    content = {**json.loads(encode(message)[4:]), "version": paceline.__version__, "color": "blue"}
     with pytest.raises(MessageError, match="unknown field"):
         decode(json.dumps(content).encode())
 

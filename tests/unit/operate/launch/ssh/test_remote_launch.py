@@ -134,8 +134,8 @@ def test_a_machine_that_does_not_answer_is_named():
 
 def test_signals_are_passed_on_and_a_second_one_too():
     found = started("a", "b")
-    found.signalled("SIGINT", 5.0)
-    found.signalled("SIGINT", 6.0)
+    found.signaled("SIGINT", 5.0)
+    found.signaled("SIGINT", 6.0)
     assert found.take_actions() == [ForwardSignal(machine, "SIGINT") for machine in (0, 1, 0, 1)]
     end(found, 0, 1, 7.0)
     assert found.take_actions() == []
